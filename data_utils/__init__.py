@@ -1,0 +1,1 @@
+"""From text on disk to batches: tokenizers, indexed datasets, samplers, objectives, collation."""

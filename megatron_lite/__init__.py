@@ -1,0 +1,1 @@
+"""The distributed model and the training loop."""
