@@ -1,0 +1,182 @@
+"""Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
+
+A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field types
+`int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]` and nested sections; anything else in a file is an error
+that names the value, the rule and the nearest valid key. Nothing here knows what the settings mean: see config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lite.errors import ConfigError
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory."""
+    if default is REQUIRED:
+        return dataclasses.field(metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def section(cls: type) -> Any:
+    """A nested section with its own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"help": ""})
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"configuration file {path} is not UTF-8 text.") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}.")
+    return tree
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`: mappings merge key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {text!r} must have the form section.key=value.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it.") from None
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def build(cls: type, tree: Mapping[str, Any], path: str = "") -> Any:
+    """Make the section `cls` from a mapping, strictly. `path` is the dotted prefix for messages."""
+    hints = typing.get_type_hints(cls)
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in tree.items():
+        if key not in known:
+            raise ConfigError(_unknown_key(f"{path}{key}", key, known, path))
+        values[key] = _convert(value, hints[key], f"{path}{key}")
+    for name, field in known.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ConfigError(f"{path}{name} is required ({field.metadata.get('help', '')}); set it in the file "
+                              f"or as {path}{name}=VALUE.")
+    return cls(**values)
+
+
+def _unknown_key(full: str, key: Any, known: Mapping[str, Any], path: str) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+    if close:
+        return f"unknown setting {full}; the nearest valid key is {path}{close[0]}."
+    return f"unknown setting {full}; valid keys here are {', '.join(sorted(known))}."
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return _convert(value, inner, path)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} is a section, but its value is {value!r}; write its keys below it.")
+        return build(typing.cast(type, hint), value, f"{path}.")
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{path} must be a list, not {value!r}.")
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+    return _convert_scalar(value, hint, path)
+
+
+def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and is_number:
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if hint is int and is_number and float(value).is_integer():
+        return int(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise ConfigError(f"{path} must be {names[hint]}, not {value!r}.")
+
+
+def to_tree(config: Any) -> Any:
+    """The inverse of `build`: plain mappings, lists and scalars, in field order."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: to_tree(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, (tuple, list)):
+        return [to_tree(item) for item in config]
+    return config
+
+
+def describe(cls: type, path: str = "") -> Iterator[str]:
+    """One line for every setting below `cls`: dotted key, type, default and help."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield ""
+            yield from describe(typing.cast(type, hint), f"{path}{field.name}.")
+            continue
+        kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        for long, short in (("typing.", ""), ("megatron_lite.config.", ""), ("data_utils.", "")):
+            kind = kind.replace(long, short)
+        default = "required" if field.default is dataclasses.MISSING else f"default {to_yaml_scalar(field.default)}"
+        yield f"  {path}{field.name} ({kind}, {default})"
+        yield f"      {field.metadata.get('help', '')}"
+
+
+def to_yaml_scalar(value: Any) -> str:
+    """A value as one would write it in an override."""
+    return yaml.safe_dump(to_tree(value), default_flow_style=True).strip().removesuffix("...").strip()
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ConfigError(message) unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def choice(path: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    check(value in allowed, f"{path} is {value!r}; it must be one of {', '.join(map(str, allowed))}.")
