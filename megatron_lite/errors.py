@@ -24,12 +24,13 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or made by an incompatible run."""
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run an entry point: a `UserError` becomes one line on stderr and exit status 2."""
+def run_command(main: Callable[[], int | None], quiet: bool = False) -> None:
+    """Run an entry point: a `UserError` becomes one line on stderr (unless `quiet`) and exit status 2."""
     try:
         status = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not quiet:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
     except BrokenPipeError:  # the reader of our output has gone, for example `| head`
         sys.exit(1)

@@ -34,6 +34,11 @@ def section(cls: type) -> Any:
     return dataclasses.field(default_factory=cls, metadata={"help": ""})
 
 
+def setting_mapping(help: str) -> Any:
+    """A free mapping, empty by default."""
+    return dataclasses.field(default_factory=dict, metadata={"help": help})
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
     try:
@@ -113,6 +118,10 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} is a section, but its value is {value!r}; write its keys below it.")
         return build(typing.cast(type, hint), value, f"{path}.")
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping, not {value!r}.")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{path} must be a list, not {value!r}.")
@@ -146,6 +155,8 @@ def to_tree(config: Any) -> Any:
         return {field.name: to_tree(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, (tuple, list)):
         return [to_tree(item) for item in config]
+    if isinstance(config, Mapping):
+        return {key: to_tree(value) for key, value in config.items()}
     return config
 
 
@@ -153,17 +164,40 @@ def describe(cls: type, path: str = "") -> Iterator[str]:
     """One line for every setting below `cls`: dotted key, type, default and help."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        nested = _section_in(hints[field.name])
+        if nested is not None:
             yield ""
-            yield from describe(typing.cast(type, hint), f"{path}{field.name}.")
+            yield from describe(nested, f"{path}{field.name}.")
             continue
-        kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-        for long, short in (("typing.", ""), ("megatron_lite.config.", ""), ("data_utils.", "")):
-            kind = kind.replace(long, short)
-        default = "required" if field.default is dataclasses.MISSING else f"default {to_yaml_scalar(field.default)}"
-        yield f"  {path}{field.name} ({kind}, {default})"
+        yield f"  {path}{field.name} ({_type_name(hints[field.name])}, {_default_text(field)})"
         yield f"      {field.metadata.get('help', '')}"
+
+
+def _section_in(hint: Any) -> type | None:
+    """The section class of a field that is a section or an optional section."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if dataclasses.is_dataclass(candidate) and typing.get_origin(hint) is not tuple:
+            return typing.cast(type, candidate)
+    return None
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        if dataclasses.is_dataclass(inner):
+            return "list of {" + ", ".join(field.name for field in dataclasses.fields(inner)) + "}"
+        return f"list of {_type_name(inner)}"
+    if typing.get_args(hint):
+        return str(hint).replace("typing.", "").replace("None", "null")
+    return hint.__name__
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"default {to_yaml_scalar(field.default)}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"default {to_yaml_scalar(field.default_factory())}"
+    return "required"
 
 
 def to_yaml_scalar(value: Any) -> str:

@@ -1,0 +1,153 @@
+"""Who may look at whom: one rule over three integer arrays, and the kernel that fits the rule's structure.
+
+Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/base.py):
+
+    key_time(k)    =  ord[k]  if ord[k] >= 0 else +infinity      (when the content of k is revealed)
+    query_bound(q) =  ord[q]  if ord[q] >= 0 else -ord[q] - 1    (up to when q may look)
+    allowed(q, k)  =  doc[q] == doc[k] and (key_time(k) <= query_bound(q) or grp[q] == grp[k] != 0)
+
+A plan is made once per batch and serves all layers. Two exist so far:
+
+  PrefixPlan  every document is [ord 0 ... | ord 1, 2, 3, ...] and grp is 0 (GLM, prefix LM, causal, bidirectional):
+              two calls per document on disjoint query rows, A x A in full and B x [A;B] causal from the bottom right.
+              No mask is stored and no forbidden block is computed.
+  DensePlan   anything else, and rows of many short documents, where the calls would cost more than the mask saves.
+
+Padding rows see nothing and get zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_lite.linear import widens
+
+# Mean document length from which PrefixPlan's calls beat one masked call on CPU (benchmarks/attention_plan.py).
+_PREFIX_MIN_MEAN_LENGTH = 128
+
+
+class AttentionPlan(Protocol):
+    """Computes attention for one batch; `layer` is the block's index, for plans that keep state per layer."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        """q, k, v [B, S, H heads, D head dim] -> [B, S, H, D], scaled by D^-1/2."""
+        ...
+
+
+def allowed(doc: torch.Tensor, order: torch.Tensor, grp: torch.Tensor) -> torch.Tensor:
+    """The rule as a boolean mask: int [B, S] arrays -> bool [B, S queries, S keys], False everywhere on padding."""
+    key_time = torch.where(order >= 0, order, torch.iinfo(order.dtype).max)
+    query_bound = torch.where(order >= 0, order, -order - 1)
+    same_doc = (doc[:, :, None] == doc[:, None, :]) & (doc >= 0)[:, :, None]
+    by_time = key_time[:, None, :] <= query_bound[:, :, None]
+    by_group = (grp[:, :, None] == grp[:, None, :]) & (grp != 0)[:, :, None]
+    return same_doc & (by_time | by_group)
+
+
+def scaled_dot_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask=None) -> torch.Tensor:
+    """torch's attention on [B, S, H, D] tensors, in fp32 where the CPU has no half-precision matmul."""
+    dtype = q.dtype
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if widens(q):
+        q, k, v = q.float(), k.float(), v.float()
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return out.transpose(1, 2).to(dtype)
+
+
+class DensePlan:
+    """One masked call over all rows. Memory: B x S x S booleans."""
+
+    def __init__(self, doc: torch.Tensor, order: torch.Tensor, grp: torch.Tensor):
+        mask = allowed(doc, order, grp)
+        self.sees_nothing = ~mask.any(-1)
+        # A row without any key would be NaN: let it see itself, and zero it afterwards.
+        self.mask = (mask | torch.diag_embed(self.sees_nothing)).unsqueeze(1)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        out = scaled_dot_product(q, k, v, dropout, self.mask)
+        return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One document of the flattened batch, or a stretch of padding (context = -1). Lengths in tokens."""
+
+    length: int
+    context: int  # part A: rows with ord 0, seen by the whole document
+
+
+class PrefixPlan:
+    """Two calls per document, no mask in memory."""
+
+    def __init__(self, segments: list[Segment]):
+        self.segments = segments
+        self.lengths = [segment.length for segment in segments]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        shape = q.shape
+        # split, not slices: the backward pass of split is one concatenation, that of a slice a zero-filled full tensor.
+        parts = zip(self.segments, *(x.flatten(0, 1).split(self.lengths) for x in (q, k, v)), strict=True)
+        out = [self._document(segment, *(x.unsqueeze(0) for x in qkv), dropout) for segment, *qkv in parts]
+        return torch.cat(out, dim=1).view(shape)
+
+    @staticmethod
+    def _document(segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        a, n = segment.context, segment.length
+        if a < 0:
+            return torch.zeros_like(q)
+        if a == n:
+            return scaled_dot_product(q, k, v, dropout)
+        bias = causal_lower_right(n - a, n)
+        if a == 0:
+            return scaled_dot_product(q, k, v, dropout, bias)
+        q_a, q_b = q.split([a, n - a], dim=1)
+        context = scaled_dot_product(q_a, k[:, :a], v[:, :a], dropout)
+        return torch.cat([context, scaled_dot_product(q_b, k, v, dropout, bias)], dim=1)
+
+
+def prefix_segments(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> list[Segment] | None:
+    """The documents of a batch if all have prefix structure, else None. Arrays are int [B, S] on the host."""
+    if grp.any() or (order < 0).any():
+        return None
+    rows, length = doc.shape
+    doc, order = doc.reshape(-1), order.reshape(-1)
+    starts_row = np.zeros(rows * length, bool)
+    starts_row[::length] = True
+    begins = np.flatnonzero(starts_row | np.r_[True, doc[1:] != doc[:-1]])
+    ends = np.r_[begins[1:], rows * length]
+    # Within a document ord must be 0 ... 0, 1, 2, 3, ...: each step is +1, or 0 while still at 0.
+    step = np.diff(order)
+    good_step = (step == 1) | ((step == 0) & (order[1:] == 0))
+    good_step[begins[1:] - 1] = True
+    padding = doc < 0
+    inside = ~padding[1:]
+    if not (good_step | ~inside).all() or (order[begins][~padding[begins]] > 1).any():
+        return None
+    if len(np.unique(doc[begins][~padding[begins]] + (begins[~padding[begins]] // length) * (doc.max() + 2))) != np.count_nonzero(~padding[begins]):
+        return None  # a document in several stretches
+    zeros = np.add.reduceat((order == 0).astype(np.int64), begins)
+    contexts = np.where(padding[begins], -1, zeros)
+    return [Segment(int(e - b), int(c)) for b, e, c in zip(begins, ends, contexts, strict=True)]
+
+
+def plan_attention(doc: np.ndarray, order: np.ndarray, grp: np.ndarray, device: torch.device, kernel: str = "auto") -> AttentionPlan:
+    """Choose the kernel for a batch.
+
+    Args:
+        doc, order, grp: int32 [B, S] on the host.
+        kernel: "auto", "prefix" (error if the structure does not allow it) or "dense".
+    """
+    segments = prefix_segments(doc, order, grp) if kernel != "dense" else None
+    if kernel == "prefix":
+        assert segments is not None, "the batch has no prefix structure"
+    if segments is not None:
+        documents = sum(segment.context >= 0 for segment in segments)
+        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH:
+            return PrefixPlan(segments)
+    return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))

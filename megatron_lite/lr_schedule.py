@@ -1,0 +1,20 @@
+"""The learning rate as a pure function of the step, so that resuming needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+
+
+def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+    """Learning rate of optimizer step `step` (the first is 1).
+
+    Linear warm-up from 0 to `peak` over `warmup_steps`, then cosine or linear decay that reaches
+    `min_lr_ratio * peak` at `decay_steps` and stays there (the reference's linear schedule falls below zero), or constant.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    if kind == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * remaining)

@@ -1,0 +1,158 @@
+"""What a run reports: one console line per interval, the same as JSONL and TensorBoard, and the arithmetic behind it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.objectives.base import DOC, ORD
+from megatron_lite.config import ModelConfig
+from megatron_lite.linear import linear
+
+log = logging.getLogger(__name__)
+
+# Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by a part of torch's device name.
+GPU_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40": 181.0, "V100": 125.0}
+
+
+def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
+    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
+
+    Args:
+        tokens: tokens that are not padding.
+        loss_rows: rows on which the head runs.
+        visible_keys: sum over tokens of the number of keys each may attend to.
+    """
+    assert model.vocab_size is not None
+    h = model.hidden_size
+    blocks = 2.0 * 12 * h * h * model.num_layers * tokens
+    attention = 2.0 * 2 * h * model.num_layers * visible_keys
+    head = 2.0 * h * model.vocab_size * loss_rows
+    return 3.0 * (blocks + attention + head)
+
+
+def count_visible_keys(batch: np.ndarray) -> int:
+    """Sum over tokens of the keys the attention rule lets them see, for [ord 0 | ord 1, 2, ...] documents."""
+    doc, order = batch[:, DOC], batch[:, ORD]
+    rows = np.broadcast_to(np.arange(len(batch))[:, None], doc.shape)
+    present = doc >= 0
+    document = (rows * (int(doc.max(initial=0)) + 1) + doc)[present]
+    order = order[present]
+    context = np.bincount(document, weights=order == 0)
+    return int(context[document].sum() + order.sum())
+
+
+def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) -> float:
+    """Measured rate of a large matmul on this device with the project's own linear layer, in TFLOP/s."""
+    size = 8192 if device.type == "cuda" else 1024
+    x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    linear(x, weight)
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        linear(x, weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12
+
+
+def peak_tflops(configured: float | None, dtype: torch.dtype, device: torch.device) -> float:
+    """Peak for MFU: the configured one, a known GPU's, or what a matmul reaches here."""
+    if configured is not None:
+        return configured
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in GPU_PEAK_TFLOPS.items():
+            if part in name:
+                return peak
+    return matmul_tflops(dtype, device)
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last log line, all ranks together."""
+
+    objective_sums: np.ndarray  # float64 [objectives, 2]: loss sum, loss weight
+    steps: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    data_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+
+def objective_losses(sums: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Mean loss in total and per objective that occurred: {"loss": ..., "loss/token": ...} from [objectives, 2] sums."""
+    total, weight = sums.sum(0)
+    losses = {"loss": float(total / weight) if weight else float("nan")}
+    for name, (objective_total, objective_weight) in zip(names, sums, strict=True):
+        if objective_weight:
+            losses[f"loss/{name}"] = float(objective_total / objective_weight)
+    return losses
+
+
+def format_duration(seconds: float) -> str:
+    seconds = int(seconds)
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    return (f"{days}d" if days else "") + f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}"
+
+
+class Metrics:
+    """Writes on the main rank only; on the others every call does nothing."""
+
+    def __init__(self, directory: Path, enabled: bool, tensorboard: bool):
+        self._file = self._board = None
+        if not enabled:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
+        """One record to JSONL and TensorBoard, `line` to the console."""
+        if self._file is None:
+            return
+        log.info(line)
+        self._file.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
+    """The console line of a training interval."""
+    parts = [f"step {step}/{steps}", f"samples {values['consumed_samples']:,}", f"tokens {values['consumed_tokens']:,}"]
+    parts += [f"{name} {values[name]:.4f}" for name in values if name == "loss" or name.startswith("loss/")]
+    parts += [f"lr {values['lr']:.3e}", f"grad norm {values['grad_norm']:.3f}", f"scale {values['loss_scale']:g}"]
+    parts += [f"skipped {values['skipped_steps']}", f"{values['tokens_per_second']:,.0f} tokens/s"]
+    parts += [f"{values['tflops_per_device']:.3g} TFLOP/s", f"MFU {values['mfu']:.1%}", f"mem {values['memory_gib']:.1f} GiB"]
+    parts += [f"data {values['data_share']:.1%}", f"ETA {format_duration(values['eta_seconds'])}"]
+    return " | ".join(parts)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory: allocated on the GPU, or the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

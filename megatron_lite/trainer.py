@@ -1,0 +1,294 @@
+"""The loop: train steps, evaluation, logging, checkpoints, and a clean stop when asked.
+
+A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far, its
+learning rate of the step: so the state to save is small, and a resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.loader import SampleLoader
+from data_utils.objectives.base import DOC, WEIGHTS
+from data_utils.random_streams import derive_seed
+from data_utils.sampler import micro_batch_indices
+from megatron_lite import checkpoint
+from megatron_lite.config import Config
+from megatron_lite.engine import Engine, StepResult
+from megatron_lite.errors import CheckpointError, UserError
+from megatron_lite.lr_schedule import learning_rate
+from megatron_lite.metrics import (
+    Interval,
+    Metrics,
+    count_visible_keys,
+    memory_gib,
+    objective_losses,
+    peak_tflops,
+    step_flops,
+    train_line,
+)
+from megatron_lite.model import ModelInput
+from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.settings import to_tree
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class TrainingError(UserError):
+    """The run cannot go on, for example because its gradients stay non-finite."""
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        engine: Engine,
+        train_data: SampleLoader,
+        validation_data: SampleLoader | None,
+        objective_names: Sequence[str],
+    ):
+        self.config = config
+        self.context = context
+        self.engine = engine
+        self.train_data = train_data
+        self.validation_data = validation_data
+        self.objective_names = list(objective_names)
+        self.directory = Path(config.run.directory)
+        self.checkpoints = self.directory / "checkpoints"
+        self.accumulation_steps = config.batch.accumulation_steps(context.dp_size)
+        self.peak_tflops = peak_tflops(config.run.peak_tflops, DTYPES[config.training.precision], context.device)
+        self.step = 0
+        self.consumed_samples = 0
+        self.consumed_tokens = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.stop_requested = False
+        self._saved_step = 0
+
+    # The run
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint (or from the start) to `training.steps` or a stop, then save and evaluate."""
+        self._resume()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request_stop)
+        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
+        stop_after = self.config.training.stop_after_step or self.config.training.steps
+        self.engine.train()
+        interval = self._new_interval()
+        stopped = False
+        while self.step < stop_after and not stopped:
+            result, stopped = self._train_step(interval)
+            if self.step % self.config.run.log_interval == 0 or self.step == stop_after:
+                self._log_interval(interval, result)
+                interval = self._new_interval()
+            if self._is_multiple(self.config.training.eval_interval):
+                interval = self._outside(interval, self.evaluate)
+            if self._is_multiple(self.config.checkpoint.save_interval):
+                interval = self._outside(interval, self._save)
+        if self._saved_step != self.step:
+            self._save()
+        if self.step == self.config.training.steps and not self._is_multiple(self.config.training.eval_interval):
+            self.evaluate()
+        if self.context.is_main and self.step < self.config.training.steps:
+            log.info("stopped at step %d of %d; start again with the same run.directory to continue.", self.step, self.config.training.steps)
+        self.metrics.close()
+
+    def _request_stop(self, number: int, frame: Any) -> None:
+        self.stop_requested = True
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _new_interval(self) -> Interval:
+        return Interval(np.zeros((len(self.objective_names), 2)))
+
+    def _outside(self, interval: Interval, action: Any) -> Interval:
+        """Run something whose duration is not training time."""
+        start = time.perf_counter()
+        action()
+        interval.started += time.perf_counter() - start
+        return interval
+
+    # One step
+
+    def _train_step(self, interval: Interval) -> tuple[StepResult, bool]:
+        """One optimizer step. Returns its outcome and whether some rank was asked to stop."""
+        start = time.perf_counter()
+        batches = self._next_batches()
+        interval.data_seconds += time.perf_counter() - start
+        # One small reduction before the first backward pass: loss weight of the step, tokens, work, stop flags.
+        local = [sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches)]
+        local.append(sum(int((batch[:, DOC] >= 0).sum()) for batch in batches))
+        local.append(sum(count_visible_keys(batch) for batch in batches))
+        local.append(sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches))
+        local.append(float(self.stop_requested))
+        totals = self.context.sum(torch.tensor(local, dtype=torch.float64, device=self.context.device)).tolist()
+        loss_weight, tokens, visible_keys, loss_rows, stop = totals
+
+        lr = self._learning_rate(self.step + 1)
+        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
+        for micro, batch in enumerate(batches):
+            self._seed_dropout(micro)
+            loss_sum, per_objective = self.engine.forward(ModelInput.from_batch(batch, self.context.device))
+            self.engine.backward(loss_sum * self._loss_factor(batch, loss_weight))
+            result = self.engine.micro_step(lr)
+            sums += per_objective
+        assert result is not None, "the last micro-batch of a step must update the weights"
+
+        self.step += 1
+        self.consumed_samples += self.config.batch.global_batch_size
+        self.consumed_tokens += int(tokens)
+        self._count_skip(result)
+        interval.steps += 1
+        interval.tokens += int(tokens)
+        interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
+        interval.objective_sums += self.context.sum(sums).cpu().numpy()
+        return result, stop > 0
+
+    def _next_batches(self) -> list[np.ndarray]:
+        return [
+            self.train_data.batch(
+                micro_batch_indices(
+                    self.consumed_samples, micro, self.context.dp_rank, self.context.dp_size, self.config.batch.micro_batch_size
+                )
+            )
+            for micro in range(self.accumulation_steps)
+        ]
+
+    def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
+        """What turns a micro-batch's loss sum into its share of the step's loss.
+
+        DeepSpeed divides by accumulation steps and averages over ranks, so the global mean needs both factors back.
+        """
+        if self.config.training.loss_normalization == "global_tokens":
+            return self.context.dp_size * self.accumulation_steps / max(loss_weight, 1.0)
+        return 1.0 / max(float(batch[:, WEIGHTS].view(np.float32).sum()), 1.0)
+
+    def _learning_rate(self, step: int) -> float:
+        schedule = self.config.schedule
+        return learning_rate(
+            step,
+            peak=self.config.optimizer.lr,
+            kind=schedule.kind,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=self.config.decay_steps,
+            min_lr_ratio=schedule.min_lr_ratio,
+        )
+
+    def _seed_dropout(self, micro: int) -> None:
+        torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp_rank))
+
+    def _count_skip(self, result: StepResult) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.skipped_steps += result.skipped
+        limit = self.config.training.max_nonfinite_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were left as they "
+                f"were before them. Lower optimizer.lr, or continue from an earlier checkpoint in {self.checkpoints}."
+            )
+
+    # Reports
+
+    def _log_interval(self, interval: Interval, result: StepResult) -> None:
+        elapsed = time.perf_counter() - interval.started
+        tflops = interval.flops / elapsed / self.context.world_size / 1e12
+        values: dict[str, Any] = {
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            **objective_losses(interval.objective_sums, self.objective_names),
+            "lr": self._learning_rate(self.step),
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "tokens_per_second": interval.tokens / elapsed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops,
+            "memory_gib": memory_gib(self.context.device),
+            "data_share": interval.data_seconds / elapsed,
+            "seconds_per_step": elapsed / interval.steps,
+            "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
+        }
+        self.metrics.write("train", self.step, values, train_line(self.step, self.config.training.steps, values))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
+        if self.validation_data is None:
+            return {}
+        self.engine.train(False)
+        mine = np.arange(self.context.dp_rank, self.config.training.eval_samples, self.context.dp_size)
+        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
+        size = self.config.batch.micro_batch_size
+        for start in range(0, len(mine), size):
+            batch = self.validation_data.batch(mine[start : start + size])
+            sums += self.engine.module(ModelInput.from_batch(batch, self.context.device))[1]
+        self.engine.train()
+        losses = objective_losses(self.context.sum(sums).cpu().numpy(), self.objective_names)
+        values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
+        line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
+        return values
+
+    # State
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "config": to_tree(self.config),
+            "data": self.train_data.fingerprint(),
+        }
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        path = checkpoint.save(self.checkpoints, self.step, self.engine, self._state(), self.context)
+        self._saved_step = self.step
+        if self.context.is_main:
+            checkpoint.retain(self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
+            log.info("saved %s in %.1f s", path, time.perf_counter() - start)
+
+    def _resume(self) -> None:
+        found = checkpoint.newest_valid(self.checkpoints, self.context)
+        if found is None:
+            return
+        if self.config.checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; choose "
+                f"another run.directory, or checkpoint.resume=auto to continue."
+            )
+        checkpoint.load(found, self.engine, self.context)
+        for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
+            setattr(self, name, found.state[name])
+        self._saved_step = self.step
+        if self.context.is_main:
+            log.info("resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples)
+            for change in config_changes(found.state["config"], to_tree(self.config)):
+                log.warning("changed since the checkpoint: %s", change)
+            if found.state["data"] != self.train_data.fingerprint():
+                log.warning("the training corpora are not those of the checkpoint: samples will differ from an uninterrupted run")
+
+
+def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
+    """Dotted keys whose values differ, as `key: old -> new`."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(set(before) | set(after))
+        return [change for key in keys for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")]
+    return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]
