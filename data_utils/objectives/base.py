@@ -45,7 +45,7 @@ ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predi
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of GLM's tokens in a vocabulary. `smask`, `gmask` may equal `mask` where a released model has one."""
+    """Ids of GLM's tokens in a vocabulary; `smask` and `gmask` may equal `mask`, as in some releases."""
 
     cls: int
     sep: int
@@ -62,7 +62,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class Example:
-    """One row, or a stretch of one, in readable form. Every array has the same length; dtypes int32, weights float32."""
+    """A row, or a stretch of one, in readable form: arrays of one length, int32 (weights: float32)."""
 
     tokens: np.ndarray
     position_ids: np.ndarray
