@@ -16,10 +16,10 @@ The compiled part works on flat integer arrays, one pass per row, no allocation 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -130,11 +130,20 @@ class BlankInfillingConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "token_prob sentence_prob masked_ratio sentence_ratio document_min_ratio document_max_ratio "
-            "document_tail_prob single_span_prob short_seq_prob block_mask_prob context_mask_ratio"
-        ).split():
+            "token_prob",
+            "sentence_prob",
+            "masked_ratio",
+            "sentence_ratio",
+            "document_min_ratio",
+            "document_max_ratio",
+            "document_tail_prob",
+            "single_span_prob",
+            "short_seq_prob",
+            "block_mask_prob",
+            "context_mask_ratio",
+        ):
             value = getattr(self, name)
-            check(0.0 <= value <= 1.0, f"blank_infilling.{name} is {value}; it must be between 0 and 1.")
+            check(0.0 <= value <= 1.0, f"blank_infilling.{name} is {value}; it must lie in 0..1.")
         for name in ("max_span_length", "document_min_context", "context_mask_range", "sentinel_count"):
             value = getattr(self, name)
             check(value >= 1, f"blank_infilling.{name} is {value}; it must be at least 1.")
@@ -153,7 +162,7 @@ class BlankInfillingConfig:
         )
         check(
             not self.masked_lm or self.token_prob == 1.0,
-            f"blank_infilling.masked_lm needs token_prob 1.0, not {self.token_prob}; spans are masked in place.",
+            f"blank_infilling.masked_lm needs token_prob 1.0, not {self.token_prob}; set it to 1.",
         )
         first = self.sentinel_first
         check(
@@ -226,76 +235,45 @@ def _span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]
     return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
 
 
-class _Settings(NamedTuple):
-    """The config as the compiled code reads it; `*_below` are thresholds for `chance`."""
-
-    key: np.uint64
-    cls: int
-    sop: int
-    eop: int
-    eos: int
-    pad: int
-    dblock: int
-    mask_ids: np.ndarray  # by objective
-    sentence_end: np.ndarray  # bool [vocabulary]
-    length_cumulative: np.ndarray
-    token_below: np.uint64
-    token_or_sentence_below: np.uint64
-    tail_below: np.uint64
-    single_below: np.uint64
-    short_below: np.uint64
-    block_mask_below: np.uint64
-    masked_ratio: float
-    sentence_ratio: float
-    document_min_ratio: float
-    document_max_ratio: float
-    context_mask_ratio: float
-    document_min_context: int
-    context_mask_range: int
-    longest_span: int
-    longest_token_span: int
-    sequence_length: int
-    sentinel_first: int  # -1: none
-    sentinel_count: int
-    uniform_placement: bool
-    random_position: bool
-    masked_lm: bool
-    shuffle_spans: bool
-    cross_document_attention: bool
+# The config as the compiled code reads it. A record, not a tuple: it is passed as one pointer, where a tuple
+# is copied, and its arrays are reference-counted, at every call. `*_below` are thresholds for `chance`.
+_SETTINGS = np.dtype(
+    [
+        (name, dtype)
+        for dtype, names in (
+            (np.int64, "cls sop eop eos pad dblock mask smask gmask"),
+            (np.int64, "longest_span longest_token_span sequence_length document_min_context"),
+            (np.int64, "context_mask_range sentinel_first sentinel_count"),
+            (np.uint64, "key token_below token_or_sentence_below tail_below single_below short_below"),
+            (np.uint64, "block_mask_below"),
+            (np.float64, "masked_ratio sentence_ratio context_mask_ratio"),
+            (np.float64, "document_min_ratio document_max_ratio"),
+            (np.bool_, "uniform_placement random_position masked_lm shuffle_spans cross_document_attention"),
+        )
+        for name in names.split()
+    ],
+    align=True,
+)
 
 
-class _Work(NamedTuple):
-    """Scratch arrays of one call; the spans of the Example in hand, in text order, and their part-B order."""
-
-    stream: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    order: np.ndarray
-    mask_at: np.ndarray  # position of each span's mask token in part A
-    marks: np.ndarray
+# Rows of the scratch array `w`, int64 [5, longest text]: the spans of the Example in hand, in text order, the
+# order of part B, the place of each span's mask in part A, and marks for whatever is being chosen.
+STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _new_work(longest_text):
-    size = longest_text + 2
-    return _Work(
-        new_stream(),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-    )
+    return np.empty((5, longest_text + 2), np.int64)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _least_length(length, s):
     """Row tokens that a piece of `length` tokens needs with the fewest spans."""
     target = max(1, int(s.masked_ratio * (length + 1)))
     return length + 1 + 2 * ((target + s.longest_token_span - 1) // s.longest_token_span)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _draw_length(stream, longest, cumulative):
     """A span length from the truncated Poisson, restricted to 1..longest."""
     draw = below(stream, cumulative[longest])
@@ -305,9 +283,9 @@ def _draw_length(stream, longest, cumulative):
     return length
 
 
-@njit(cache=True, nogil=True)
-def _place_spans(w, count, total, maskable, uniform):
-    """Turn the lengths in `w.order` into spans with at least one token between them.
+@njit(nogil=True)
+def _place_spans(stream, w, count, total, maskable, uniform):
+    """Turn the lengths in `w[ORDER]` into spans with at least one token between them.
 
     The gaps beyond that token are what is free. Uniform: choose which `count` of `free + count` slots
     hold a span (Floyd's algorithm), every choice equally likely. Reference: an offset per span,
@@ -315,29 +293,29 @@ def _place_spans(w, count, total, maskable, uniform):
     """
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
-    marks = w.marks
+    marks = w[MARKS]
     marks[:slots] = 0
     for i in range(count):
         if uniform:
             last = free + i
-            slot = below(w.stream, last + 1)
+            slot = below(stream, last + 1)
             marks[last if marks[slot] else slot] = 1
         else:
-            marks[below(w.stream, slots)] += 1
+            marks[below(stream, slots)] += 1
     placed, position, slot = 0, 0, 0
     while placed < count:
         for _ in range(marks[slot]):
-            w.starts[placed] = position
-            w.ends[placed] = position + w.order[placed]
-            position = w.ends[placed] + 1
+            w[STARTS, placed] = position
+            w[ENDS, placed] = position + w[ORDER, placed]
+            position = w[ENDS, placed] + 1
             placed += 1
         if not uniform or marks[slot] == 0:
             position += 1
         slot += 1
 
 
-@njit(cache=True, nogil=True)
-def _draw_token_spans(w, n, maskable, single, fewest, s):
+@njit(nogil=True)
+def _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s):
     """Short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed."""
     longest = s.longest_token_span
     most = maskable - maskable // (longest + 1)  # one token in every longest + 1 is a gap
@@ -350,87 +328,87 @@ def _draw_token_spans(w, n, maskable, single, fewest, s):
         if fewest and not single:
             length = min(longest, target - total)
         else:
-            length = _draw_length(w.stream, min(longest, room), s.length_cumulative)
-        w.order[count] = length
+            length = _draw_length(stream, min(longest, room), cumulative)
+        w[ORDER, count] = length
         count += 1
         total += length
         if single:
             break
-    shuffle(w.stream, w.order, count)  # the last length drawn is larger than the others on average
-    _place_spans(w, count, total, maskable, s.uniform_placement)
+    shuffle(stream, w[ORDER], count)  # the last length drawn is larger than the others on average
+    _place_spans(stream, w, count, total, maskable, s.uniform_placement)
     return count
 
 
-@njit(cache=True, nogil=True)
-def _find_sentences(w, text, start, maskable, s):
-    """Sentences partition the maskable text; their ends go to `w.ends`. Returns their number."""
+@njit(nogil=True)
+def _find_sentences(w, text, start, maskable, sentence_end, s):
+    """Sentences partition the maskable text; their ends go to `w[ENDS]`. Returns their number."""
     count = 0
     for i in range(maskable):
         token = text[start + i]
-        known = 0 <= token < len(s.sentence_end)
-        if token == s.eos or i == maskable - 1 or (known and s.sentence_end[token]):
-            w.ends[count] = i + 1
+        known = 0 <= token < len(sentence_end)
+        if token == s.eos or i == maskable - 1 or (known and sentence_end[token]):
+            w[ENDS, count] = i + 1
             count += 1
     return count
 
 
-@njit(cache=True, nogil=True)
-def _draw_sentences(w, text, start, n, maskable, fewest, s):
+@njit(nogil=True)
+def _draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s):
     """Whole sentences at random until the ratio of n is masked. Fewest: a run of them as one span."""
-    number = _find_sentences(w, text, start, maskable, s)
+    number = _find_sentences(w, text, start, maskable, sentence_end, s)
     target = min(max(1, int(s.sentence_ratio * n)), maskable)
     if fewest:
-        first = last = below(w.stream, number)
+        first = last = below(stream, number)
         while True:
-            begin = w.ends[first - 1] if first > 0 else 0
-            if w.ends[last] - begin >= target:
+            begin = w[ENDS, first - 1] if first > 0 else 0
+            if w[ENDS, last] - begin >= target:
                 break
             if last < number - 1:
                 last += 1
             else:
                 first -= 1
-        end = w.ends[last]
-        w.starts[0] = max(begin, end - s.longest_span)
-        w.ends[0] = end
+        end = w[ENDS, last]
+        w[STARTS, 0] = max(begin, end - s.longest_span)
+        w[ENDS, 0] = end
         return 1
     for i in range(number):
-        w.order[i] = i
-        w.marks[i] = 0
+        w[ORDER, i] = i
+        w[MARKS, i] = 0
     total = 0
     for i in range(number):
-        j = i + below(w.stream, number - i)
-        chosen = w.order[j]
-        w.order[j] = w.order[i]
-        w.marks[chosen] = 1
-        total += w.ends[chosen] - (w.ends[chosen - 1] if chosen > 0 else 0)
+        j = i + below(stream, number - i)
+        chosen = w[ORDER, j]
+        w[ORDER, j] = w[ORDER, i]
+        w[MARKS, chosen] = 1
+        total += w[ENDS, chosen] - (w[ENDS, chosen - 1] if chosen > 0 else 0)
         if total >= target:
             break
     count, begin = 0, 0
     for i in range(number):
-        end = w.ends[i]
-        if w.marks[i]:
-            w.starts[count] = max(begin, end - s.longest_span)
-            w.ends[count] = end  # count <= i, so no end is overwritten before it is read
+        end = w[ENDS, i]
+        if w[MARKS, i]:
+            w[STARTS, count] = max(begin, end - s.longest_span)
+            w[ENDS, count] = end  # count <= i, so no end is overwritten before it is read
             count += 1
         begin = end
     return count
 
 
-@njit(cache=True, nogil=True)
-def _draw_document_span(w, n, length, maskable, tail, s):
+@njit(nogil=True)
+def _draw_document_span(stream, w, n, length, maskable, tail, s):
     """One long span: the tail of the text with its eos, or anywhere in the maskable text."""
     most = length if tail else min(maskable, s.longest_span)
     if most == 0:
         return 0
     high = max(1, min(most, int(s.document_max_ratio * n), n - s.document_min_context))
     low = min(high, max(1, int(s.document_min_ratio * n)))
-    span = low + below(w.stream, high - low + 1)
-    w.starts[0] = length - span if tail else below(w.stream, maskable - span + 1)
-    w.ends[0] = w.starts[0] + span
+    span = low + below(stream, high - low + 1)
+    w[STARTS, 0] = length - span if tail else below(stream, maskable - span + 1)
+    w[ENDS, 0] = w[STARTS, 0] + span
     return 1
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _write_in_place(row, used, text, start, length, count, w, s):
     """masked_lm: CLS + text with the spans masked and predicted where they stand. Returns the new end."""
     row[TOKENS, used] = s.cls
@@ -441,28 +419,29 @@ def _write_in_place(row, used, text, start, length, count, w, s):
     row[WEIGHTS, used:end] = 0
     row[ORD, used:end] = 0
     for span in range(count):
-        for i in range(w.starts[span], w.ends[span]):
-            row[TOKENS, used + 1 + i] = s.mask_ids[TOKEN]
+        for i in range(w[STARTS, span], w[ENDS, span]):
+            row[TOKENS, used + 1 + i] = s.mask
             row[TARGETS, used + 1 + i] = text[start + i]
             row[WEIGHTS, used + 1 + i] = ONE_AS_INT32
     row[BLOCK_POSITION_IDS, used:end] = 0
     return end
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _write_part_a(row, used, text, start, length, count, objective, w, s):
     """CLS and the text with one mask per span; notes where each mask is. Returns the end of part A."""
     tokens = row[TOKENS]
+    mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
     tokens[used] = s.cls
     at, last = used + 1, 0
     for i in range(count):
-        for j in range(last, w.starts[i]):
+        for j in range(last, w[STARTS, i]):
             tokens[at + j - last] = text[start + j]
-        at += w.starts[i] - last
-        tokens[at] = s.mask_ids[objective]
-        w.mask_at[i] = at - used
+        at += w[STARTS, i] - last
+        tokens[at] = mask
+        w[MASK_AT, i] = at - used
         at += 1
-        last = w.ends[i]
+        last = w[ENDS, i]
     for j in range(last, length):
         tokens[at + j - last] = text[start + j]
     at += length - last
@@ -473,23 +452,23 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     return at
 
 
-@njit(cache=True, nogil=True)
-def _write_part_b(row, part_b, used, text, start, count, objective, tail, w, s):
-    """The spans in `w.order`: sop + span -> span + eop; a tail has no eop. Returns the end."""
+@njit(nogil=True)
+def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s):
+    """The spans in `w[ORDER]`: sop + span -> span + eop; a tail has no eop. Returns the end."""
     tokens, targets = row[TOKENS], row[TARGETS]
     positions, block_positions = row[POSITION_IDS], row[BLOCK_POSITION_IDS]
     at = part_b
     for k in range(count):
-        span = w.order[k]
-        begin = start + w.starts[span]
-        length = w.ends[span] - w.starts[span]
-        position = w.mask_at[span]
+        span = w[ORDER, k]
+        begin = start + w[STARTS, span]
+        length = w[ENDS, span] - w[STARTS, span]
+        position = w[MASK_AT, span]
         sop = s.sop
         if s.sentinel_first >= 0:
             position = s.sequence_length
             if k > 0:
                 pair = s.sentinel_first + 2 * ((k - 1) % s.sentinel_count)
-                tokens[used + w.mask_at[span]] = pair
+                tokens[used + w[MASK_AT, span]] = pair
                 sop = pair + 1
         tokens[at] = sop
         for j in range(length):
@@ -506,7 +485,7 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, w, s):
             at += 1
         if objective == TOKEN and s.block_mask_below > 0:
             for j in range(at - length, at):
-                if chance(w.stream, s.block_mask_below):
+                if chance(stream, s.block_mask_below):
                     tokens[j] = s.dblock
     for j in range(part_b, at):
         row[WEIGHTS, j] = ONE_AS_INT32
@@ -514,43 +493,43 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, w, s):
     return at
 
 
-@njit(cache=True, nogil=True)
-def _mask_context(row, used, part_b, count, w, s, n):
+@njit(nogil=True)
+def _mask_context(row, used, part_b, count, stream, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
-    near = w.marks
+    near = w[MARKS]
     near[:size] = 0
     for i in range(count):
-        at = w.mask_at[i]
+        at = w[MASK_AT, i]
         near[max(1, at - s.context_mask_range) : min(size, at + s.context_mask_range + 1)] = 1
     for i in range(count):
-        near[w.mask_at[i]] = 0
-    candidates = w.starts  # no longer needed: the spans are written
+        near[w[MASK_AT, i]] = 0
+    candidates = w[STARTS]  # no longer needed: the spans are written
     found = 0
     for i in range(size):
         if near[i] and row[TOKENS, used + i] != s.eos:
             candidates[found] = i
             found += 1
     for i in range(min(found, int(s.context_mask_ratio * n))):
-        j = i + below(w.stream, found - i)
+        j = i + below(stream, found - i)
         row[TOKENS, used + candidates[j]] = s.dblock
         candidates[j] = candidates[i]
 
 
-@njit(cache=True, nogil=True)
-def _write_example(row, used, document, text, start, length, count, objective, tail, w, s):
+@njit(nogil=True)
+def _write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
     """Write the Example with the spans in hand to `row` from `used` on. Returns the new end."""
     if s.masked_lm:
         part_b = end = _write_in_place(row, used, text, start, length, count, w, s)
     else:
         part_b = _write_part_a(row, used, text, start, length, count, objective, w, s)
-        end = _write_part_b(row, part_b, used, text, start, count, objective, tail, w, s)
+        end = _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s)
         if objective == TOKEN and s.context_mask_ratio > 0:
-            _mask_context(row, used, part_b, count, w, s, length + 1)
+            _mask_context(row, used, part_b, count, stream, w, s, length + 1)
     for i in range(used, part_b):
         row[POSITION_IDS, i] = i - used
     if s.random_position:
-        shift = below(w.stream, s.sequence_length + 1 - (part_b - used - 1))
+        shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
         row[POSITION_IDS, used:stop] += shift
     row[DOC, used:end] = document
@@ -559,50 +538,54 @@ def _write_example(row, used, document, text, start, length, count, objective, t
     return end
 
 
-@njit(cache=True, nogil=True)
-def _fill_example(row, used, limit, text, start, length, sample, piece, w, s):
+@njit(nogil=True)
+def _fill_example(
+    row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+):
     """Draw and write the Example of one piece at row[used:limit]. Returns the new end.
 
     What is decided once (attempt 0) does not depend on whether the spans fit, so a crowded row does not
     change the mix of objectives.
     """
-    open_stream(w.stream, s.key, sample, piece, 0)
-    short = chance(w.stream, s.short_below)
-    single = chance(w.stream, s.single_below)
-    mode = next_word(w.stream)
-    tail = chance(w.stream, s.tail_below)
+    open_stream(stream, s.key, sample, piece, 0)
+    short = chance(stream, s.short_below)
+    single = chance(stream, s.single_below)
+    mode = next_word(stream)
+    tail = chance(stream, s.tail_below)
     objective = TOKEN
     if not single and mode >= s.token_below:
         objective = SENTENCE if mode < s.token_or_sentence_below else DOCUMENT
     tail = tail and objective == DOCUMENT
     if short and length > SHORTEST_CROP:
-        crop = SHORTEST_CROP + below(w.stream, length - SHORTEST_CROP + 1)
-        start += below(w.stream, length - crop + 1)
+        crop = SHORTEST_CROP + below(stream, length - SHORTEST_CROP + 1)
+        start += below(stream, length - crop + 1)
         length = crop
     n = length + 1
     maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
     count = 0
     for attempt in range(1, ATTEMPTS + 2):
-        open_stream(w.stream, s.key, sample, piece, attempt)
+        open_stream(stream, s.key, sample, piece, attempt)
+        fewest = attempt > ATTEMPTS
         if objective == DOCUMENT:
-            count = _draw_document_span(w, n, length, maskable, tail, s)
+            count = _draw_document_span(stream, w, n, length, maskable, tail, s)
         elif maskable == 0:
             count = 0
         elif objective == SENTENCE:
-            count = _draw_sentences(w, text, start, n, maskable, attempt > ATTEMPTS, s)
+            count = _draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
         else:
-            count = _draw_token_spans(w, n, maskable, single, attempt > ATTEMPTS, s)
-        if count >= 0 and used + n + 2 * count <= limit:
+            count = _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s)
+        extra = 0 if s.masked_lm else 2 * count
+        if count >= 0 and used + n + extra <= limit:
             break
     for i in range(count):
-        w.order[i] = i
+        w[ORDER, i] = i
     if s.shuffle_spans:
-        shuffle(w.stream, w.order, count)
-    return _write_example(row, used, piece, text, start, length, count, objective, tail, w, s)
+        shuffle(stream, w[ORDER], count)
+    return _write_example(row, used, piece, text, start, length, count, objective, tail, stream, w, s)
 
 
-@njit(cache=True, nogil=True)
-def _fill_row(row, text, start, lengths, sample, w, s):
+@njit(nogil=True)
+def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumulative, s):
     """Write one sample, its pieces one after the other, then padding. Returns False if it can not fit."""
     needed = 0
     for length in lengths:
@@ -614,7 +597,10 @@ def _fill_row(row, text, start, lengths, sample, w, s):
     for piece in range(len(lengths)):
         length = lengths[piece]
         needed -= _least_length(length, s)  # what the pieces after this one need
-        used = _fill_example(row, used, row_length - needed, text, start, length, sample, piece, w, s)
+        limit = row_length - needed
+        used = _fill_example(
+            row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+        )
         start += length
     for plane in range(len(FIELDS)):
         row[plane, used:] = 0
@@ -627,9 +613,11 @@ def _cached_entry_points(digest: int):
     """The functions called from Python, compiled and cached under a digest of all sources they use."""
 
     @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, piece_lengths, pieces_per_sample, sample_indices, s):
+    def fill_rows(
+        batch, text, piece_lengths, pieces_per_sample, sample_indices, sentence_end, cumulative, settings
+    ):
         _ = digest  # part of the cache key
-        w = _new_work(max(s.sequence_length + 1, batch.shape[2]))
+        stream, w, s = new_stream(), _new_work(batch.shape[2]), settings[0]
         piece, start = 0, 0
         one = np.zeros(1, np.int64)
         for i in range(len(batch)):
@@ -637,9 +625,13 @@ def _cached_entry_points(digest: int):
             total = lengths.sum()
             if s.cross_document_attention and len(lengths) > 0:
                 one[0] = total
-                filled = _fill_row(batch[i], text, start, one, sample_indices[i], w, s)
+                filled = _fill_row(
+                    batch[i], text, start, one, sample_indices[i], stream, w, sentence_end, cumulative, s
+                )
             else:
-                filled = _fill_row(batch[i], text, start, lengths, sample_indices[i], w, s)
+                filled = _fill_row(
+                    batch[i], text, start, lengths, sample_indices[i], stream, w, sentence_end, cumulative, s
+                )
             if not filled:
                 return i
             piece += pieces_per_sample[i]
@@ -647,21 +639,23 @@ def _cached_entry_points(digest: int):
         return -1
 
     @njit(cache=True, nogil=True)
-    def fill_one(row, text, sample, piece, s):
+    def fill_one(row, text, sample, piece, sentence_end, cumulative, settings):
         _ = digest
-        w = _new_work(row.shape[1])
-        return _fill_example(row, 0, row.shape[1], text, 0, len(text), sample, piece, w, s)
+        stream, w, s = new_stream(), _new_work(row.shape[1]), settings[0]
+        return _fill_example(
+            row, 0, row.shape[1], text, 0, len(text), sample, piece, stream, w, sentence_end, cumulative, s
+        )
 
     @njit(cache=True, nogil=True)
-    def write_given(row, text, starts, ends, order, objective, tail, s):
+    def write_given(row, text, starts, ends, order, objective, tail, settings):
         _ = digest
-        w = _new_work(row.shape[1])
+        stream, w, s = new_stream(), _new_work(row.shape[1]), settings[0]
         count = len(starts)
-        w.starts[:count] = starts
-        w.ends[:count] = ends
-        w.order[:count] = order
-        open_stream(w.stream, s.key, 0, 0, 1)
-        return _write_example(row, 0, 0, text, 0, len(text), count, objective, tail, w, s)
+        w[STARTS, :count] = starts
+        w[ENDS, :count] = ends
+        w[ORDER, :count] = order
+        open_stream(stream, s.key, 0, 0, 1)
+        return _write_example(row, 0, 0, text, 0, len(text), count, objective, tail, stream, w, s)
 
     return fill_rows, fill_one, write_given
 
@@ -708,7 +702,13 @@ class BlankInfilling:
             f"blank_infilling.sentence_prob is {config.sentence_prob}, but no sentence ends are known for this "
             "vocabulary; set it to 0.",
         )
-        self._settings = _make_settings(config, special, sentence_end, seed, sequence_length)
+        ends = np.zeros(0) if sentence_end is None else sentence_end
+        longest = min(config.max_span_length, sequence_length - 1)
+        self._tables = (
+            np.ascontiguousarray(ends, np.bool_),
+            _length_cumulative(config.mean_span_length, longest),
+        )
+        self._settings = _make_settings(config, special, seed, sequence_length)
 
     def fill(
         self,
@@ -719,7 +719,9 @@ class BlankInfilling:
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
-        failed = _fill_rows(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, self._settings)
+        failed = _fill_rows(
+            batch, tokens, piece_lengths, pieces_per_sample, sample_indices, *self._tables, self._settings
+        )
         if failed >= 0:
             first = int(pieces_per_sample[:failed].sum())
             lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
@@ -733,7 +735,7 @@ class BlankInfilling:
         """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
         text = np.ascontiguousarray(piece, np.int32)
         row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
-        end = _fill_one(row, text, sample_index, piece_index, self._settings)
+        end = _fill_one(row, text, sample_index, piece_index, *self._tables, self._settings)
         return Example.from_planes(row[:, :end])
 
     def build(
@@ -754,45 +756,26 @@ class BlankInfilling:
 
 
 def _make_settings(
-    config: BlankInfillingConfig,
-    special: SpecialTokens,
-    sentence_end: np.ndarray | None,
-    seed: int,
-    sequence_length: int,
-) -> _Settings:
-    longest = min(config.max_span_length, sequence_length - 1)
-    return _Settings(
-        key=np.uint64(seed),
-        cls=special.cls,
-        sop=special.sop,
-        eop=special.eop,
-        eos=special.eos,
-        pad=special.pad,
-        dblock=special.dblock,
-        mask_ids=np.array([special.mask, special.smask, special.gmask], np.int64),
-        sentence_end=np.zeros(0, np.bool_) if sentence_end is None else np.asarray(sentence_end, np.bool_),
-        length_cumulative=_length_cumulative(config.mean_span_length, longest),
-        token_below=chance_threshold(config.token_prob),
-        token_or_sentence_below=chance_threshold(1.0 - config.document_prob),
-        tail_below=chance_threshold(config.document_tail_prob),
-        single_below=chance_threshold(config.single_span_prob),
-        short_below=chance_threshold(config.short_seq_prob),
-        block_mask_below=chance_threshold(config.block_mask_prob),
-        masked_ratio=config.masked_ratio,
-        sentence_ratio=config.sentence_ratio,
-        document_min_ratio=config.document_min_ratio,
-        document_max_ratio=config.document_max_ratio,
-        context_mask_ratio=config.context_mask_ratio,
-        document_min_context=config.document_min_context,
-        context_mask_range=config.context_mask_range,
-        longest_span=sequence_length - 1,
-        longest_token_span=longest,
-        sequence_length=sequence_length,
-        sentinel_first=-1 if config.sentinel_first is None else config.sentinel_first,
-        sentinel_count=config.sentinel_count,
-        uniform_placement=config.placement == "uniform",
-        random_position=config.random_position,
-        masked_lm=config.masked_lm,
-        shuffle_spans=config.shuffle_spans,
-        cross_document_attention=config.cross_document_attention,
-    )
+    config: BlankInfillingConfig, special: SpecialTokens, seed: int, sequence_length: int
+) -> np.ndarray:
+    """The `_SETTINGS` record, as an array of one."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values |= {field.name: getattr(special, field.name) for field in dataclasses.fields(special)}
+    values |= {
+        "key": np.uint64(seed),
+        "token_below": chance_threshold(config.token_prob),
+        "token_or_sentence_below": chance_threshold(1.0 - config.document_prob),
+        "tail_below": chance_threshold(config.document_tail_prob),
+        "single_below": chance_threshold(config.single_span_prob),
+        "short_below": chance_threshold(config.short_seq_prob),
+        "block_mask_below": chance_threshold(config.block_mask_prob),
+        "longest_span": sequence_length - 1,
+        "longest_token_span": min(config.max_span_length, sequence_length - 1),
+        "sequence_length": sequence_length,
+        "sentinel_first": -1 if config.sentinel_first is None else config.sentinel_first,
+        "uniform_placement": config.placement == "uniform",
+    }
+    settings = np.recarray(1, _SETTINGS)
+    for name in _SETTINGS.names:
+        settings[name] = values[name]
+    return settings
