@@ -19,6 +19,7 @@ A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -35,10 +36,16 @@ FIELDS = (
 )
 TOKENS, POSITION_IDS, BLOCK_POSITION_IDS, TARGETS, WEIGHTS, DOC, ORD, GRP, OBJECTIVE = range(len(FIELDS))
 
+# The `objective` plane holds an index into these names. Append only: the order is part of every log and test.
+OBJECTIVE_NAMES = ("token", "sentence", "document")
+TOKEN, SENTENCE, DOCUMENT = range(3)
+PADDING_DOC = -1
+ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens GLM adds to a vocabulary. `smask`, `gmask` may equal `mask` where a released model has one."""
+    """Ids of GLM's tokens in a vocabulary; `smask` and `gmask` may equal `mask`, as in some releases."""
 
     cls: int
     sep: int
@@ -51,3 +58,53 @@ class SpecialTokens:
     pad: int
     unk: int
     dblock: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row, or a stretch of one, in readable form: arrays of one length, int32 (weights: float32)."""
+
+    tokens: np.ndarray
+    position_ids: np.ndarray
+    block_position_ids: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    doc: np.ndarray
+    ord: np.ndarray
+    grp: np.ndarray
+    objective: np.ndarray
+
+    @classmethod
+    def from_planes(cls, planes: np.ndarray) -> Example:
+        """From an int32 array `[len(FIELDS), length]`; shares its memory."""
+        arrays = dict(zip(FIELDS, planes, strict=True))
+        arrays["weights"] = np.ascontiguousarray(planes[WEIGHTS]).view(np.float32)
+        return cls(**arrays)
+
+    def documents(self) -> list[Example]:
+        """The packed documents of the row, in order, without padding."""
+        planes = np.stack([getattr(self, name).view(np.int32) for name in FIELDS])
+        numbers = range(self.doc.max(initial=PADDING_DOC) + 1)
+        return [Example.from_planes(planes[:, self.doc == number]) for number in numbers]
+
+
+class Objective(Protocol):
+    """What the collator needs of an objective. One file each; see blank_infilling.py."""
+
+    row_length: int  # tokens per row of the batch; every valid sample fits
+    sequence_length: int  # source tokens per sample, at most
+
+    def fill(
+        self,
+        batch: np.ndarray,
+        tokens: np.ndarray,
+        piece_lengths: np.ndarray,
+        pieces_per_sample: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> None:
+        """Write sample i to `batch[i]` (int32 `[len(FIELDS), row_length]`), padding included.
+
+        Must be a pure function of (seed, sample index, text): the same sample gives the same row in
+        any batch. Raises DataError for a sample that can not fit.
+        """
+        ...

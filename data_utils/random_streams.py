@@ -1,0 +1,148 @@
+"""Random numbers that are a pure function of (key, sample, piece, attempt): Philox 4x32-10, compiled.
+
+A stream is addressed, never carried along: opening it at the same address gives the same numbers on
+every rank, in every worker, in every order and after every restart. The price is about 15 ns per
+four numbers, against 2-3 ns for a generator with hidden state.
+
+A stream is a small uint64 array: counter (4 words of 32 bits), key (2), the last block (4), the
+index of its next word (1). The same code runs as plain Python under NUMBA_DISABLE_JIT=1: every value
+is a masked np.uint64, nothing overflows.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; bounded integers:
+Lemire, arXiv:1805.10941.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+STREAM_WORDS = 11
+MAX_ATTEMPT = 31  # attempt shares a 32-bit counter word with the piece, which leaves 2**27 pieces per sample
+
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIER_0 = np.uint64(0xD2511F53)
+_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
+_WEYL_0 = np.uint64(0x9E3779B9)
+_WEYL_1 = np.uint64(0xBB67AE85)
+_ONE = np.uint64(1)
+_TWO_POWER_32 = np.uint64(1 << 32)
+_BLOCK, _NEXT, _WORDS_PER_BLOCK = 6, 10, 4
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """A 64-bit key for the purpose `names` of a run with `seed`. Distinct names give independent keys."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for part in (seed, *names):
+        encoded = repr(part).encode()
+        hasher.update(len(encoded).to_bytes(8, "little") + encoded)
+    return int.from_bytes(hasher.digest(), "little")
+
+
+def source_digest(*paths: str) -> int:
+    """Digest of source files, to be closed over by a cached compiled function.
+
+    Numba's on-disk cache notices changes only in the file of the function itself. A closure value is
+    part of the cache key, so this makes it notice changes in the files it calls into as well.
+    """
+    hasher = hashlib.blake2b(digest_size=7)  # fits an int64
+    for path in paths:
+        hasher.update(Path(path).read_bytes())
+    return int.from_bytes(hasher.digest(), "little")
+
+
+@njit(cache=True, nogil=True)
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """One block of four words from a counter of four and a key of two; all np.uint64 below 2**32."""
+    for _ in range(10):
+        product_0 = _MULTIPLIER_0 * c0
+        product_1 = _MULTIPLIER_1 * c2
+        c0 = (product_1 >> _HALF) ^ c1 ^ k0
+        c1 = product_1 & _MASK
+        c2 = (product_0 >> _HALF) ^ c3 ^ k1
+        c3 = product_0 & _MASK
+        k0 = (k0 + _WEYL_0) & _MASK
+        k1 = (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+@njit(cache=True, nogil=True)
+def new_stream():
+    """Room for a stream; `open_stream` gives it an address."""
+    return np.zeros(STREAM_WORDS, np.uint64)
+
+
+@njit(cache=True, nogil=True)
+def open_stream(stream, key, sample, piece, attempt):
+    """Point `stream` at the start of the address (key, sample, piece, attempt).
+
+    Args: key: np.uint64. sample: 0 <= int64. piece: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
+    """
+    stream[0] = np.uint64(0)
+    stream[1] = np.uint64(piece * (MAX_ATTEMPT + 1) + attempt)
+    stream[2] = np.uint64(sample) & _MASK
+    stream[3] = np.uint64(sample) >> _HALF
+    stream[4] = key & _MASK
+    stream[5] = key >> _HALF
+    stream[_NEXT] = np.uint64(_WORDS_PER_BLOCK)
+
+
+@njit(cache=True, nogil=True)
+def next_word(stream):
+    """The next uniform 32-bit word, as np.uint64."""
+    index = np.int64(stream[_NEXT])
+    if index == _WORDS_PER_BLOCK:
+        w0, w1, w2, w3 = philox4x32(stream[0], stream[1], stream[2], stream[3], stream[4], stream[5])
+        stream[_BLOCK] = w0
+        stream[_BLOCK + 1] = w1
+        stream[_BLOCK + 2] = w2
+        stream[_BLOCK + 3] = w3
+        stream[0] = (stream[0] + _ONE) & _MASK
+        index = np.int64(0)
+    stream[_NEXT] = np.uint64(index + 1)
+    return stream[_BLOCK + index]
+
+
+@njit(cache=True, nogil=True)
+def below(stream, bound):
+    """A uniform int64 in [0, bound), 1 <= bound <= 2**32, without modulo bias."""
+    limit = np.uint64(bound)
+    product = next_word(stream) * limit
+    if product & _MASK < limit:
+        threshold = (_TWO_POWER_32 - limit) % limit
+        while product & _MASK < threshold:
+            product = next_word(stream) * limit
+    return np.int64(product >> _HALF)
+
+
+@njit(cache=True, nogil=True)
+def uniform(stream):
+    """A uniform double in [0, 1) with 53 random bits."""
+    high = np.float64(next_word(stream) >> np.uint64(5))
+    low = np.float64(next_word(stream) >> np.uint64(6))
+    return (high * 67108864.0 + low) / 9007199254740992.0
+
+
+def chance_threshold(probability: float) -> np.uint64:
+    """The argument of `chance` for a probability in [0, 1]; exact to 2**-33, and exact at 0 and 1."""
+    return np.uint64(round(probability * 2.0**32))
+
+
+@njit(cache=True, nogil=True)
+def chance(stream, threshold):
+    """True with probability threshold / 2**32; consumes one word."""
+    return next_word(stream) < threshold
+
+
+@njit(cache=True, nogil=True)
+def shuffle(stream, array, count):
+    """Shuffle array[:count] in place, every order equally likely."""
+    for i in range(count - 1, 0, -1):
+        j = below(stream, i + 1)
+        swapped = array[i]
+        array[i] = array[j]
+        array[j] = swapped
