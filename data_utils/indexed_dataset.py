@@ -306,7 +306,7 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.lengths[index])]
 
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
-        """Raise DataError unless this dataset was built with the tokenizer of this fingerprint, size and eos."""
+        """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
         if self.manifest is None:
             logger.warning("dataset %s has no manifest: its tokenizer cannot be checked", self.prefix)
             return
@@ -315,8 +315,8 @@ class IndexedDataset:
         if recorded != (fingerprint, vocab_size, eos):
             raise DataError(
                 f"dataset {self.prefix} was built with tokenizer {json.dumps(tokenizer.get('config'))} "
-                f"(fingerprint {recorded[0]}, {recorded[1]} ids, eos {recorded[2]}), but the model's has fingerprint "
-                f"{fingerprint}, {vocab_size} ids, eos {eos}; rebuild the dataset or use its tokenizer."
+                f"(fingerprint {recorded[0]}, {recorded[1]} ids, eos {recorded[2]}), but the model's has "
+                f"fingerprint {fingerprint}, {vocab_size} ids, eos {eos}; rebuild it, or use its own."
             )
 
     def verify(self) -> None:
@@ -423,7 +423,7 @@ class IndexedDataset:
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
     def _check_pointers(self, bin_size: int) -> None:
-        """First, last and a spread of neighbouring pointers must agree with the lengths and the size of .bin."""
+        """First, last and some neighbouring pointers must agree with the lengths and the size of .bin."""
         last = self.num_documents - 1
         if (
             int(self.pointers[0])
