@@ -2,15 +2,15 @@
 
 The ids of GLM's special tokens are decided here and nowhere else: see `assign_special_tokens` (BERT, GPT-2,
 tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). Text never becomes a special token:
-the literal "[MASK]" or "<|endoftext|>" in a document is spelled with ordinary pieces, so a corpus cannot plant
-a mask or end a document. Only `encode_with_specials`, meant for generation prompts, gives [MASK], [sMASK] and
-[gMASK] their ids.
+the literal "[MASK]" or "<|endoftext|>" in a document is spelled with ordinary pieces, so a corpus cannot
+plant a mask or end a document. Only `encode_with_specials`, meant for generation prompts, gives [MASK],
+[sMASK] and [gMASK] their ids.
 
-Trade-offs: the libraries `tokenizers` and `sentencepiece` do the encoding, so ids agree with other users of the
-same files. A tokenizer holds native objects and does not pickle: a worker process calls `load_tokenizer`
-itself. `encode_batch` works outside the GIL. SentencePiece then uses one thread; the `tokenizers` library uses
-all cores unless the caller sets TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before
-the first encode, which a program that runs one worker per core should do.
+Trade-offs: the libraries `tokenizers` and `sentencepiece` do the encoding, so ids agree with other users of
+the same files. A tokenizer holds native objects and does not pickle: a worker calls `load_tokenizer` itself.
+`encode_batch` works outside the GIL. SentencePiece then uses one thread; the `tokenizers` library uses all
+cores unless the caller sets TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before the
+first encode, which a program that runs one worker per core should do.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FINGERPRINT_SCHEME = "glm-tokenizer-1"  # to be changed when ids change for the 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_VOCAB_SIZE = 2**22
 MAX_REASON_LENGTH = 300
-# A noncharacter, put before special names inside the `tokenizers` library, so that no piece of text equals one.
+# Put before special names inside the `tokenizers` library, so that no text equals one. A noncharacter.
 HIDDEN = "\ufdd0"
 
 
@@ -160,7 +160,7 @@ class Tokenizer(abc.ABC):
         return self._separator.join(parts)
 
     def token_to_text(self, token_id: int) -> str:
-        """One token for display: a special token's name, else its text, or its piece if that is no whole text."""
+        """One token for display: a special token's name, else its text (or its piece: half a character)."""
         (token_id,) = self._checked([token_id])
         return self.special_names.get(token_id) or self._display(token_id)
 
@@ -231,7 +231,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend = backend
         self._is_forbidden = np.zeros(self.vocab_size, dtype=bool)
         self._is_forbidden[list(names)] = True
-        if isinstance(backend.decoder, decoders.WordPiece):
+        if backend.decoder is None or isinstance(
+            backend.decoder, decoders.WordPiece
+        ):  # decoded words have spaces
             self._separator = " "
 
     def _encode_rows(self, texts: list[str]) -> list[np.ndarray]:
@@ -261,9 +263,9 @@ class HuggingFaceTokenizer(Tokenizer):
 def assign_special_tokens(found: Mapping[str, int], next_id: int) -> tuple[SpecialTokens, int]:
     """Ids of all roles from those that the files hold; the others follow from `next_id` on, in APPEND_ORDER.
 
-    A missing eos is pad's id, else sep's; a missing pad is eos's. For GPT-2 (found: eos) and BERT (found: pad,
-    unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and dBLOCK of BERT:
-    the released BERT models have one mask; ours use three of the rows that pad their embedding.
+    A missing eos is pad's id, else sep's; a missing pad is that of eos. For GPT-2 (found: eos) and BERT
+    (found: pad, unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and
+    dBLOCK of BERT: the released models have one mask; ours use three of the rows that pad their embedding.
 
     Returns: the ids, and the vocabulary size that includes them.
     """
@@ -351,7 +353,7 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     _check_vocab(ids, path)
 
     added_names = {token["content"] for token in added}
-    merged = {"".join(m.split(" ") if isinstance(m, str) else map(str, m)) for m in model.get("merges") or ()}
+    merged = _merge_results(model, path)
     found = {}
     for role, name in SPECIAL_NAMES.items():
         for candidate in (name, *OTHER_NAMES.get(role, ())):
@@ -383,8 +385,26 @@ def _model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
     raise DataError(f"{path}: the model has no vocabulary; give a tokenizer.json of the tokenizers library.")
 
 
+def _merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
+    """The tokens that a BPE model makes by merging two others, hence ordinary text."""
+    merges, prefix = model.get("merges") or [], model.get("continuing_subword_prefix") or ""
+    pairs = (
+        [m.split(" ") if isinstance(m, str) else m for m in merges] if isinstance(merges, list) else [merges]
+    )
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
+            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
+        if not (
+            isinstance(prefix, str) and pair[1].startswith(prefix)
+        ):  # the library aborts the process here
+            raise DataError(
+                f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
+            )
+    return {left + right.removeprefix(prefix) for left, right in pairs}
+
+
 def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:
-    """The pipeline of a tokenizer.json, names in `hidden` prefixed, without templates, truncation and padding."""
+    """The pipeline of a tokenizer.json, names in `hidden` prefixed, without template, truncation, padding."""
 
     def hide(name: Any) -> Any:
         return HIDDEN + name if isinstance(name, str) and name in hidden else name

@@ -1,0 +1,459 @@
+"""Readers: JSONL (plain, .gz, .zst), parquet and plain text files become documents.
+
+Reading happens in two steps so that a corpus build can share the work between processes: `read_blocks` (one
+process, bound by the disk) cuts files into blocks of whole records without parsing them; `parse_block` (a
+pure function, for any process) turns a block into texts. `read_documents` does both, one after the other.
+
+A record that cannot be used is named as `file:line` with what is wrong. By default it stops the work; with
+`on_bad_record="skip"` it is counted by kind, up to a limit. Damage that hides where records
+begin and end (a cut-off compressed stream, an unreadable parquet page, a huge record) always stops the work.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+import zstandard
+
+from megatron_lite.errors import ConfigError, DataError
+
+BLOCK_BYTES = 4 << 20
+MAX_RECORD_BYTES = 256 << 20
+MAX_EXAMPLES = 10  # bad records kept word for word for the report
+DEFAULT_MAX_BAD_RECORDS = 1000
+BAD_RECORD_POLICIES = ("error", "skip")
+TEXT_SPLITS = ("file", "blank_lines", "lines")
+
+_COMPRESSIONS = (".gz", ".zst")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_SUPPORTED = ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, and .parquet"
+_UTF8_BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_COMPRESSED_READ_BYTES = 16 << 10  # small: one read may expand ten-thousandfold
+_PARQUET_BATCH_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and its origin: `line` is the 1-based line (parquet: row) at which its record starts."""
+
+    text: str
+    source: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole, unparsed records of one file, small enough to send to another process."""
+
+    source: str
+    layout: str  # "jsonl", "rows" (parquet), or how a text file is cut: one of TEXT_SPLITS
+    first_line: int  # line (or row) number of the first record
+    data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
+    input_bytes: int  # how far this block advances through the file as stored, for progress
+
+
+@dataclass(slots=True)
+class RecordCounts:
+    """What was not used, and why. Merged in input order it does not depend on the number of workers."""
+
+    bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
+    examples: list[str] = field(default_factory=list)  # the first MAX_EXAMPLES messages
+    empty_documents: int = 0
+    blank_lines: int = 0
+
+    def add_bad(self, kind: str, message: str) -> None:
+        self.bad[kind] = self.bad.get(kind, 0) + 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(message)
+
+    def merge(self, other: RecordCounts) -> None:
+        for kind, count in other.bad.items():
+            self.bad[kind] = self.bad.get(kind, 0) + count
+        self.examples.extend(other.examples[: MAX_EXAMPLES - len(self.examples)])
+        self.empty_documents += other.empty_documents
+        self.blank_lines += other.blank_lines
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.bad.values())
+
+    def enforce(self, on_bad_record: str, max_bad_records: int) -> None:
+        """Raise DataError if the bad records so far are more than the policy allows."""
+        if not self.num_bad:
+            return
+        if on_bad_record == "error":
+            raise DataError(
+                f"{self.examples[0]}; mend or remove it, or skip bad records (--on-bad-record skip)."
+            )
+        if self.num_bad > max_bad_records:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
+            raise DataError(
+                f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
+                f"the first is {self.examples[0]}; mend the input or raise the limit."
+            )
+
+
+@dataclass(slots=True)
+class ParsedBlock:
+    texts: list[str]
+    lines: list[int]
+    counts: RecordCounts
+
+
+class _BadRecord(Exception):
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(problem)
+        self.kind = kind
+
+
+def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
+    """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
+
+    Raises: DataError for a missing file, a pattern without a match, a directory, or a suffix no reader knows.
+    """
+    files: dict[Path, None] = {}
+    for pattern in map(str, patterns):
+        if Path(pattern).is_dir():
+            raise DataError(f"input {pattern} is a directory; name files, or a glob like {pattern}/*.jsonl.")
+        if Path(pattern).exists():
+            matches = [pattern]
+        elif glob.has_magic(pattern):
+            matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+        else:
+            raise DataError(f"input {pattern} does not exist; check the path.")
+        if not matches:
+            raise DataError(f"input pattern {pattern} matches no file; check it (and quote it in the shell).")
+        for match in matches:
+            _layout(Path(match), TEXT_SPLITS[0])
+            files[Path(match)] = None
+    if not files:
+        raise DataError("no input was given; name at least one file or pattern.")
+    return list(files)
+
+
+def read_documents(
+    patterns: Iterable[str | Path],
+    text_key: str = "text",
+    text_split: str = "file",
+    on_bad_record: str = "error",
+    max_bad_records: int = DEFAULT_MAX_BAD_RECORDS,
+    counts: RecordCounts | None = None,
+) -> Iterator[Document]:
+    """Yield the documents of files or globs in order.
+
+    Args:
+        text_key: field (JSONL) or column (parquet) that holds the text.
+        text_split: how a .txt file is cut: one document per file, per paragraph ("blank_lines") or per line.
+        on_bad_record: "error" stops at the first bad record, "skip" counts up to `max_bad_records` of them.
+        counts: receives the numbers of bad, empty and blank records while reading.
+    Raises: DataError naming file and line; ConfigError for an unknown option.
+    """
+    check_options(text_split, on_bad_record, max_bad_records)
+    counts = RecordCounts() if counts is None else counts
+    for block in read_blocks(expand_inputs(patterns), text_key, text_split):
+        parsed = parse_block(block, text_key)
+        counts.merge(parsed.counts)
+        counts.enforce(on_bad_record, max_bad_records)
+        for text, line in zip(parsed.texts, parsed.lines, strict=True):
+            yield Document(text, block.source, line)
+
+
+def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> None:
+    """Raise ConfigError unless the reading options are valid."""
+    if text_split not in TEXT_SPLITS:
+        raise ConfigError(f"text_split is {text_split!r}; it must be one of {', '.join(TEXT_SPLITS)}.")
+    if on_bad_record not in BAD_RECORD_POLICIES:
+        raise ConfigError(
+            f"on_bad_record is {on_bad_record!r}; it must be {' or '.join(BAD_RECORD_POLICIES)}."
+        )
+    if max_bad_records < 0:
+        raise ConfigError(f"max_bad_records is {max_bad_records}; it must be 0 or more.")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Files to blocks
+
+
+def read_blocks(
+    paths: Iterable[Path], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """Cut files into blocks of whole records. The records do not depend on `block_bytes`, the usual size.
+
+    Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
+    """
+    for path in paths:
+        layout = _layout(path, text_split)
+        if layout == "rows":
+            yield from _parquet_blocks(path, text_key)
+        else:
+            yield from _byte_blocks(path, layout, block_bytes)
+
+
+def _layout(path: Path, text_split: str) -> str:
+    suffixes = path.suffixes[-2:]
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+        if suffixes[-1:] == [".parquet"]:
+            suffixes = []  # parquet compresses by itself, and needs to seek
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix in _JSONL_SUFFIXES:
+        return "jsonl"
+    if suffix == ".txt":
+        return text_split
+    if suffix == ".parquet":
+        return "rows"
+    raise DataError(f"input {path} has an unknown suffix; supported are {_SUPPORTED}.")
+
+
+def _byte_blocks(path: Path, layout: str, block_bytes: int) -> Iterator[Block]:
+    line, consumed, pending, started = 1, 0, b"", False
+    for chunk, position in _chunks(path, block_bytes):
+        pending += chunk
+        if not started and len(pending) >= len(_UTF8_BOM):
+            pending, started = _strip_bom(pending, path), True
+        if len(pending) > MAX_RECORD_BYTES + block_bytes:
+            raise DataError(
+                f"{path}:{line}: a record is longer than {MAX_RECORD_BYTES} bytes; split it, or check that "
+                f"each record has its own line."
+            )
+        cut = _last_boundary(pending, layout) if started else 0
+        if cut:
+            yield Block(str(path), layout, line, pending[:cut], position - consumed)
+            line += pending.count(b"\n", 0, cut)
+            pending, consumed = pending[cut:], position
+    if not started:
+        pending = _strip_bom(pending, path)
+    if pending:
+        yield Block(str(path), layout, line, pending, path.stat().st_size - consumed)
+
+
+def _strip_bom(data: bytes, path: Path) -> bytes:
+    if data.startswith(_UTF16_BOMS):
+        raise DataError(f"{path}: the file is UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8).")
+    return data.removeprefix(_UTF8_BOM)
+
+
+def _last_boundary(data: bytes, layout: str) -> int:
+    """Length of the longest prefix of `data` that surely ends with a whole record."""
+    if layout == "file":
+        return 0
+    if layout == "blank_lines":
+        ends = [match.end() for match in _BLANK_LINES.finditer(data)]
+        # a boundary at the very end may continue in the next chunk, which would then start with a blank line
+        return next((end for end in reversed(ends) if end < len(data)), 0)
+    return data.rfind(b"\n") + 1
+
+
+def _chunks(path: Path, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield (decompressed bytes, position in the stored file)."""
+    try:
+        with open(path, "rb") as file:
+            if path.suffix not in _COMPRESSIONS:
+                stream = _read_all(file, chunk_bytes)
+            elif not file.read(1):
+                raise EOFError
+            else:
+                file.seek(0)
+                decompress = _gzip_pieces if path.suffix == ".gz" else _zstandard_pieces
+                stream = _grouped(decompress(file, chunk_bytes), chunk_bytes)
+            for chunk in stream:
+                yield chunk, file.tell()
+    except EOFError:
+        raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+
+
+def _read_all(file: IO[bytes] | gzip.GzipFile, chunk_bytes: int) -> Iterator[bytes]:
+    while chunk := file.read(chunk_bytes):
+        yield chunk
+
+
+def _gzip_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as stream:
+        yield from _read_all(stream, chunk_bytes)
+
+
+def _zstandard_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    # Frame by frame, because zstandard's stream reader takes a truncated frame for the end of the data. The
+    # window limit admits files written with `zstd --long=31`, as some public corpora are.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    for data in _read_all(file, min(chunk_bytes, _COMPRESSED_READ_BYTES)):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(data)
+            data = b""
+            if frame.eof:
+                data, frame = frame.unused_data, None
+    if frame is not None:
+        raise EOFError
+
+
+def _grouped(pieces: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= chunk_bytes:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
+
+
+def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, text_key)
+            row, num_rows, size, consumed = 1, max(file.metadata.num_rows, 1), path.stat().st_size, 0
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key]):
+                # as bytes: one invalid string must not make the whole batch unreadable
+                texts = batch.column(0).cast(pyarrow.large_string())
+                rows = texts.cast(pyarrow.large_binary()).to_pylist()
+                position = size * (row + len(rows) - 1) // num_rows
+                yield Block(str(path), "rows", row, rows, position - consumed)
+                row, consumed = row + len(rows), position
+    except (pyarrow.ArrowException, OSError) as error:
+        problem = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable parquet file ({problem}); fetch it again.") from None
+
+
+def _check_column(path: Path, schema: Any, text_key: str) -> None:
+    import pyarrow
+
+    if text_key not in schema.names:
+        names = ", ".join(schema.names[:20])
+        raise DataError(f"{path}: there is no column {text_key!r}; choose one of {names} as the text key.")
+    kind = schema.field(text_key).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        raise DataError(f"{path}: column {text_key!r} holds {kind}, not text; choose a text column.")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Blocks to texts
+
+
+def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
+    """Parse the records of a block. Bad and empty records are counted, never raised."""
+    parsed = ParsedBlock([], [], RecordCounts())
+    unterminated_line = _line_after_last_newline(block)
+    for line, record in _records(block):
+        try:
+            text = _parse_record(record, block.layout, text_key)
+        except _BadRecord as error:
+            cut_off = error.kind == "malformed_json" and line == unterminated_line
+            kind = "truncated_record" if cut_off else error.kind
+            note = " (the file ends inside this record)" if cut_off else ""
+            parsed.counts.add_bad(kind, f"{block.source}:{line}: {error}{note}")
+            continue
+        if text is None:
+            parsed.counts.blank_lines += 1
+        elif not text or text.isspace():
+            parsed.counts.empty_documents += 1
+        else:
+            parsed.texts.append(text)
+            parsed.lines.append(line)
+    return parsed
+
+
+def _line_after_last_newline(block: Block) -> int:
+    """Number of the line that no newline ends; only the last record of a file can lie there."""
+    return block.first_line + block.data.count(b"\n")
+
+
+def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (line number, record). `None` is a parquet null."""
+    if not isinstance(block.data, bytes):
+        yield from enumerate(block.data, block.first_line)
+    elif block.layout == "file":
+        yield block.first_line, block.data
+    elif block.layout == "blank_lines":
+        line, start = block.first_line, 0
+        for end in [match.end() for match in _BLANK_LINES.finditer(block.data)] + [len(block.data)]:
+            record = block.data[start:end]
+            if record.strip():
+                leading_lines = record[: len(record) - len(record.lstrip())].count(b"\n")
+                yield line + leading_lines, record.strip()
+            line, start = line + record.count(b"\n"), end
+    else:
+        lines = block.data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()  # what follows the final newline is no record
+        yield from enumerate(lines, block.first_line)
+
+
+def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | None:
+    """The text of a record; None for a blank line. Raises _BadRecord."""
+    if record is None:
+        raise _BadRecord("field_not_text", f"column {text_key!r} is null, not text")
+    if layout == "jsonl":
+        return _parse_json_line(record, text_key) if record.strip() else None
+    try:
+        text = record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error) from None
+    if layout == "rows":
+        return text
+    if layout == "lines" and not text.strip():
+        return None
+    return text.replace("\r\n", "\n").removesuffix("\r")
+
+
+def _parse_json_line(line: bytes, text_key: str) -> str:
+    try:
+        tree = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise _why_not_json(line, error) from None
+    if not isinstance(tree, dict):
+        raise _BadRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
+    if text_key not in tree:
+        fields = ", ".join(list(tree)[:10]) or "none"
+        raise _BadRecord("missing_field", f"there is no field {text_key!r} (fields: {fields[:200]})")
+    text = tree[text_key]
+    if not isinstance(text, str):
+        raise _BadRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")
+    return text
+
+
+def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> _BadRecord:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as decode_error:
+        return _not_utf8(decode_error)
+    if b"\\u" in line and len(line) < MAX_RECORD_BYTES:
+        try:  # the standard library accepts half a surrogate pair, which no UTF-8 text can hold
+            json.loads(line)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return _BadRecord("lone_surrogate", f"half of a surrogate pair: {error.msg}")
+    return _BadRecord("malformed_json", f"malformed JSON: {error.msg} at character {error.pos + 1}")
+
+
+def _not_utf8(error: UnicodeDecodeError) -> _BadRecord:
+    byte = error.object[error.start]
+    return _BadRecord("invalid_utf8", f"invalid UTF-8: byte 0x{byte:02x} at position {error.start + 1}")
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

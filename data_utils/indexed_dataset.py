@@ -1,0 +1,454 @@
+"""Token datasets on disk: Megatron-LM's .bin/.idx pair plus a manifest, written safely, read memory-mapped.
+
+    PREFIX.bin   the tokens of all documents, one after the other, little-endian
+    PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
+                 byte pointers of the sequences (int64), document boundaries (int64)
+    PREFIX.json  the manifest: sizes and SHA-256 of both files, counts, tokenizer, sources
+
+One sequence is one document. The writer works under `.partial` names and `finish` commits in an order in
+which no crash can leave an old index over new data: seal the new files (fsync), remove the old manifest,
+index and tokens, rename the new tokens, rename the new index, and write the manifest last.
+
+Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
+checks (hashes, every pointer, every token id) are left to `verify`. A dataset of Megatron-LM's own (no
+manifest) can be read too; its sequences count as documents, and nothing is known about its tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_lite.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FORMAT = "megatron_lite indexed dataset"
+MANIFEST_VERSION = 1
+SUFFIXES = (".bin", ".idx", ".json")
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
+_INDEX_VERSION = 1
+_DTYPE_CODES = {
+    1: "<u1",
+    2: "<i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}  # 6 and 7 are floats: no token ids
+_UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
+_MAX_MANIFEST_BYTES = 256 << 20
+_CHUNK = 1 << 20
+_OPEN_CHECKS = 64  # neighbouring pointers compared at every open
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that stores the ids of a vocabulary: uint16 below 65500 ids, else int32 (as Megatron-LM)."""
+    return np.dtype("<u2" if vocab_size < _UINT16_VOCAB_LIMIT else "<i4")
+
+
+def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Cast ids to the storage dtype. Raises DataError for an id outside [0, vocab_size), which would wrap."""
+    if ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} lies outside the vocabulary of {vocab_size} ids; "
+                f"check that the tokenizer and its vocabulary size belong together."
+            )
+    return ids.astype(token_dtype(vocab_size), copy=False)
+
+
+def dataset_path(prefix: str | Path, suffix: str) -> Path:
+    """PREFIX.bin and the like; `with_suffix` would eat a dot in the prefix."""
+    return Path(f"{prefix}{suffix}")
+
+
+def existing_files(prefix: str | Path) -> list[Path]:
+    """The files of a dataset that exist under `prefix`."""
+    return [path for path in (dataset_path(prefix, suffix) for suffix in SUFFIXES) if path.exists()]
+
+
+def remove_dataset(prefix: str | Path) -> None:
+    """Remove a dataset, in the order in which an interruption leaves it unreadable and not wrong."""
+    for suffix in reversed(SUFFIXES):
+        dataset_path(prefix, suffix).unlink(missing_ok=True)
+        _sync_directory(dataset_path(prefix, suffix).parent)
+
+
+class IndexedDatasetWriter:
+    """Write one dataset: `add` batches of documents, then `finish`. Leaving the context without it aborts.
+
+    Memory use does not grow with the dataset. Ids must lie in [0, vocab_size).
+    Raises: DataError for a place that cannot be written, an id that does not fit, another writer at work.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._sealed = False
+        self._finished = False
+        self._hashes = {".bin": hashlib.sha256(), ".idx": hashlib.sha256()}
+        with self._disk_errors(), contextlib.ExitStack() as opened:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
+            self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
+            self._files = opened.pop_all()
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
+        assert not self._sealed and int(lengths.sum()) == len(tokens)
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
+        data = np.ascontiguousarray(to_token_dtype(tokens, self.vocab_size)).data
+        with self._disk_errors():
+            self._bin.write(data)
+            self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        self._hashes[".bin"].update(data)
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+
+    def seal(self) -> None:
+        """Complete both files and force them to disk, still under their partial names."""
+        if self._sealed:
+            return
+        with self._disk_errors():
+            self._lengths.close()
+            _sync(self._bin)
+            with open(self._partial(".idx"), "wb") as index:
+                for piece in self._index_pieces():
+                    index.write(piece)
+                    self._hashes[".idx"].update(piece)
+                _sync(index)
+            self._partial(".lengths").unlink()
+        self._sealed = True
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Replace what is under the prefix by the new dataset. `manifest` adds to what the writer knows."""
+        if not self.num_documents:
+            raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
+        self.seal()
+        with self._disk_errors():
+            sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._hashes}
+            remove_dataset(self.prefix)
+            for suffix in self._hashes:
+                os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
+            _sync_directory(self.prefix.parent)
+            self._write_manifest(sizes, manifest)
+        self._finished = True
+        self._files.close()
+
+    def abort(self) -> None:
+        """Remove everything unfinished; what was under the prefix before stays. After `finish`: nothing."""
+        if self._finished:
+            return
+        for suffix in (".bin", ".lengths", ".idx", ".json"):
+            self._partial(suffix).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
+            self._files.close()  # last: it releases the lock
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _partial(self, suffix: str) -> Path:
+        return dataset_path(self.prefix, f"{suffix}.partial")
+
+    def _index_pieces(self) -> Iterator[bytes]:
+        code = next(code for code, dtype in _DTYPE_CODES.items() if np.dtype(dtype) == self.dtype)
+        yield _HEADER.pack(_MAGIC, _INDEX_VERSION, code, self.num_documents, self.num_documents + 1)
+        chunks = range(0, self.num_documents, _CHUNK)
+        lengths = (
+            np.memmap(self._partial(".lengths"), dtype="<i4", mode="r") if chunks else np.empty(0, "<i4")
+        )
+        for start in chunks:
+            yield lengths[start : start + _CHUNK].tobytes()
+        end = 0
+        for start in chunks:
+            size = lengths[start : start + _CHUNK].astype("<i8") * self.dtype.itemsize
+            ends = end + np.cumsum(size)
+            yield (ends - size).tobytes()
+            end = int(ends[-1])
+        for start in range(0, self.num_documents + 1, _CHUNK):
+            yield np.arange(start, min(start + _CHUNK, self.num_documents + 1), dtype="<i8").tobytes()
+
+    def _write_manifest(self, sizes: Mapping[str, int], manifest: Mapping[str, Any]) -> None:
+        tree = {
+            "format": MANIFEST_FORMAT,
+            "format_version": MANIFEST_VERSION,
+            "files": {s: {"bytes": sizes[s], "sha256": self._hashes[s].hexdigest()} for s in self._hashes},
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            **manifest,
+        }
+        with open(self._partial(".json"), "wb") as file:
+            file.write(json.dumps(tree, indent=2, ensure_ascii=True).encode() + b"\n")
+            _sync(file)
+        os.replace(self._partial(".json"), dataset_path(self.prefix, ".json"))
+        _sync_directory(self.prefix.parent)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise DataError(
+                f"output {self.prefix} is being written by another process; wait for it."
+            ) from None
+        except OSError as error:
+            problem = error.strerror or error
+            raise DataError(
+                f"output {self.prefix} cannot be written ({problem}); choose another --output."
+            ) from None
+
+
+@contextlib.contextmanager
+def _create_exclusively(path: Path) -> Iterator[Any]:
+    """Open an empty file that only this process writes. The leftover of a process that died is reused."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "wb", closefd=True) as file:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks: the exclusion is lost, the safety of one writer is not
+            pass
+        if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
+            raise BlockingIOError  # its writer finished and renamed it between our open and our lock
+        file.truncate(0)
+        yield file
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class IndexedDataset:
+    """A memory-mapped dataset. Opening is O(1); an instance pickles as its prefix and reopens.
+
+    Attributes:
+        num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
+        tokens: [num_tokens], memory-mapped, the stored dtype.
+        pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
+        lengths: int32 [num_documents], memory-mapped: tokens of each document.
+        manifest: the manifest's tree, or None for a dataset without one.
+    Raises: DataError when files are missing, damaged, or do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        sizes = self._file_sizes()
+        self.manifest = self._read_manifest(sizes)
+        self.dtype, self.num_documents, num_boundaries = self._read_header(sizes[".idx"])
+        self.num_tokens = sizes[".bin"] // self.dtype.itemsize
+        expected = _HEADER.size + 12 * self.num_documents + 8 * num_boundaries
+        if sizes[".idx"] != expected:
+            raise self._damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
+        if not self.num_documents or not self.num_tokens:
+            raise self._damaged(".idx", "holds no tokens")
+        start = _HEADER.size
+        self.lengths = self._map(".idx", "<i4", start, self.num_documents)
+        self.pointers = self._map(".idx", "<i8", start + 4 * self.num_documents, self.num_documents)
+        self.tokens = self._map(".bin", self.dtype, 0, self.num_tokens)
+        self._check_pointers(sizes[".bin"])
+        self._check_manifest_counts()
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        return type(self), (self.prefix,)
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Token offsets, int64 [num_documents + 1]. Reads the whole index, 8 bytes for each document."""
+        return np.append(self.pointers // self.dtype.itemsize, np.int64(self.num_tokens))
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document, int [length], a view of the mapped file."""
+        if not 0 <= index < self.num_documents:
+            raise DataError(
+                f"document {index} of {self.prefix} does not exist; it has {self.num_documents} documents."
+            )
+        start = int(self.pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
+        """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
+        if self.manifest is None:
+            logger.warning("dataset %s has no manifest: its tokenizer cannot be checked", self.prefix)
+            return
+        tokenizer = self.manifest.get("tokenizer", {})
+        recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))
+        if recorded != (fingerprint, vocab_size, eos):
+            raise DataError(
+                f"dataset {self.prefix} was built with tokenizer {json.dumps(tokenizer.get('config'))} "
+                f"(fingerprint {recorded[0]}, {recorded[1]} ids, eos {recorded[2]}), but the model's has "
+                f"fingerprint {fingerprint}, {vocab_size} ids, eos {eos}; rebuild it, or use its own."
+            )
+
+    def verify(self) -> None:
+        """Read everything: hashes, pointers, ids, document ends. Raises DataError at the first damage."""
+        self._verify_pointers()
+        manifest = self.manifest or {}
+        hashes = self._verify_tokens(manifest.get("vocab_size"))
+        index_hash = hashlib.sha256()
+        with open(dataset_path(self.prefix, ".idx"), "rb") as file:
+            while chunk := file.read(_CHUNK):
+                index_hash.update(chunk)
+        hashes[".idx"] = index_hash.hexdigest()
+        for suffix, recorded in manifest.get("files", {}).items():
+            if hashes[suffix] != recorded["sha256"]:
+                raise self._damaged(
+                    suffix, f"has SHA-256 {hashes[suffix]}, the manifest says {recorded['sha256']}"
+                )
+        if manifest.get("documents_end_with_eos"):
+            self._verify_document_ends(manifest["eos"])
+
+    def _verify_pointers(self) -> None:
+        end = 0
+        for start in range(0, self.num_documents, _CHUNK):
+            sizes = self.lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            if not np.array_equal(self.pointers[start : start + _CHUNK], ends - sizes) or sizes.min() < 0:
+                raise self._damaged(
+                    ".idx", f"has pointers that do not match its lengths near document {start}"
+                )
+            end = int(ends[-1])
+
+    def _verify_tokens(self, vocab_size: int | None) -> dict[str, str]:
+        digest = hashlib.sha256()
+        chunks = range(0, self.num_tokens, _CHUNK)
+        for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
+            chunk = self.tokens[start : start + _CHUNK]
+            digest.update(chunk.tobytes())
+            if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
+                raise self._damaged(
+                    ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
+                )
+        return {".bin": digest.hexdigest()}
+
+    def _verify_document_ends(self, eos: int) -> None:
+        for start in range(0, self.num_documents, _CHUNK):
+            ends = (
+                self.pointers[start : start + _CHUNK] // self.dtype.itemsize
+                + self.lengths[start : start + _CHUNK]
+            )
+            if np.any(self.tokens[ends - 1] != eos):
+                raise self._damaged(
+                    ".bin", f"has a document without eos ({eos}) at its end after document {start}"
+                )
+
+    def _file_sizes(self) -> dict[str, int]:
+        sizes = {}
+        for suffix in (".bin", ".idx"):
+            path = dataset_path(self.prefix, suffix)
+            if not path.is_file():
+                raise DataError(
+                    f"dataset {self.prefix}: {path} does not exist; check the prefix or build the dataset."
+                )
+            sizes[suffix] = path.stat().st_size
+        return sizes
+
+    def _read_manifest(self, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+        path = dataset_path(self.prefix, ".json")
+        if not path.is_file():
+            return None
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise self._damaged(".json", f"is larger than {_MAX_MANIFEST_BYTES} bytes")
+        try:
+            tree = json.loads(path.read_bytes())
+            named, version = tree["format"], tree["format_version"]
+            recorded = {suffix: tree["files"][suffix]["bytes"] for suffix in sizes}
+        except (ValueError, RecursionError, KeyError, TypeError):
+            raise self._damaged(".json", "is not a dataset manifest") from None
+        if named != MANIFEST_FORMAT or version != MANIFEST_VERSION:
+            raise self._damaged(
+                ".json", f"has format {named!r} version {version!r}, not version {MANIFEST_VERSION}"
+            )
+        for suffix, size in sizes.items():
+            if size != recorded[suffix]:
+                raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded[suffix]}")
+        return tree
+
+    def _read_header(self, index_size: int) -> tuple[np.dtype, int, int]:
+        """(dtype, sequences, document boundaries)"""
+        with open(dataset_path(self.prefix, ".idx"), "rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise self._damaged(".idx", "does not start with the Megatron-LM index magic")
+        _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+        if version != _INDEX_VERSION or code not in _DTYPE_CODES:
+            raise self._damaged(
+                ".idx", f"has version {version} and dtype code {code}, which are not supported"
+            )
+        if max(num_sequences, num_boundaries) > index_size:
+            raise self._damaged(".idx", "is cut off")
+        return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
+
+    def _map(self, suffix: str, dtype: Any, offset: int, count: int) -> np.ndarray:
+        path = dataset_path(self.prefix, suffix)
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+
+    def _check_pointers(self, bin_size: int) -> None:
+        """First, last and some neighbouring pointers must agree with the lengths and the size of .bin."""
+        last = self.num_documents - 1
+        if (
+            int(self.pointers[0])
+            or int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize != bin_size
+        ):
+            raise self._damaged(
+                ".bin", "and .idx do not belong together: the pointers do not span the tokens"
+            )
+        at = (
+            np.unique(np.linspace(0, max(last - 1, 0), _OPEN_CHECKS, dtype=np.int64))
+            if last
+            else np.empty(0, np.int64)
+        )
+        gaps = self.pointers[at + 1] - self.pointers[at] if last else at
+        if np.any(gaps != self.lengths[at].astype(np.int64) * self.dtype.itemsize):
+            raise self._damaged(".idx", "has pointers that do not match its lengths")
+
+    def _check_manifest_counts(self) -> None:
+        if self.manifest is None:
+            return
+        ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}
+        for key, value in ours.items():
+            if self.manifest.get(key) != value:
+                raise self._damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
+
+    def _damaged(self, suffix: str, problem: str) -> DataError:
+        path = dataset_path(self.prefix, suffix)
+        return DataError(f"dataset {self.prefix}: {path} {problem}; rebuild the dataset or copy it again.")
