@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from data_utils.loader import SampleLoader
+from data_utils.mixture import batch_indices
 from data_utils.objectives.base import DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
-from data_utils.sampler import micro_batch_indices
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, StepResult
@@ -160,14 +160,14 @@ class Trainer:
         return result, stop > 0
 
     def _next_batches(self) -> list[np.ndarray]:
-        return [
-            self.train_data.batch(
-                micro_batch_indices(
-                    self.consumed_samples, micro, self.context.dp_rank, self.context.dp_size, self.config.batch.micro_batch_size
-                )
-            )
-            for micro in range(self.accumulation_steps)
-        ]
+        indices = batch_indices(
+            self.consumed_samples,
+            global_batch_size=self.config.batch.global_batch_size,
+            micro_batch_size=self.config.batch.micro_batch_size,
+            dp_rank=self.context.dp_rank,
+            dp_size=self.context.dp_size,
+        )
+        return [self.train_data.batch(micro_batch) for micro_batch in indices]
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
         """What turns a micro-batch's loss sum into its share of the step's loss.

@@ -1,0 +1,84 @@
+"""Corpora and objective -> batches by sample number: the one place where the data rooms are wired together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.collate import Collator
+from data_utils.indexed_dataset import IndexedDataset
+from data_utils.mixture import Mixture
+from data_utils.objectives.base import OBJECTIVE_NAMES
+from data_utils.objectives.blank_infilling import DOCUMENT_OVERHEAD, BlankInfilling, BlankInfillingConfig
+from data_utils.random_streams import derive_seed
+from data_utils.sampler import WindowIndex
+from data_utils.tokenizers import Tokenizer
+from megatron_lite.config import CorpusConfig, DataConfig
+from megatron_lite.errors import ConfigError
+
+
+class SampleLoader:
+    """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
+
+    def __init__(self, mixture: Mixture, collator: Collator):
+        self.mixture = mixture
+        self.collator = collator
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        """Samples int64 [B] as int32 [B, len(FIELDS), row_length]."""
+        return self.collator(*self.mixture.fetch(indices), indices)
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """What the samples are drawn from: for each corpus its token file's checksum (null for a foreign dataset)."""
+        return [
+            {
+                "documents": len(index.dataset),
+                "tokens": index.dataset.num_tokens,
+                "sha256": (index.dataset.manifest or {}).get("files", {}).get("bin", {}).get("sha256"),
+                "weight": weight,
+            }
+            for index, weight in self.mixture.corpora
+        ]
+
+
+@dataclass(frozen=True)
+class Datasets:
+    train: SampleLoader
+    validation: SampleLoader | None
+    objective_names: Sequence[str]
+
+
+def open_datasets(data: DataConfig, objective: BlankInfillingConfig, tokenizer: Tokenizer, seed: int) -> Datasets:
+    """Open the corpora of a run and check that `tokenizer` made them.
+
+    Raises: ConfigError without a training corpus; DataError for a missing, damaged or foreign dataset.
+    """
+    if not data.train:
+        raise ConfigError("data.train is empty; give at least one corpus as [{prefix: PATH}].")
+    collator = Collator(
+        BlankInfilling(
+            objective,
+            tokenizer.special,
+            tokenizer.sentence_end_ids(),
+            derive_seed(seed, "objective"),
+            data.sequence_length,
+            data.row_length,
+        )
+    )
+    train = _open_mixture(data.train, data.sequence_length, tokenizer, derive_seed(seed, "train"))
+    validation = None
+    if data.validation:
+        mixture = _open_mixture(data.validation, data.sequence_length, tokenizer, derive_seed(seed, "validation"))
+        validation = SampleLoader(mixture, collator)
+    return Datasets(SampleLoader(train, collator), validation, OBJECTIVE_NAMES)
+
+
+def _open_mixture(corpora: Sequence[CorpusConfig], sequence_length: int, tokenizer: Tokenizer, seed: int) -> Mixture:
+    windows = []
+    for corpus in corpora:
+        dataset = IndexedDataset(corpus.prefix)
+        dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
+        windows.append((WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
+    return Mixture(windows, seed)
