@@ -36,7 +36,7 @@ class SampleLoader:
             {
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
-                "sha256": (index.dataset.manifest or {}).get("files", {}).get("bin", {}).get("sha256"),
+                "sha256": (index.dataset.manifest or {}).get("files", {}).get(".bin", {}).get("sha256"),
                 "weight": weight,
             }
             for index, weight in self.mixture.corpora
