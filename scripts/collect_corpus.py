@@ -3,14 +3,14 @@
 
     python scripts/collect_corpus.py --output corpus.jsonl
 
-Sources: string constants (docstrings and the like) of the standard library and of the installed packages, their
-READMEs (from package metadata), and .md, .rst and .txt files. Modules are parsed, never imported, so nothing runs.
-Text is taken paragraph by paragraph: those that do not read as English prose are dropped, and so is every
-paragraph that differs from an earlier one only in names and numbers. One document per file.
+Sources: string constants (docstrings and the like) of the standard library and of the installed packages,
+their READMEs (from package metadata), and .md, .rst and .txt files. Modules are parsed, never imported, so
+nothing runs. Text is taken paragraph by paragraph: those that do not read as English prose are dropped, and
+so is every paragraph that differs from an earlier one only in names and numbers. One document per file.
 
-Trade-offs: the text is technical and the corpus depends on what is installed, so it suits a demonstration and not a
-model; files are visited in an order that is fixed but unrelated to their names, so that a size limit takes a fair
-sample of all packages. The same packages and limit give the same bytes.
+Trade-offs: the text is technical and the corpus depends on what is installed, so it suits a demonstration
+and not a model; files are visited in an order that is fixed but unrelated to their names, so that a size
+limit takes a fair sample of all packages. The same packages and limit give the same bytes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ MIN_DOCUMENT_CHARS = 300
 MAX_OTHERS = 0.2  # share of bytes that are neither letter nor space: prose has about 0.05, code about 0.3
 MIN_COMMON_WORDS = 0.2  # share of the words below: prose has about 0.4, lists of names nearly none
 COMMON_WORDS = frozenset(
-    "a an and are as at be been but by can do does for from had has have he her his how i if in into is it its may "
-    "more must no not of on one only or other our out over set should so some such than that the their them then there "
-    "these they this to up use used using was we were what when where which while who will with would you your".split()
+    """a an and are as at be been but by can do does for from had has have he her his how i if in into is it its
+    may more must no not of on one only or other our out over set should so some such than that the their them
+    then there these they this to up use used using was we were what when where which while who will with would
+    you your""".split()  # noqa: SIM905  a list of 80 quoted words is harder to read
 )
 
 _MARKUP = (
@@ -58,8 +59,8 @@ _MARKUP = (
     (re.compile(r"`+|\*\*+|^\s*(?:[-*+#>]|\.\.)+\s+", re.MULTILINE), ""),  # emphasis, bullets, headings
 )
 _CODE = re.compile(
-    r">>>|^\s*(?:\$ |import |from \S+ import |def |class |[\w.]+ = |\.\. \w+::|(?:for|if|while|with)\b.*:\s*$)"
-    r"|[{};]\s*$|={2,}|-{4,}",
+    r">>>|^\s*(?:\$ |import |from \S+ import |def |class |[\w.]+ = |\.\. \w+::)"
+    r"|^\s*(?:for|if|while|with)\b.*:\s*$|[{};]\s*$|={2,}|-{4,}",
     re.MULTILINE,
 )
 _LETTERS = (string.ascii_letters + " ").encode()
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--root {root} is not a directory; name one that holds Python packages.")
     documents = collect(roots, int(args.max_megabytes * 1e6), args.workers)
     if not documents:
-        raise DataError(f"no English text below {', '.join(map(str, roots))}; name other directories with --root.")
+        names = ", ".join(map(str, roots))
+        raise DataError(f"no English text below {names}; name other directories with --root.")
     write_jsonl(Path(args.output), documents)
     size = sum(len(text.encode()) for _, text in documents)
     print(f"{args.output}: {len(documents):,} documents, {size / 1e6:.1f} MB of text")
@@ -87,9 +89,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, help="file to write: JSON lines of text and source")
     parser.add_argument(
-        "--root", action="append", default=[], help="directory to search; may be repeated (default: this Python's)"
+        "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
     )
-    parser.add_argument("--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6)")
+    parser.add_argument(
+        "--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)"
+    )
     parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)"
     )
@@ -111,16 +115,17 @@ def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[s
     seen: set[str] = set()
     documents = []
     total_bytes = 0
-    with ProcessPoolExecutor(workers) as executor, tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text",
-                                                        disable=None) as bar:
+    progress = tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text", disable=None)
+    with ProcessPoolExecutor(workers) as executor, progress:
         in_flight = [executor.submit(read_task, task) for task in tasks]
         for future in in_flight:
             for source, paragraphs in future.result():
                 text = "\n\n".join(unseen(paragraphs, seen))
                 if len(text) >= MIN_DOCUMENT_CHARS:
                     documents.append((source, text))
-                    total_bytes += len(text.encode())
-                    bar.update(min(len(text.encode()), max_bytes - bar.n))
+                    size = len(text.encode())
+                    progress.update(min(size, max_bytes - total_bytes))
+                    total_bytes += size
             if total_bytes >= max_bytes:
                 break
         executor.shutdown(cancel_futures=True)
@@ -137,16 +142,20 @@ def find_files(roots: Iterable[Path]) -> list[tuple[Path, str]]:
                 path = Path(directory, file)
                 if path.suffix in SUFFIXES or file == "METADATA":
                     found.setdefault(path.relative_to(root).as_posix(), path)
-    return [(found[name], name) for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())]
+    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [(found[name], name) for name in names]
 
 
 def read_task(files: Sequence[tuple[Path, str]]) -> list[tuple[str, list[str]]]:
     """The English paragraphs of each file, as (source, paragraphs)."""
-    return [(name, [p for text in read_texts(path) for p in english_paragraphs(text)]) for path, name in files]
+    return [
+        (name, [paragraph for text in read_texts(path) for paragraph in english_paragraphs(text)])
+        for path, name in files
+    ]
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts in a file: a module's long string constants, a package's README, or all of it. Unreadable: none."""
+    """The texts in a file: a module's string constants, a package's README, or all of it; unreadable: none."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return
@@ -171,9 +180,12 @@ def string_constants(source: str) -> list[str]:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return []
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    constants.sort(key=lambda node: (node.lineno, node.col_offset))
-    return [textwrap.dedent(node.value.expandtabs()) for node in constants if "\n" in node.value]
+    constants = [
+        (node.lineno, node.col_offset, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value
+    ]
+    return [textwrap.dedent(text.expandtabs()) for _, _, text in sorted(constants)]
 
 
 def english_paragraphs(text: str) -> Iterator[str]:
