@@ -46,10 +46,10 @@ MIN_DOCUMENT_CHARS = 300
 MAX_OTHERS = 0.2  # share of bytes that are neither letter nor space: prose has about 0.05, code about 0.3
 MIN_COMMON_WORDS = 0.2  # share of the words below: prose has about 0.4, lists of names nearly none
 COMMON_WORDS = frozenset(
-    """a an and are as at be been but by can do does for from had has have he her his how i if in into is it its
-    may more must no not of on one only or other our out over set should so some such than that the their them
-    then there these they this to up use used using was we were what when where which while who will with would
-    you your""".split()  # noqa: SIM905  a list of 80 quoted words is harder to read
+    """a an and are as at be been but by can do does for from had has have he her his how i if in into is it
+    its may more must no not of on one only or other our out over set should so some such than that the their
+    them then there these they this to up use used using was we were what when where which while who will with
+    would you your""".split()  # noqa: SIM905  a list of 80 quoted words is harder to read
 )
 
 _MARKUP = (
@@ -155,7 +155,7 @@ def read_task(files: Sequence[tuple[Path, str]]) -> list[tuple[str, list[str]]]:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts in a file: a module's string constants, a package's README, or all of it; unreadable: none."""
+    """The texts of a file: a module's string constants, a package's README, or all. None if unreadable."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return
