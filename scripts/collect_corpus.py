@@ -28,6 +28,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,7 +40,7 @@ from megatron_lite.errors import ConfigError, DataError, run_command
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}
 MAX_FILE_BYTES = 1 << 20  # larger ones are generated tables
-FILES_PER_TASK = 64
+TASK_FILES = 64
 
 MIN_PARAGRAPH_WORDS = 8
 MIN_DOCUMENT_CHARS = 300
@@ -110,26 +111,35 @@ def default_roots() -> list[Path]:
 
 def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[str, str]]:
     """(source, text) of the documents below `roots`, the same list for any number of workers."""
-    files = find_files(roots)
-    tasks = [files[i : i + FILES_PER_TASK] for i in range(0, len(files), FILES_PER_TASK)]
     seen: set[str] = set()
-    documents = []
+    documents: list[tuple[str, str]] = []
     total_bytes = 0
     progress = tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text", disable=None)
-    with ProcessPoolExecutor(workers) as executor, progress:
-        in_flight = [executor.submit(read_task, task) for task in tasks]
-        for future in in_flight:
-            for source, paragraphs in future.result():
-                text = "\n\n".join(unseen(paragraphs, seen))
-                if len(text) >= MIN_DOCUMENT_CHARS:
-                    documents.append((source, text))
-                    size = len(text.encode())
-                    progress.update(min(size, max_bytes - total_bytes))
-                    total_bytes += size
+    with progress, closing(read_files(find_files(roots), workers)) as files:
+        for source, paragraphs in files:
+            text = "\n\n".join(unseen(paragraphs, seen))
+            if len(text) < MIN_DOCUMENT_CHARS:
+                continue
+            documents.append((source, text))
+            size = len(text.encode())
+            progress.update(min(size, max_bytes - total_bytes))
+            total_bytes += size
             if total_bytes >= max_bytes:
                 break
-        executor.shutdown(cancel_futures=True)
     return documents
+
+
+def read_files(files: Sequence[tuple[Path, str]], workers: int) -> Iterator[tuple[str, list[str]]]:
+    """(source, English paragraphs) of each file, in order, read by `workers` processes."""
+    with ProcessPoolExecutor(workers) as executor:
+        tasks = [
+            executor.submit(read_task, files[i : i + TASK_FILES]) for i in range(0, len(files), TASK_FILES)
+        ]
+        try:
+            for task in tasks:
+                yield from task.result()
+        finally:
+            executor.shutdown(cancel_futures=True)
 
 
 def find_files(roots: Iterable[Path]) -> list[tuple[Path, str]]:

@@ -67,7 +67,8 @@ def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], out
     for axes in (total, parts):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.get_lines():
+            axes.legend()
     total.set_ylabel("loss, nats per token")
     try:
         figure.savefig(output, dpi=120)
