@@ -89,7 +89,10 @@ def render(
     """The text with numbered blanks, then a line for each blank."""
     hidden = {tokenizer.special.cls, tokenizer.special.eos}
     parts = insert_spans([token for token in context if token not in hidden], originals, tokenizer.special)
-    texts = [f" ___{i // 2 + 1}___" if i % 2 else tokenizer.decode(part) for i, part in enumerate(parts)]
+    texts = [tokenizer.decode(part) for part in parts]
+    for number, i in enumerate(range(1, len(texts), 2), start=1):
+        space = " " if texts[i].startswith(" ") else ""  # byte-level tokens carry the space before a word
+        texts[i] = f"{space}___{number}___"
     lines = [" ".join("".join(texts).split())]
     for number, (original, filling) in enumerate(zip(originals, fillings, strict=True), start=1):
         words = [repr(tokenizer.decode(span).strip()) for span in (original, filling)]

@@ -41,7 +41,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=6 vocab_size=4096 margin=(--margin 0.3) overrides=()
+megabytes=6 vocab_size=2048 margin=(--margin 0.3) overrides=()
 if $smoke; then
     megabytes=0.5 vocab_size=1024 margin=()
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
@@ -109,7 +109,7 @@ build() {
 }
 
 pretrain() { # OVERRIDE...
-    .venv/bin/deepspeed --log_level warning --master_port $((20000 + RANDOM % 10000)) --num_gpus "$processes" \
+    .venv/bin/deepspeed --log_level error --master_port $((20000 + RANDOM % 10000)) --num_gpus "$processes" \
         pretrain_glm.py --config configs/tiny.yaml "${settings[@]}" "$@"
 }
 

@@ -109,7 +109,7 @@ def test_paragraphs_lose_markup_and_code() -> None:
         "der Hund und die Katze sind im Haus und das ist gut so wie es ist",
         "numpy scipy pandas torch matplotlib sympy networkx deepspeed transformers tokenizers",
         "x = (a + b) * {c: [1, 2, 3]} if the != of else -> {is: (to, in)} // [for + with]",
-        "это предложение написано по-русски и его не следует брать для этой цели",
+        "Ta wiadomość jest po polsku i nie należy jej brać do tego zbioru",
     ],
 )
 def test_other_text_is_not_english(paragraph: str) -> None:
@@ -136,9 +136,9 @@ def test_any_file_can_be_read(tmp_path_factory: pytest.TempPathFactory, content:
 
 
 def test_errors_name_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--root .* is not a directory"):
+    with pytest.raises(ConfigError, match=r"--root .* is not a directory"):
         main(["--root", str(tmp_path / "none"), "--output", str(tmp_path / "x")])
-    with pytest.raises(DataError, match="no English text .* --root"):
+    with pytest.raises(DataError, match=r"no English text .* --root"):
         main(["--root", str(tmp_path), "--output", str(tmp_path / "x")])
 
 
