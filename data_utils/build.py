@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -149,8 +149,8 @@ def parse_split(text: str) -> dict[str, float]:
             fraction = -1.0
         if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
             raise ConfigError(
-                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a fraction "
-                f"in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
+                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a "
+                f"fraction in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
             )
         splits[name] = fraction
     if abs(sum(splits.values()) - 1) > 1e-9:
@@ -294,7 +294,7 @@ def _with_progress(
 
 def _encoded_blocks(
     config: BuildConfig, paths: Sequence[Path], tokenizer: Any, make_tokenizer: Callable[[], Any]
-) -> Iterator[EncodedBlock]:
+) -> Generator[EncodedBlock, None, None]:
     """Encode the blocks of the input, in order."""
     blocks = read_blocks(paths, config.text_key, config.text_split)
     rule = split_rule(config)

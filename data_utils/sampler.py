@@ -44,8 +44,8 @@ def _below(limit, bits):
 def derive_key(seed, stream, number):
     """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
     key = _mix(_U64(seed) + _GOLDEN)
-    key = _mix(key + _mix(_U64(stream) + _GOLDEN))
-    return _mix(key + _mix(_U64(number) + _GOLDEN))
+    key = _mix(key ^ _U64(stream))
+    return _mix((key + _GOLDEN) ^ _U64(number))
 
 
 @njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
