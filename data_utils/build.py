@@ -179,10 +179,9 @@ def encode_block(block: Block, tokenizer: Any, text_key: str, rule: SplitRule) -
     lengths = lengths[with_tokens] + 1
     ids = np.insert(ids, np.cumsum(lengths - 1), tokenizer.special.eos)
     ids = to_token_dtype(ids, tokenizer.vocab_size)
-    split_of_token = np.repeat(splits, lengths)
     parts = range(len(rule.bounds))
     return EncodedBlock(
-        tokens=[ids[split_of_token == part] for part in parts] if len(parts) > 1 else [ids],
+        tokens=[ids[np.repeat(splits == part, lengths)] for part in parts] if len(parts) > 1 else [ids],
         lengths=[lengths[splits == part] for part in parts],
         counts=parsed.counts,
         text_bytes=sum(len(text.encode()) for text in parsed.texts),
