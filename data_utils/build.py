@@ -201,7 +201,7 @@ def build_corpus(config: BuildConfig, make_tokenizer: Callable[[], Any]) -> Buil
     started = time.monotonic()
     paths = expand_inputs(config.inputs)
     prefixes = output_prefixes(config)
-    _refuse_existing(prefixes, config.overwrite)
+    _refuse_existing(prefixes, paths, config.overwrite)
     tokenizer = make_tokenizer()
     counts = RecordCounts()
     input_bytes, text_bytes = sum(path.stat().st_size for path in paths), 0
@@ -228,8 +228,11 @@ def build_corpus(config: BuildConfig, make_tokenizer: Callable[[], Any]) -> Buil
     )
 
 
-def _refuse_existing(prefixes: Iterable[str], overwrite: bool) -> None:
+def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite: bool) -> None:
     existing = [path for prefix in prefixes for path in existing_files(prefix)]
+    for path in existing:
+        if any(path.samefile(source) for source in inputs):
+            raise DataError(f"output {path} is also an input; choose another --output.")
     if existing and not overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
 

@@ -154,6 +154,14 @@ def test_existing_output_needs_overwrite(tmp_path):
     assert texts_of(tmp_path / "out/corpus") == ["new"]
 
 
+def test_an_input_is_never_overwritten(tmp_path):
+    path = write_corpus(tmp_path / "corpus.json", ["precious"])
+    config = BuildConfig(inputs=[path], output=str(tmp_path / "corpus"), overwrite=True)
+    with pytest.raises(DataError, match=r"corpus\.json is also an input"):
+        build_corpus(config, ByteTokenizer)
+    assert list(files(tmp_path)) == ["corpus.json"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_record_stops_or_is_counted(tmp_path, small_blocks, workers):
     path = tmp_path / "bad.jsonl"
