@@ -249,9 +249,7 @@ def _last_boundary(data: bytes, layout: str) -> int:
     if layout == "file":
         return 0
     if layout == "blank_lines":
-        ends = [match.end() for match in _BLANK_LINES.finditer(data)]
-        # a boundary at the very end may continue in the next chunk, which would then start with a blank line
-        return next((end for end in reversed(ends) if end < len(data)), 0)
+        return max((match.end() for match in _BLANK_LINES.finditer(data)), default=0)
     return data.rfind(b"\n") + 1
 
 

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import indexed_dataset
@@ -54,6 +54,7 @@ def test_dtype_is_chosen_as_in_megatron():
     st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=40),
     st.integers(1, 7),
 )
+@settings(max_examples=30, deadline=None)  # each example waits for the disk
 def test_round_trip(tmp_path_factory, documents, chunk):
     prefix = tmp_path_factory.mktemp("round") / "d.v1"  # a dot in the prefix is no suffix
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +96,7 @@ class Crash(BaseException):
 
 def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
     """Stop before the k-th step on disk, for every k: old data, new data, or an error; never a mix."""
-    old, new = [[1, 2, 3]], [[4, 5], [6]]  # equal token counts: sizes alone cannot tell them apart
+    old, new = [[1], [2, 3]], [[4, 5], [6]]  # of equal size: only the order of the steps tells them apart
     outcomes = set()
     for stop in range(100):
         remove_dataset(tmp_path / "d")
@@ -124,8 +125,7 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
                 finished = False
         writer._files.close()  # what the end of the process would do
         try:
-            dataset = IndexedDataset(tmp_path / "d")
-            dataset.verify()
+            dataset = IndexedDataset(tmp_path / "d")  # not verified: a mixture must not even open
             found = [dataset.document(i).tolist() for i in range(len(dataset))]
             assert found in (old, new)
             outcomes.add(str(found))

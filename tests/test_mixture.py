@@ -31,6 +31,7 @@ def indexes(tmp_path_factory):
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=1, max_size=8))
+@settings(deadline=None)
 def test_quotas_are_exact(weights):
     places = quotas(weights)
     assert places.sum() == BLOCK_SIZE
@@ -137,6 +138,7 @@ def test_corpora_of_different_tokenizers_do_not_mix(tmp_path):
 
 
 @given(st.integers(0, 10**9), st.integers(1, 5), st.integers(1, 8), st.integers(1, 6))
+@settings(deadline=None)
 def test_ranks_and_micro_batches_share_the_step_exactly(
     consumed, micro_batch_size, dp_size, num_micro_batches
 ):
