@@ -152,8 +152,8 @@ class BlankInfillingConfig:
         choice("blank_infilling.placement", self.placement, PLACEMENTS)
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
-            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed 1; "
-            "lower one of them (the rest is the document objective).",
+            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
+            "1; lower one of them (the rest is the document objective).",
         )
         check(
             self.document_min_ratio <= self.document_max_ratio,
@@ -742,8 +742,8 @@ class BlankInfilling:
             lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
             raise DataError(
                 f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too "
-                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
-                f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window "
+                f"must keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
 
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
@@ -791,6 +791,6 @@ def _make_settings(
         "uniform_placement": config.placement == "uniform",
     }
     settings = np.recarray(1, _SETTINGS)
-    for name in _SETTINGS.names:
+    for name in _SETTINGS.names or ():
         settings[name] = values[name]
     return settings
