@@ -172,12 +172,10 @@ def main() -> int:
     results = [measure(name) for name in CASES]
     numpy_seconds = measure_numpy()
     ratio = results[0]["rows_per_second"] * numpy_seconds
-    print(
-        f"{ROWS} rows per batch, one thread, CPU time; first call {first_call:.1f} s (compiles, or loads its cache)"
-    )
-    print(
-        f"{'case':28} {'rows/s':>9} {'new array':>10} {'us/row':>8} {'floor us':>9} {'x floor':>8} {'padding':>8}"
-    )
+    print(f"{ROWS} rows per batch, one thread, CPU time")
+    print(f"first call {first_call:.1f} s (compiles, or loads what an earlier process compiled)")
+    titles = f"{'us/row':>8} {'floor us':>9} {'x floor':>8} {'padding':>8}"
+    print(f"{'case':28} {'rows/s':>9} {'new array':>10} {titles}")
     for line in results:
         times = line["microseconds_per_row"] / line["floor_microseconds_per_row"]
         print(

@@ -267,6 +267,13 @@ def _new_work(longest_text):
 
 
 @njit(nogil=True)
+def _set(array, line, start, stop, value):
+    """array[line, start:stop] = value, which as a slice costs numba ten times as long to compile."""
+    for i in range(start, stop):
+        array[line, i] = value
+
+
+@njit(nogil=True)
 def _least_length(length, s):
     """Row tokens that a piece of `length` tokens needs with the fewest spans."""
     target = max(1, int(s.masked_ratio * (length + 1)))
@@ -293,8 +300,8 @@ def _place_spans(stream, w, count, total, maskable, uniform):
     """
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
+    _set(w, MARKS, 0, slots, 0)
     marks = w[MARKS]
-    marks[:slots] = 0
     for i in range(count):
         if uniform:
             last = free + i
@@ -415,15 +422,15 @@ def _write_in_place(row, used, text, start, length, count, w, s):
     end = used + 1 + length
     for i in range(length):
         row[TOKENS, used + 1 + i] = text[start + i]
-    row[TARGETS, used:end] = 0
-    row[WEIGHTS, used:end] = 0
-    row[ORD, used:end] = 0
+    _set(row, TARGETS, used, end, 0)
+    _set(row, WEIGHTS, used, end, 0)
+    _set(row, ORD, used, end, 0)
     for span in range(count):
         for i in range(w[STARTS, span], w[ENDS, span]):
             row[TOKENS, used + 1 + i] = s.mask
             row[TARGETS, used + 1 + i] = text[start + i]
             row[WEIGHTS, used + 1 + i] = ONE_AS_INT32
-    row[BLOCK_POSITION_IDS, used:end] = 0
+    _set(row, BLOCK_POSITION_IDS, used, end, 0)
     return end
 
 
@@ -445,10 +452,10 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     for j in range(last, length):
         tokens[at + j - last] = text[start + j]
     at += length - last
-    row[BLOCK_POSITION_IDS, used:at] = 0
-    row[TARGETS, used:at] = 0
-    row[WEIGHTS, used:at] = 0
-    row[ORD, used:at] = 0
+    _set(row, BLOCK_POSITION_IDS, used, at, 0)
+    _set(row, TARGETS, used, at, 0)
+    _set(row, WEIGHTS, used, at, 0)
+    _set(row, ORD, used, at, 0)
     return at
 
 
@@ -498,10 +505,10 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
     near = w[MARKS]
-    near[:size] = 0
+    _set(w, MARKS, 0, size, 0)
     for i in range(count):
         at = w[MASK_AT, i]
-        near[max(1, at - s.context_mask_range) : min(size, at + s.context_mask_range + 1)] = 1
+        _set(w, MARKS, max(1, at - s.context_mask_range), min(size, at + s.context_mask_range + 1), 1)
     for i in range(count):
         near[w[MASK_AT, i]] = 0
     candidates = w[STARTS]  # no longer needed: the spans are written
@@ -531,10 +538,11 @@ def _write_example(row, used, document, text, start, length, count, objective, t
     if s.random_position:
         shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
-        row[POSITION_IDS, used:stop] += shift
-    row[DOC, used:end] = document
-    row[GRP, used:end] = 0
-    row[OBJECTIVE, used:end] = objective
+        for i in range(used, stop):
+            row[POSITION_IDS, i] += shift
+    _set(row, DOC, used, end, document)
+    _set(row, GRP, used, end, 0)
+    _set(row, OBJECTIVE, used, end, objective)
     return end
 
 
@@ -603,9 +611,9 @@ def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumula
         )
         start += length
     for plane in range(len(FIELDS)):
-        row[plane, used:] = 0
-    row[TOKENS, used:] = s.pad
-    row[DOC, used:] = PADDING_DOC
+        _set(row, plane, used, row_length, 0)
+    _set(row, TOKENS, used, row_length, s.pad)
+    _set(row, DOC, used, row_length, PADDING_DOC)
     return True
 
 
