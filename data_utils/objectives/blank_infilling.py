@@ -593,8 +593,8 @@ def _fill_example(
 
 
 @njit(nogil=True)
-def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumulative, s):
-    """Write one sample, its pieces one after the other, then padding. Returns False if it can not fit."""
+def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
+    """Write one sample, its pieces from number `first_piece` on, then padding. False: it can not fit."""
     needed = 0
     for length in lengths:
         needed += _least_length(length, s)
@@ -602,13 +602,14 @@ def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumula
     if needed > row_length or lengths.sum() > s.sequence_length:
         return False
     used = 0
-    for piece in range(len(lengths)):
-        length = lengths[piece]
+    piece = first_piece
+    for length in lengths:
         needed -= _least_length(length, s)  # what the pieces after this one need
         limit = row_length - needed
         used = _fill_example(
             row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
         )
+        piece += 1
         start += length
     for plane in range(len(FIELDS)):
         _set(row, plane, used, row_length, 0)
@@ -627,6 +628,7 @@ def _cached_entry_points(digest: int):
         piece_lengths,
         pieces_per_sample,
         sample_indices,
+        first_piece,
         sentence_end,
         cumulative,
         settings,
@@ -635,48 +637,39 @@ def _cached_entry_points(digest: int):
         _ = digest  # part of the cache key
         w, s = _new_work(batch.shape[2]), settings[0]
         piece, start = 0, 0
-        one = np.zeros(1, np.int64)
+        joined = np.zeros(1, np.int64)
         for i in range(len(batch)):
             lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
             total = lengths.sum()
             if s.cross_document_attention and len(lengths) > 0:
-                one[0] = total
-                filled = _fill_row(
-                    batch[i], text, start, one, sample_indices[i], stream, w, sentence_end, cumulative, s
-                )
-            else:
-                filled = _fill_row(
-                    batch[i], text, start, lengths, sample_indices[i], stream, w, sentence_end, cumulative, s
-                )
-            if not filled:
+                lengths = joined
+                joined[0] = total
+            sample = sample_indices[i]
+            row = batch[i]
+            if not _fill_row(
+                row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
+            ):
                 return i
             piece += pieces_per_sample[i]
             start += total
         return -1
 
     @njit(cache=True, nogil=True)
-    def fill_one(row, text, sample, piece, sentence_end, cumulative, settings, stream):
-        _ = digest
-        w, s = _new_work(row.shape[1]), settings[0]
-        return _fill_example(
-            row, 0, row.shape[1], text, 0, len(text), sample, piece, stream, w, sentence_end, cumulative, s
-        )
-
-    @njit(cache=True, nogil=True)
     def write_given(row, text, starts, ends, order, objective, tail, settings, stream):
         _ = digest
         w, s = _new_work(row.shape[1]), settings[0]
         count = len(starts)
-        w[STARTS, :count] = starts
-        w[ENDS, :count] = ends
-        w[ORDER, :count] = order
+        for i in range(count):
+            w[STARTS, i] = starts[i]
+            w[ENDS, i] = ends[i]
+            w[ORDER, i] = order[i]
         open_stream(stream, s.key, 0, 0, 1)
         return _write_example(row, 0, 0, text, 0, len(text), count, objective, tail, stream, w, s)
 
-    return fill_rows, fill_one, write_given
+    return fill_rows, write_given
 
 
-_fill_rows, _fill_one, _write_given = _cached_entry_points(
+_fill_rows, _write_given = _cached_entry_points(
     random_streams.source_digest(random_streams.__file__, base.__file__, str(Path(__file__)))
 )
 
@@ -735,16 +728,7 @@ class BlankInfilling:
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
-        failed = _fill_rows(
-            batch,
-            tokens,
-            piece_lengths,
-            pieces_per_sample,
-            sample_indices,
-            *self._tables,
-            self._settings,
-            new_stream(),
-        )
+        failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
         if failed >= 0:
             first = int(pieces_per_sample[:failed].sum())
             lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
@@ -757,9 +741,19 @@ class BlankInfilling:
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
         """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
         text = np.ascontiguousarray(piece, np.int32)
-        row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
-        end = _fill_one(row, text, sample_index, piece_index, *self._tables, self._settings, new_stream())
-        return Example.from_planes(row[:, :end])
+        check(
+            len(text) <= self.sequence_length,
+            f"the piece has {len(text)} tokens; a sample may have sequence_length {self.sequence_length}.",
+        )
+        batch = np.empty((1, len(FIELDS), 3 * len(text) + 8), np.int32)
+        one = np.ones(1, np.int64)
+        self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
+        return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
+        """Fill the rows; returns the index of the first sample that can not fit, or -1."""
+        sources = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        return _fill_rows(batch, *sources, *self._tables, self._settings, new_stream())
 
     def build(
         self,
