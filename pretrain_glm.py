@@ -15,7 +15,6 @@ import yaml
 
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ConfigError, run_command
-from megatron_lite.parallel_context import Launch
 from megatron_lite.settings import describe, to_tree
 
 
@@ -32,7 +31,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments = parser.parse_intermixed_args()
+    arguments, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}; settings are written section.key=value, without dashes.")
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE (see configs/).")
     return arguments
@@ -44,20 +45,22 @@ def main() -> None:
     if arguments.print_config:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return
-    train(config, Launch.from_environment(arguments.local_rank))
+    train(config, arguments.local_rank)
 
 
-def train(config: Config, launch: Launch) -> None:
+def train(config: Config, local_rank: int | None) -> None:
     # Imported here: --help, --print-config and configuration errors should not wait for torch.
     from data_utils.loader import open_datasets
     from data_utils.tokenizers import load_tokenizer
+    from megatron_lite.deepspeed_options import check_agreement
     from megatron_lite.engine import Engine
     from megatron_lite.model import build_model
-    from megatron_lite.parallel_context import initialize
+    from megatron_lite.parallel_context import Launch, initialize
     from megatron_lite.trainer import Trainer
 
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout)
-    config.batch.accumulation_steps(launch.world_size)
+    launch = Launch.from_environment(local_rank)
+    check_agreement(config, launch.world_size)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)

@@ -8,13 +8,14 @@ Derived values are properties, so that nothing is stored twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.tokenizers import TokenizerConfig
+from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import (
     REQUIRED,
@@ -56,14 +57,16 @@ class ModelConfig:
         check(
             self.hidden_size % self.num_attention_heads == 0,
             f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
-            f"({self.hidden_size}).",
+            f"({self.hidden_size}); choose a divisor of {self.hidden_size}.",
         )
         for name in ("embedding_dropout", "attention_dropout", "output_dropout"):
             value = getattr(self, name)
             check(0.0 <= value < 1.0, f"model.{name} is {value}; it must be in [0, 1).")
         shrink = self.embedding_gradient_shrink
         check(0.0 < shrink <= 1.0, f"model.embedding_gradient_shrink is {shrink}; it must be in (0, 1].")
-        check(self.init_std > 0, f"model.init_std is {self.init_std}; it must be positive.")
+        for name in ("init_std", "layernorm_epsilon"):
+            value = getattr(self, name)
+            check(value > 0, f"model.{name} is {value}; it must be positive.")
         if self.vocab_size is not None:
             check(self.vocab_size >= 1, f"model.vocab_size is {self.vocab_size}; it must be at least 1 or null.")
         choice("model.gelu", self.gelu, ("tanh", "erf"))
@@ -82,6 +85,11 @@ class BatchConfig:
         for name in ("micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             check(value >= 1, f"batch.{name} is {value}; it must be at least 1.")
+        check(
+            self.global_batch_size % self.micro_batch_size == 0,
+            f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of batch.micro_batch_size "
+            f"({self.micro_batch_size}); change one of them.",
+        )
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
         """Micro-batches per optimizer step and rank. Raises ConfigError when the world does not fit the batch."""
@@ -89,8 +97,8 @@ class BatchConfig:
         if self.global_batch_size % per_pass:
             raise ConfigError(
                 f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of batch.micro_batch_size "
-                f"({self.micro_batch_size}) x data-parallel ranks ({data_parallel_size}) = {per_pass}; start with "
-                f"another number of processes or change one of the sizes."
+                f"({self.micro_batch_size}) x data-parallel ranks ({data_parallel_size}) = {per_pass}; start a number of "
+                f"processes that divides {self.global_batch_size // self.micro_batch_size}, or change one of the sizes."
             )
         return self.global_batch_size // per_pass
 
@@ -206,6 +214,11 @@ class CheckpointConfig:
         for name in ("save_interval", "keep_last", "keep_every"):
             value = getattr(self, name)
             check(value >= 0, f"checkpoint.{name} is {value}; it must not be negative.")
+        check(
+            self.save_interval == 0 or self.keep_every % self.save_interval == 0,
+            f"checkpoint.keep_every ({self.keep_every}) must be a multiple of checkpoint.save_interval "
+            f"({self.save_interval}), or no checkpoint exists at most of its steps; change one of them.",
+        )
         choice("checkpoint.resume", self.resume, ("auto", "never"))
 
 
@@ -221,6 +234,8 @@ class RunConfig:
         for name in ("log_interval", "timeout_seconds"):
             value = getattr(self, name)
             check(value >= 1, f"run.{name} is {value}; it must be at least 1.")
+        peak = self.peak_tflops
+        check(peak is None or peak > 0, f"run.peak_tflops is {peak}; it must be positive or null.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,9 +268,32 @@ class Config:
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
             f"model.max_position is {self.model.max_position}; shorten the sequence or enlarge the position tables.",
         )
-        reserved = sorted(set(self.deepspeed) & DERIVED_DEEPSPEED_SECTIONS.keys())
-        for key in reserved:
-            _check_agreement(f"deepspeed.{key}", self.deepspeed[key], DERIVED_DEEPSPEED_SECTIONS[key](self))
+        self._check_row_length()
+        self._check_sentinels()
+        check_agreement(self)
+
+    def _check_row_length(self) -> None:
+        length = self.data.row_length
+        if length is None:
+            return
+        least = self.blank_infilling.least_row_length(self.data.sequence_length)
+        check(
+            length >= least,
+            f"data.row_length ({length}) is too short for data.sequence_length ({self.data.sequence_length}) and its "
+            f"masks; it must be at least {least}, null chooses "
+            f"{self.blank_infilling.row_length_for(self.data.sequence_length)}.",
+        )
+
+    def _check_sentinels(self) -> None:
+        first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size
+        if first is None or vocab_size is None:
+            return
+        end = first + 2 * self.blank_infilling.sentinel_count
+        check(
+            end <= vocab_size,
+            f"blank_infilling.sentinel_first ({first}) and sentinel_count ({self.blank_infilling.sentinel_count}) need "
+            f"ids below {end}, but model.vocab_size is {vocab_size}; lower one of them.",
+        )
 
     def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
         """This configuration with model.vocab_size settled. Raises ConfigError if it contradicts the tokenizer."""
@@ -288,37 +326,6 @@ def parameter_count(model: ModelConfig) -> int:
     return embeddings + model.num_layers * block + 2 * h
 
 
-# The DeepSpeed keys this project decides itself, each with its value. engine.py adds those that depend on the number of
-# ranks. A user's DeepSpeed file may repeat them (many files do), but not contradict them.
-DERIVED_DEEPSPEED_SECTIONS: dict[str, Callable[[Config], Any]] = {
-    "train_batch_size": lambda c: c.batch.global_batch_size,
-    "train_micro_batch_size_per_gpu": lambda c: c.batch.micro_batch_size,
-    "gradient_clipping": lambda c: c.optimizer.clip_grad_norm,
-    "zero_optimization": lambda c: {"stage": c.parallel.zero_stage},
-    "bf16": lambda c: {"enabled": c.training.precision == "bf16"},
-    "fp16": lambda c: {"enabled": c.training.precision == "fp16"},
-    "optimizer": lambda c: _REFUSED,
-    "scheduler": lambda c: _REFUSED,
-    "pipeline": lambda c: _REFUSED,
-    "activation_checkpointing": lambda c: _REFUSED,
-}
-_REFUSED = object()
-
-
-def _check_agreement(path: str, given: Any, ours: Any) -> None:
-    if ours is _REFUSED:
-        raise ConfigError(f"{path} is set in this project's own configuration (sections optimizer, schedule, parallel, "
-                          f"training); remove it from the DeepSpeed options.")
-    if isinstance(ours, Mapping):
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{path} must be a mapping, not {given!r}.")
-        for key in set(ours) & set(given):
-            _check_agreement(f"{path}.{key}", given[key], ours[key])
-    elif given != "auto" and given != ours:
-        raise ConfigError(f"{path} is {given!r} but the configuration says {ours!r}; make them equal, or remove the "
-                          f"DeepSpeed key: its value is derived.")
-
-
 def load_config(
     files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
 ) -> Config:
@@ -332,12 +339,24 @@ def load_config(
     for override in overrides:
         tree = merge(tree, parse_override(override))
     if deepspeed_config is not None:
-        given = _load_json(deepspeed_config)
-        ours = tree.get("deepspeed") or {}
-        for key in set(ours) & set(given):
-            _check_agreement(f"{deepspeed_config}: {key}", given[key], ours[key])
-        tree["deepspeed"] = merge(given, ours)
+        ours = tree.get("deepspeed", {})
+        if isinstance(ours, Mapping):
+            tree["deepspeed"] = _joined(_load_json(deepspeed_config), ours, str(deepspeed_config))
     return build(Config, tree)
+
+
+def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A DeepSpeed file and the configuration's deepspeed section together. Raises ConfigError where they differ."""
+    joined = {**given, **ours}
+    for key in given.keys() & ours.keys():
+        if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):
+            joined[key] = _joined(given[key], ours[key], path)
+        elif given[key] not in ("auto", ours[key]):
+            raise ConfigError(
+                f"{path}: {key} is {given[key]!r}, but the configuration's deepspeed section says {ours[key]!r}; "
+                "make them equal, or remove one."
+            )
+    return joined
 
 
 def _load_json(path: str | Path) -> dict[str, Any]:
