@@ -363,7 +363,7 @@ def _load_json(path: str | Path) -> dict[str, Any]:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}.") from None
+        raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}; check the path.") from None
     except ValueError as error:
         raise ConfigError(f"DeepSpeed configuration {path} is not valid JSON: {error}.") from None
     if not isinstance(tree, dict):

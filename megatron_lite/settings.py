@@ -57,7 +57,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"configuration file {path}: {error.strerror}.") from None
+        raise ConfigError(f"configuration file {path}: {error.strerror}; check the path.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"configuration file {path} is not UTF-8 text.") from None
     try:
