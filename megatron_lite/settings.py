@@ -170,12 +170,13 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     return _convert_scalar(value, hint, path)
 
 
-_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+# Numbers that YAML 1.1 reads as text: an exponent without a dot or without a sign (1e-4, 1.5e3), and -.5.
+_NUMBER_AS_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]\.\d+")
 
 
 def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
-    if isinstance(value, str) and hint in (int, float) and _EXPONENT.fullmatch(value):
-        value = float(value)  # YAML 1.1 reads 1e-4 (no dot) as text
+    if isinstance(value, str) and hint in (int, float) and _NUMBER_AS_TEXT.fullmatch(value):
+        value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)

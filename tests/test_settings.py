@@ -119,6 +119,7 @@ def test_a_malformed_override_is_named(text):
         ("size", 5.0, 5),
         ("size", "2e3", 2000),  # YAML 1.1 reads an exponent without a dot as text
         ("inner.ratio", "1e-4", 1e-4),
+        ("inner.ratio", "-.5", -0.5),
         ("inner.ratio", 1, 1.0),
         ("flag", True, True),
         ("inner.label", None, None),
