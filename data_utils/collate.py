@@ -59,17 +59,20 @@ def _check_lengths(
     tokens: np.ndarray, piece_lengths: np.ndarray, pieces_per_sample: np.ndarray, sample_indices: np.ndarray
 ) -> None:
     """The compiled code reads without bounds checks, so the counts must add up."""
-    if piece_lengths.min(initial=0) < 0 or piece_lengths.sum() != len(tokens):
+    total = piece_lengths.sum()
+    if piece_lengths.min(initial=0) < 0 or total != len(tokens):
         raise DataError(
-            f"piece lengths sum to {piece_lengths.sum()} for {len(tokens)} tokens; they must be >= 0 and equal "
-            "their number: the dataset's index and data disagree."
+            f"piece lengths sum to {total} for {len(tokens)} tokens; they must be >= 0 and equal their "
+            "number: the dataset's index and its data disagree, verify the dataset."
         )
-    if pieces_per_sample.min(initial=0) < 0 or pieces_per_sample.sum() != len(piece_lengths):
+    total = pieces_per_sample.sum()
+    if pieces_per_sample.min(initial=0) < 0 or total != len(piece_lengths):
         raise DataError(
-            f"pieces per sample sum to {pieces_per_sample.sum()} for {len(piece_lengths)} pieces; they must be "
-            ">= 0 and equal their number: the sampler's windows are inconsistent."
+            f"pieces per sample sum to {total} for {len(piece_lengths)} pieces; they must be >= 0 and equal "
+            "their number: the sampler's windows are inconsistent."
         )
     if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
         raise DataError(
-            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give one index >= 0 each."
+            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample one "
+            "index, 0 or more."
         )

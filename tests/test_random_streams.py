@@ -32,7 +32,7 @@ KNOWN_ANSWERS = [
 PINNED_SEED = 11015432257121145538
 
 
-def opened(key: int = 7, sample: int = 0, piece: int = 0, attempt: int = 0) -> np.ndarray:
+def opened(key: int = 7, sample: int = 0, piece: int = 0, attempt: int = 0) -> np.record:
     stream = new_stream()
     open_stream(stream, np.uint64(key), sample, piece, attempt)
     return stream
@@ -53,13 +53,14 @@ def test_philox_known_answers(counter, key, expected):
 )
 def test_address_maps_to_counter_and_key_without_collision(key, sample, piece, attempt):
     stream = opened(key, sample, piece, attempt)
-    assert int(stream[1]) == piece * 32 + attempt < 2**32
-    assert int(stream[2]) + (int(stream[3]) << 32) == sample
-    assert int(stream[4]) + (int(stream[5]) << 32) == key
+    assert int(stream.counter_1) == piece * 32 + attempt < 2**32
+    assert int(stream.counter_2) + (int(stream.counter_3) << 32) == sample
+    assert int(stream.key_0) + (int(stream.key_1) << 32) == key
     words = [int(next_word(stream)) for _ in range(6)]
     again = opened(key, sample, piece, attempt)
     assert words == [int(next_word(again)) for _ in range(6)]
-    blocks = [philox4x32(np.uint64(block), *stream[1:6]) for block in (0, 1)]
+    address = (stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1)
+    blocks = [philox4x32(np.uint64(block), *address) for block in (0, 1)]
     assert words == [int(word) for block in blocks for word in block][:6]
 
 

@@ -614,10 +614,18 @@ def _cached_entry_points(digest: int):
 
     @njit(cache=True, nogil=True)
     def fill_rows(
-        batch, text, piece_lengths, pieces_per_sample, sample_indices, sentence_end, cumulative, settings
+        batch,
+        text,
+        piece_lengths,
+        pieces_per_sample,
+        sample_indices,
+        sentence_end,
+        cumulative,
+        settings,
+        stream,
     ):
         _ = digest  # part of the cache key
-        stream, w, s = new_stream(), _new_work(batch.shape[2]), settings[0]
+        w, s = _new_work(batch.shape[2]), settings[0]
         piece, start = 0, 0
         one = np.zeros(1, np.int64)
         for i in range(len(batch)):
@@ -639,17 +647,17 @@ def _cached_entry_points(digest: int):
         return -1
 
     @njit(cache=True, nogil=True)
-    def fill_one(row, text, sample, piece, sentence_end, cumulative, settings):
+    def fill_one(row, text, sample, piece, sentence_end, cumulative, settings, stream):
         _ = digest
-        stream, w, s = new_stream(), _new_work(row.shape[1]), settings[0]
+        w, s = _new_work(row.shape[1]), settings[0]
         return _fill_example(
             row, 0, row.shape[1], text, 0, len(text), sample, piece, stream, w, sentence_end, cumulative, s
         )
 
     @njit(cache=True, nogil=True)
-    def write_given(row, text, starts, ends, order, objective, tail, settings):
+    def write_given(row, text, starts, ends, order, objective, tail, settings, stream):
         _ = digest
-        stream, w, s = new_stream(), _new_work(row.shape[1]), settings[0]
+        w, s = _new_work(row.shape[1]), settings[0]
         count = len(starts)
         w[STARTS, :count] = starts
         w[ENDS, :count] = ends
@@ -699,8 +707,8 @@ class BlankInfilling:
         )
         check(
             sentence_end is not None or config.sentence_prob == 0,
-            f"blank_infilling.sentence_prob is {config.sentence_prob}, but no sentence ends are known for this "
-            "vocabulary; set it to 0.",
+            f"blank_infilling.sentence_prob is {config.sentence_prob}, but no sentence ends are known for "
+            "this vocabulary; set it to 0.",
         )
         ends = np.zeros(0) if sentence_end is None else sentence_end
         longest = min(config.max_span_length, sequence_length - 1)
@@ -720,22 +728,29 @@ class BlankInfilling:
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
         failed = _fill_rows(
-            batch, tokens, piece_lengths, pieces_per_sample, sample_indices, *self._tables, self._settings
+            batch,
+            tokens,
+            piece_lengths,
+            pieces_per_sample,
+            sample_indices,
+            *self._tables,
+            self._settings,
+            new_stream(),
         )
         if failed >= 0:
             first = int(pieces_per_sample[:failed].sum())
             lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
             raise DataError(
-                f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too many "
-                f"for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must keep the "
-                f"sum of its pieces and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+                f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too "
+                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
+                f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
 
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
         """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
         text = np.ascontiguousarray(piece, np.int32)
         row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
-        end = _fill_one(row, text, sample_index, piece_index, *self._tables, self._settings)
+        end = _fill_one(row, text, sample_index, piece_index, *self._tables, self._settings, new_stream())
         return Example.from_planes(row[:, :end])
 
     def build(
@@ -751,7 +766,7 @@ class BlankInfilling:
         starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
         row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
         given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
-        end = _write_given(row, text, *given, objective, tail, self._settings)
+        end = _write_given(row, text, *given, objective, tail, self._settings, new_stream())
         return Example.from_planes(row[:, :end])
 
 

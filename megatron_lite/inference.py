@@ -1,0 +1,55 @@
+"""Open a training run for use in one process: its configuration, tokenizer and newest weights. Needs no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from data_utils.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite import checkpoint
+from megatron_lite.config import Config
+from megatron_lite.errors import CheckpointError
+from megatron_lite.model import GLM
+from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.settings import build
+
+
+@dataclass(frozen=True)
+class Run:
+    config: Config
+    tokenizer: Tokenizer
+    model: GLM  # fp32, eval mode
+    checkpoint: checkpoint.Checkpoint
+
+
+def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.device | None = None) -> Run:
+    """The model of a run directory (its newest valid checkpoint) or of one `step_...` directory.
+
+    Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = _find(path)
+    config = build(Config, found.state["config"])
+    if config.tokenizer is None:
+        raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
+    tokenizer_config = config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    tokenizer = load_tokenizer(tokenizer_config)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = GLM(config.model)
+    model.load_state_dict(checkpoint.load_weights(found), assign=True)
+    return Run(config, tokenizer, model.to(device).eval(), found)
+
+
+def _find(path: Path) -> checkpoint.Checkpoint:
+    if (path / "manifest.json").exists():
+        found = checkpoint.read_checkpoint(path)
+        checkpoint.verify(found)
+        return found
+    alone = ParallelContext(0, 1, 0, torch.device("cpu"))
+    newest = checkpoint.newest_valid(path / "checkpoints", alone)
+    if newest is None:
+        raise CheckpointError(f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories.")
+    return newest

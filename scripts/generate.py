@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Fill the [MASK], [sMASK] and [gMASK] of texts with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.errors import ConfigError, DataError, run_command
+from megatron_lite.generation import GenerationConfig
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True, type=Path, help="run directory (newest valid checkpoint), or one step_... of it")
+    parser.add_argument("--text", action="append", default=[], help="a text with blanks; may be repeated")
+    parser.add_argument("--input", type=Path, help="file with one text per line")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    parser.add_argument("--json", action="store_true", help="one JSON object per text: text, spans, filled")
+    for field in fields(GenerationConfig):
+        name = "--" + field.name.replace("_", "-")
+        kind = {"str": str, "int": int, "float": float}[str(field.type)]
+        parser.add_argument(name, type=kind, default=field.default, help=f"{field.metadata['help']} (default: {field.default})")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    config = GenerationConfig(**{field.name: getattr(arguments, field.name) for field in fields(GenerationConfig)})
+    texts = [*arguments.text, *read_lines(arguments.input)]
+    if not texts:
+        raise ConfigError("no text given; pass --text 'Paris is the [MASK] of France.' or --input FILE.")
+
+    from megatron_lite.generation import BlankFiller, blank_context, insert_spans
+    from megatron_lite.inference import load_run
+
+    run = load_run(arguments.checkpoint, arguments.tokenizer)
+    filler = BlankFiller(run.model, run.tokenizer.special, config)
+    for text in texts:
+        tokens = run.tokenizer.encode_with_specials(text)
+        spans = filler.fill(blank_context(tokens, run.tokenizer.special))
+        decode = run.tokenizer.decode
+        parts = [decode(part) for part in insert_spans(tokens, spans, run.tokenizer.special)]
+        if arguments.json:
+            print(json.dumps({"text": text, "spans": parts[1::2], "filled": "".join(parts)}, ensure_ascii=False))
+        else:
+            print("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
+
+
+def read_lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text.") from None
+
+
+if __name__ == "__main__":
+    run_command(main)
