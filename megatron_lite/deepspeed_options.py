@@ -1,8 +1,8 @@
 """One DeepSpeed dictionary from this project's configuration and the user's further DeepSpeed options.
 
-Most options follow from our own settings. A user's file may repeat those (many files do) or say "auto", but a
-contradiction is an error, so that there is one truth. Nothing here imports deepspeed or torch: a configuration is
-checked before either is loaded.
+Most options follow from our own settings. A user's file may repeat those (many files do) or say "auto", but
+a contradiction is an error, so that there is one truth. Nothing here imports deepspeed or torch: a
+configuration is checked before either is loaded.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def check_agreement(config: Config, dp_size: int | None = None) -> None:
         given = _lookup(config.deepspeed, key)
         if given not in (None, "auto", value):
             raise ConfigError(
-                f"deepspeed.{key} is {given!r}, but {source} makes it {value!r}; make them agree, or remove the "
-                "DeepSpeed key: it is derived."
+                f"deepspeed.{key} is {given!r}, but {source} makes it {value!r}; make them agree, or remove "
+                "the DeepSpeed key: it is derived."
             )
 
 
@@ -82,7 +82,10 @@ def _derived(config: Config, dp_size: int | None) -> dict[str, tuple[Any, str]]:
     }
     if dp_size is not None:
         steps = config.batch.accumulation_steps(dp_size)
-        derived["gradient_accumulation_steps"] = (steps, f"the section batch on {dp_size} data-parallel ranks")
+        derived["gradient_accumulation_steps"] = (
+            steps,
+            f"the section batch on {dp_size} data-parallel ranks",
+        )
     return derived
 
 

@@ -1,8 +1,9 @@
 """Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
 
-A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field types
-`int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]` and nested sections; anything else in a file is an error
-that names the value, the rule and the nearest valid key. Nothing here knows what the settings mean: see config.py.
+A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field
+types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings and nested sections; anything
+else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
+the settings mean: see config.py.
 """
 
 from __future__ import annotations
@@ -63,11 +64,15 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}.")
+        raise ConfigError(
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}."
+        )
     return tree
 
 
@@ -123,7 +128,9 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
             continue
         if not dataclasses.is_dataclass(hints[name]):
             help = field.metadata.get("help", "")
-            raise ConfigError(f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE.")
+            raise ConfigError(
+                f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
+            )
         values[name] = _convert({}, hints[name], f"{path}{name}", root)  # names the key that is missing in it
     return cls(**values)
 
@@ -156,7 +163,9 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
         return _convert(value, inner, path, root)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} is a section, but its value is {value!r}; write its keys, or remove it.")
+            raise ConfigError(
+                f"{path} is a section, but its value is {value!r}; write its keys, or remove it."
+            )
         return build(typing.cast(type, hint), value, f"{path}.", root)
     if origin is dict:
         if not isinstance(value, Mapping):

@@ -42,7 +42,11 @@ def test_help_lists_every_setting():
 
 
 def test_the_printed_configuration_is_the_resolved_one(tmp_path):
-    overrides = ["batch.micro_batch_size=4", "data.train=[{prefix: a}, {prefix: b, weight: 2}]", "optimizer.lr=1e-5"]
+    overrides = [
+        "batch.micro_batch_size=4",
+        "data.train=[{prefix: a}, {prefix: b, weight: 2}]",
+        "optimizer.lr=1e-5",
+    ]
     printed = pretrain("--config", BASE, overrides[0], "--print-config", *overrides[1:])
     assert printed.returncode == 0 and printed.stderr == ""
     copy = tmp_path / "copy.yaml"
@@ -65,25 +69,36 @@ def test_the_launchers_arguments_are_accepted():
     assert result.returncode == 0 and result.stderr == ""
 
 
+# Arguments after `--config BASE`, environment, message.
 MISTAKES = {
-    "nothing": ([], {}, "no configuration given; pass --config FILE"),
-    "missing file": (["--config", "absent.yaml"], {}, "absent.yaml: No such file or directory; check the path"),
-    "typo": (["--config", BASE, "optimizer.lrr=1"], {}, "unknown setting optimizer.lrr; the nearest valid key is optimizer.lr."),
-    "other section": (["--config", BASE, "training.lr=1"], {}, "unknown setting training.lr; the nearest valid key is optimizer.lr."),
-    "no value": (["--config", BASE, "optimizer.lr"], {}, "'optimizer.lr' must have the form section.key=value"),
-    "wrong type": (["--config", BASE, "training.steps=many"], {}, "training.steps must be a whole number, not 'many'"),
-    "dashes": (["--config", BASE, "--training.steps=3"], {}, "settings are written section.key=value, without dashes"),
-    "rule": (["--config", BASE, "training.precision=fp8"], {}, "training.precision is 'fp8'; it must be one of"),
-    "world size": (["--config", BASE], {"WORLD_SIZE": "3", "RANK": "0"}, "x data-parallel ranks (3) = 48; start a number of"),
-    "environment": (["--config", BASE], {"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two'"),
-    "no tokenizer": (["--config", BASE, "tokenizer.path=absent"], {}, "tokenizer absent does not exist; set path"),
-}  # fmt: skip
+    "typo": (["optimizer.lrr=1"], {}, "setting optimizer.lrr; the nearest valid key is optimizer.lr."),
+    "other section": (["training.lr=1"], {}, "setting training.lr; the nearest valid key is optimizer.lr."),
+    "no value": (["optimizer.lr"], {}, "'optimizer.lr' must have the form section.key=value"),
+    "wrong type": (["training.steps=many"], {}, "training.steps must be a whole number, not 'many'"),
+    "dashes": (["--training.steps=3"], {}, "settings are written section.key=value, without dashes"),
+    "rule": (["training.precision=fp8"], {}, "training.precision is 'fp8'; it must be one of"),
+    "second file": (
+        ["--config", "absent.yaml"],
+        {},
+        "absent.yaml: No such file or directory; check the path",
+    ),
+    "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48; start a number of"),
+    "environment": ([], {"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two'"),
+    "no tokenizer": (["tokenizer.path=absent"], {}, "tokenizer absent does not exist; set path"),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(name):
     arguments, variables, message = MISTAKES[name]
-    result = pretrain(*arguments, **variables)
+    assert_refused(pretrain("--config", BASE, *arguments, **variables), message)
+
+
+def test_a_configuration_must_be_given():
+    assert_refused(pretrain("training.steps=3"), "no configuration given; pass --config FILE")
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> None:
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert message in result.stderr
@@ -96,7 +111,10 @@ def test_only_the_first_rank_of_a_node_reports_a_mistake():
 
 def test_a_reader_that_leaves_early_is_no_error():
     with subprocess.Popen(
-        [sys.executable, "pretrain_glm.py", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "pretrain_glm.py", "--help"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()

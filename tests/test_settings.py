@@ -157,7 +157,7 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("items", 5, "items must be a list, not 5"),
         ("items", "ab", "items must be a list, not 'ab'"),
         ("items", [{}], "items[0].name is required (what it is called); set it in a file"),
-        ("items", [{"name": "a"}, {"name": "b", "wieght": 1}], "items[1].wieght; the nearest valid key is items[1].weight"),
+        ("items", [{"name": "a", "wieght": 1}], "items[0].wieght; the nearest valid key is items[0].weight"),
         ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
         ("inner.cuont", 1, "unknown setting inner.cuont; the nearest valid key is inner.count."),
         ("count", 1, "unknown setting count; the nearest valid key is inner.count."),
@@ -223,8 +223,8 @@ def test_yaml_merge_keys_may_repeat_what_they_override(tmp_path):
 def test_every_setting_is_described_with_type_default_and_help():
     text = "\n".join(describe(Outer))
     assert list(setting_names(Outer)) == [
-        "size", "flag", "inner.count", "inner.ratio", "inner.label", "maybe.count", "maybe.ratio", "maybe.label",
-        "items", "extra",
+        "size", "flag", "inner.count", "inner.ratio", "inner.label", "maybe.count", "maybe.ratio",
+        "maybe.label", "items", "extra",
     ]  # fmt: skip
     for name in setting_names(Outer):
         assert f"  {name} (" in text
