@@ -138,7 +138,7 @@ def test_no_two_published_models_share_a_run_directory():
     assert len(set(directories)) == len(directories)
 
 
-@pytest.mark.parametrize("path", sorted(MODELS.rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_survives_printing_and_reading(path):
     config = load_config([path])
     assert build(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
