@@ -114,6 +114,14 @@ def test_a_published_recipe_is_that_of_the_reference(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_models_own_objective_file_changes_nothing(name):
+    objective = MODELS / "objectives" / f"{name.removeprefix('glm-')}.yaml"
+    if not objective.exists():
+        pytest.skip("no objective file for this model")
+    assert load_config([MODELS / f"{name}.yaml", objective]) == published(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_vocabulary_is_the_size_of_the_models_tokenizer(name):
     config = published(name)
     sizes = {
