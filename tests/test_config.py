@@ -114,6 +114,14 @@ def test_a_published_recipe_is_that_of_the_reference(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_models_own_objective_file_changes_nothing(name):
+    objective = MODELS / "objectives" / f"{name.removeprefix('glm-')}.yaml"
+    if not objective.exists():
+        pytest.skip("no objective file for this model")
+    assert load_config([MODELS / f"{name}.yaml", objective]) == published(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_vocabulary_is_the_size_of_the_models_tokenizer(name):
     config = published(name)
     sizes = {
@@ -138,7 +146,7 @@ def test_no_two_published_models_share_a_run_directory():
     assert len(set(directories)) == len(directories)
 
 
-@pytest.mark.parametrize("path", sorted(MODELS.rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_survives_printing_and_reading(path):
     config = load_config([path])
     assert build(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
