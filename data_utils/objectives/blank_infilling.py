@@ -261,6 +261,11 @@ _SETTINGS = np.dtype(
 STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
 
+# Numba optimises the whole tree below a function again at each level of calls; flattening the upper levels
+# takes a third off the time to compile.
+_inlined = njit(nogil=True, inline="always")
+
+
 @njit(nogil=True)
 def _new_work(longest_text):
     return np.empty((5, longest_text + 2), np.int64)
@@ -523,7 +528,7 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
         candidates[j] = candidates[i]
 
 
-@njit(nogil=True)
+@_inlined
 def _write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
     """Write the Example with the spans in hand to `row` from `used` on. Returns the new end."""
     if s.masked_lm:
@@ -546,7 +551,7 @@ def _write_example(row, used, document, text, start, length, count, objective, t
     return end
 
 
-@njit(nogil=True)
+@_inlined
 def _fill_example(
     row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
 ):
@@ -592,7 +597,7 @@ def _fill_example(
     return _write_example(row, used, piece, text, start, length, count, objective, tail, stream, w, s)
 
 
-@njit(nogil=True)
+@_inlined
 def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
     """Write one sample, its pieces from number `first_piece` on, then padding. False: it can not fit."""
     needed = 0
