@@ -15,7 +15,6 @@ import yaml
 
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ConfigError, run_command
-from megatron_lite.parallel_context import Launch
 from megatron_lite.settings import describe, to_tree
 
 
@@ -26,13 +25,31 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; may be repeated, later ones win")
-    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error")
-    parser.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed's habit; training always uses it")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file; may be repeated, later ones win",
+    )
+    parser.add_argument(
+        "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error"
+    )
+    parser.add_argument(
+        "--deepspeed", action="store_true", help="accepted for DeepSpeed's habit; training always uses it"
+    )
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings on top of the files"
+    )
+    arguments, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        raise ConfigError(
+            f"unknown option {unknown[0]}; settings are written section.key=value, without dashes."
+        )
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE (see configs/).")
     return arguments
@@ -44,20 +61,24 @@ def main() -> None:
     if arguments.print_config:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return
-    train(config, Launch.from_environment(arguments.local_rank))
+    train(config, arguments.local_rank)
 
 
-def train(config: Config, launch: Launch) -> None:
+def train(config: Config, local_rank: int | None) -> None:
     # Imported here: --help, --print-config and configuration errors should not wait for torch.
     from data_utils.loader import open_datasets
     from data_utils.tokenizers import load_tokenizer
+    from megatron_lite.deepspeed_options import check_agreement
     from megatron_lite.engine import Engine
     from megatron_lite.model import build_model
-    from megatron_lite.parallel_context import initialize
+    from megatron_lite.parallel_context import Launch, initialize
     from megatron_lite.trainer import Trainer
 
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout)
-    config.batch.accumulation_steps(launch.world_size)
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
+    )
+    launch = Launch.from_environment(local_rank)
+    check_agreement(config, launch.world_size)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -77,9 +98,13 @@ def save_resolved(config: Config) -> None:
     directory = Path(config.run.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8")
+        (directory / "config.yaml").write_text(
+            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
+        )
     except OSError as error:
-        raise ConfigError(f"run.directory {directory}: {error.strerror}; choose a writable directory.") from None
+        raise ConfigError(
+            f"run.directory {directory}: {error.strerror}; choose a writable directory."
+        ) from None
 
 
 if __name__ == "__main__":

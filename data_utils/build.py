@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -149,8 +149,8 @@ def parse_split(text: str) -> dict[str, float]:
             fraction = -1.0
         if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
             raise ConfigError(
-                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a fraction "
-                f"in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
+                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a "
+                f"fraction in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
             )
         splits[name] = fraction
     if abs(sum(splits.values()) - 1) > 1e-9:
@@ -179,10 +179,9 @@ def encode_block(block: Block, tokenizer: Any, text_key: str, rule: SplitRule) -
     lengths = lengths[with_tokens] + 1
     ids = np.insert(ids, np.cumsum(lengths - 1), tokenizer.special.eos)
     ids = to_token_dtype(ids, tokenizer.vocab_size)
-    split_of_token = np.repeat(splits, lengths)
     parts = range(len(rule.bounds))
     return EncodedBlock(
-        tokens=[ids[split_of_token == part] for part in parts] if len(parts) > 1 else [ids],
+        tokens=[ids[np.repeat(splits == part, lengths)] for part in parts] if len(parts) > 1 else [ids],
         lengths=[lengths[splits == part] for part in parts],
         counts=parsed.counts,
         text_bytes=sum(len(text.encode()) for text in parsed.texts),
@@ -202,7 +201,7 @@ def build_corpus(config: BuildConfig, make_tokenizer: Callable[[], Any]) -> Buil
     started = time.monotonic()
     paths = expand_inputs(config.inputs)
     prefixes = output_prefixes(config)
-    _refuse_existing(prefixes, config.overwrite)
+    _refuse_existing(prefixes, paths, config.overwrite)
     tokenizer = make_tokenizer()
     counts = RecordCounts()
     input_bytes, text_bytes = sum(path.stat().st_size for path in paths), 0
@@ -229,8 +228,11 @@ def build_corpus(config: BuildConfig, make_tokenizer: Callable[[], Any]) -> Buil
     )
 
 
-def _refuse_existing(prefixes: Iterable[str], overwrite: bool) -> None:
+def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite: bool) -> None:
     existing = [path for prefix in prefixes for path in existing_files(prefix)]
+    for path in existing:
+        if any(path.samefile(source) for source in inputs):
+            raise DataError(f"output {path} is also an input; choose another --output.")
     if existing and not overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
 
@@ -294,7 +296,7 @@ def _with_progress(
 
 def _encoded_blocks(
     config: BuildConfig, paths: Sequence[Path], tokenizer: Any, make_tokenizer: Callable[[], Any]
-) -> Iterator[EncodedBlock]:
+) -> Generator[EncodedBlock, None, None]:
     """Encode the blocks of the input, in order."""
     blocks = read_blocks(paths, config.text_key, config.text_split)
     rule = split_rule(config)

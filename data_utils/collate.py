@@ -73,6 +73,6 @@ def _check_lengths(
         )
     if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
         raise DataError(
-            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample one "
-            "index, 0 or more."
+            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample "
+            "one index, 0 or more."
         )

@@ -249,9 +249,7 @@ def _last_boundary(data: bytes, layout: str) -> int:
     if layout == "file":
         return 0
     if layout == "blank_lines":
-        ends = [match.end() for match in _BLANK_LINES.finditer(data)]
-        # a boundary at the very end may continue in the next chunk, which would then start with a blank line
-        return next((end for end in reversed(ends) if end < len(data)), 0)
+        return max((match.end() for match in _BLANK_LINES.finditer(data)), default=0)
     return data.rfind(b"\n") + 1
 
 
@@ -355,7 +353,7 @@ def _check_column(path: Path, schema: Any, text_key: str) -> None:
 def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
     """Parse the records of a block. Bad and empty records are counted, never raised."""
     parsed = ParsedBlock([], [], RecordCounts())
-    unterminated_line = _line_after_last_newline(block)
+    unterminated_line = _unterminated_line(block)
     for line, record in _records(block):
         try:
             text = _parse_record(record, block.layout, text_key)
@@ -375,8 +373,10 @@ def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
     return parsed
 
 
-def _line_after_last_newline(block: Block) -> int:
-    """Number of the line that no newline ends; only the last record of a file can lie there."""
+def _unterminated_line(block: Block) -> int | None:
+    """Number of the line that no newline ends, if there is one: the last of a file."""
+    if not isinstance(block.data, bytes) or block.data.endswith(b"\n"):
+        return None
     return block.first_line + block.data.count(b"\n")
 
 

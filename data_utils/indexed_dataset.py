@@ -430,7 +430,7 @@ class IndexedDataset:
             or int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize != bin_size
         ):
             raise self._damaged(
-                ".bin", "and .idx do not belong together: the pointers do not span the tokens"
+                ".idx", "does not belong to the .bin file: its pointers do not span the tokens"
             )
         at = (
             np.unique(np.linspace(0, max(last - 1, 0), _OPEN_CHECKS, dtype=np.int64))

@@ -16,42 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils.indexed_dataset import IndexedDataset
-from data_utils.sampler import GatherBuffer, WindowIndex, derive_key, permute
+from data_utils.sampler import GatherBuffer, WindowIndex, block_table, derive_key, epochs_and_windows
 from megatron_lite.errors import ConfigError, DataError
 
 BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
 _CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _block_table(starts, block_size, key):
-    """The corpus of each place of a block, and how many of its places come before: two int64 [block_size]."""
-    corpora = np.empty(block_size, np.int64)
-    ranks = np.empty(block_size, np.int64)
-    seen = np.zeros(starts.shape[0] - 1, np.int64)
-    for place in range(block_size):
-        slot = permute(place, block_size, key)
-        corpus = np.searchsorted(starts, slot, side="right") - 1
-        corpora[place] = corpus
-        ranks[place] = seen[corpus]
-        seen[corpus] += 1
-    return corpora, ranks
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _epochs_and_windows(seed, corpora, ordinals, num_windows):
-    epochs = np.empty(ordinals.shape[0], np.int64)
-    windows = np.empty(ordinals.shape[0], np.int64)
-    for i in range(ordinals.shape[0]):
-        corpus = corpora[i]
-        epochs[i] = ordinals[i] // num_windows[corpus]
-        key = derive_key(seed, corpus + 1, epochs[i])
-        windows[i] = permute(ordinals[i] % num_windows[corpus], num_windows[corpus], key)
-    return epochs, windows
 
 
 def quotas(weights: Sequence[float], block_size: int = BLOCK_SIZE) -> np.ndarray:
@@ -111,7 +83,7 @@ class Mixture:
             corpora[here] = corpus_table[places[here]]
             ranks[here] = rank_table[places[here]]
         ordinals = blocks * self.quotas[corpora] + ranks
-        return corpora, *_epochs_and_windows(self._key_seed, corpora, ordinals, self._num_windows)
+        return corpora, *epochs_and_windows(self._key_seed, corpora, ordinals, self._num_windows)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.
@@ -131,7 +103,7 @@ class Mixture:
         cached = self._cached_table  # one read: another thread may replace it
         if cached is None or cached[0] != block:
             key = derive_key(self._key_seed, _CHOICE_STREAM, block)
-            cached = (block, *_block_table(self._starts, BLOCK_SIZE, np.uint64(key)))
+            cached = (block, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))
             self._cached_table = cached
         return cached[1], cached[2]
 

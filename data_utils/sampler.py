@@ -23,6 +23,9 @@ _U64 = np.uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4  # pairs of half rounds
 
+# All compiled functions of sampling live in this file: numba notices a change of the file that holds a cached
+# function, but not of another file that it calls into, and would go on with the old code.
+#
 # The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
 
 
@@ -44,8 +47,8 @@ def _below(limit, bits):
 def derive_key(seed, stream, number):
     """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
     key = _mix(_U64(seed) + _GOLDEN)
-    key = _mix(key + _mix(_U64(stream) + _GOLDEN))
-    return _mix(key + _mix(_U64(number) + _GOLDEN))
+    key = _mix(key ^ _U64(stream))
+    return _mix((key + _GOLDEN) ^ _U64(number))
 
 
 @njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
@@ -74,6 +77,34 @@ def permute(index, n, key):
         value = left * columns + right
         if value < size:
             return np.int64(value)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def block_table(starts, block_size, key):
+    """The corpus of each place of a block, and how many of its places come before: two int64 [block_size]."""
+    corpora = np.empty(block_size, np.int64)
+    ranks = np.empty(block_size, np.int64)
+    seen = np.zeros(starts.shape[0] - 1, np.int64)
+    for place in range(block_size):
+        slot = permute(place, block_size, key)
+        corpus = np.searchsorted(starts, slot, side="right") - 1
+        corpora[place] = corpus
+        ranks[place] = seen[corpus]
+        seen[corpus] += 1
+    return corpora, ranks
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def epochs_and_windows(seed, corpora, ordinals, num_windows):
+    """Epoch and window, two int64 [B], of the samples `ordinals` [B] of `corpora` [B]; see mixture.py."""
+    epochs = np.empty(ordinals.shape[0], np.int64)
+    windows = np.empty(ordinals.shape[0], np.int64)
+    for i in range(ordinals.shape[0]):
+        corpus = corpora[i]
+        epochs[i] = ordinals[i] // num_windows[corpus]
+        key = derive_key(seed, corpus + 1, epochs[i])
+        windows[i] = permute(ordinals[i] % num_windows[corpus], num_windows[corpus], key)
+    return epochs, windows
 
 
 @njit(cache=True, error_model="numpy", nogil=True)

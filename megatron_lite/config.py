@@ -1,20 +1,21 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-One YAML file is the truth of a run; `load_config` merges several files in order, then dotted overrides, then (when
-given) a DeepSpeed JSON whose values must agree with ours. Components receive their own section, never the tree.
-Derived values are properties, so that nothing is stored twice.
+One YAML file is the truth of a run; `load_config` merges several files in order, then dotted overrides, then
+(when given) a DeepSpeed JSON whose values must agree with ours. Components receive their own section, never
+the tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.tokenizers import TokenizerConfig
+from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import (
     REQUIRED,
@@ -37,13 +38,17 @@ class ModelConfig:
     num_layers: int = setting(REQUIRED, "Transformer blocks")
     hidden_size: int = setting(REQUIRED, "width of the residual stream")
     num_attention_heads: int = setting(REQUIRED, "attention heads; must divide hidden_size")
-    vocab_size: int | None = setting(None, "tokens including GLM's special ones, unpadded; null = the tokenizer's")
+    vocab_size: int | None = setting(
+        None, "tokens including GLM's special ones, unpadded; null = the tokenizer's"
+    )
     max_position: int = setting(512, "largest position id; both tables have max_position + 1 rows")
     embedding_dropout: float = setting(0.1, "dropout probability after the embeddings")
     attention_dropout: float = setting(0.1, "dropout probability on attention weights")
     output_dropout: float = setting(0.1, "dropout probability on the output of attention and FFN")
     layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm")
-    init_std: float = setting(0.02, "standard deviation of initial weights; output projections get init_std/sqrt(2L)")
+    init_std: float = setting(
+        0.02, "standard deviation of initial weights; output projections get init_std/sqrt(2L)"
+    )
     gelu: str = setting("tanh", "tanh (training of the released models) or erf (their Hugging Face code)")
     embedding_gradient_shrink: float = setting(
         1.0, "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off"
@@ -56,16 +61,20 @@ class ModelConfig:
         check(
             self.hidden_size % self.num_attention_heads == 0,
             f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
-            f"({self.hidden_size}).",
+            f"({self.hidden_size}); choose a divisor of {self.hidden_size}.",
         )
         for name in ("embedding_dropout", "attention_dropout", "output_dropout"):
             value = getattr(self, name)
             check(0.0 <= value < 1.0, f"model.{name} is {value}; it must be in [0, 1).")
         shrink = self.embedding_gradient_shrink
         check(0.0 < shrink <= 1.0, f"model.embedding_gradient_shrink is {shrink}; it must be in (0, 1].")
-        check(self.init_std > 0, f"model.init_std is {self.init_std}; it must be positive.")
+        for name in ("init_std", "layernorm_epsilon"):
+            value = getattr(self, name)
+            check(value > 0, f"model.{name} is {value}; it must be positive.")
         if self.vocab_size is not None:
-            check(self.vocab_size >= 1, f"model.vocab_size is {self.vocab_size}; it must be at least 1 or null.")
+            check(
+                self.vocab_size >= 1, f"model.vocab_size is {self.vocab_size}; it must be at least 1 or null."
+            )
         choice("model.gelu", self.gelu, ("tanh", "erf"))
 
     @property
@@ -82,15 +91,24 @@ class BatchConfig:
         for name in ("micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             check(value >= 1, f"batch.{name} is {value}; it must be at least 1.")
+        check(
+            self.global_batch_size % self.micro_batch_size == 0,
+            f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of "
+            f"batch.micro_batch_size ({self.micro_batch_size}); change one of them.",
+        )
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per optimizer step and rank. Raises ConfigError when the world does not fit the batch."""
+        """Micro-batches per optimizer step and rank.
+
+        Raises: ConfigError when the world does not fit the batch.
+        """
         per_pass = self.micro_batch_size * data_parallel_size
         if self.global_batch_size % per_pass:
             raise ConfigError(
-                f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of batch.micro_batch_size "
-                f"({self.micro_batch_size}) x data-parallel ranks ({data_parallel_size}) = {per_pass}; start with "
-                f"another number of processes or change one of the sizes."
+                f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of "
+                f"batch.micro_batch_size ({self.micro_batch_size}) x data-parallel ranks "
+                f"({data_parallel_size}) = {per_pass}; start a number of processes that divides "
+                f"{self.global_batch_size // self.micro_batch_size}, or change one of the sizes."
             )
         return self.global_batch_size // per_pass
 
@@ -112,19 +130,31 @@ class TrainingConfig:
     recompute: str = setting("none", "none, or full: recompute each block's activations in the backward pass")
     loss_normalization: str = setting(
         "global_tokens",
-        "global_tokens: sum over loss tokens / their number in the whole step; "
-        "mean_of_means: the reference's mean per micro-batch, then over micro-batches and ranks",
+        "global_tokens: sum over loss tokens / their number in the whole step; mean_of_means: the "
+        "reference's mean per micro-batch, then over micro-batches and ranks",
     )
-    max_nonfinite_steps: int = setting(20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run")
-    eval_interval: int = setting(1000, "steps between evaluations on the validation split; 0 = only at the end")
+    max_nonfinite_steps: int = setting(
+        20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run"
+    )
+    eval_interval: int = setting(
+        1000, "steps between evaluations on the validation split; 0 = only at the end"
+    )
     eval_samples: int = setting(256, "validation samples per evaluation, the same ones every time")
-    stop_after_step: int | None = setting(None, "save and stop cleanly after this step (a planned interruption); null = run to the end")
+    stop_after_step: int | None = setting(
+        None, "save and stop cleanly after this step (a planned interruption); null = run to the end"
+    )
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, f"training.steps is {self.steps}; it must be at least 1.")
-        check(self.eval_interval >= 0, f"training.eval_interval is {self.eval_interval}; it must not be negative.")
+        check(
+            self.eval_interval >= 0,
+            f"training.eval_interval is {self.eval_interval}; it must not be negative.",
+        )
         check(self.eval_samples >= 1, f"training.eval_samples is {self.eval_samples}; it must be at least 1.")
-        check(self.max_nonfinite_steps >= 1, f"training.max_nonfinite_steps is {self.max_nonfinite_steps}; it must be at least 1.")
+        check(
+            self.max_nonfinite_steps >= 1,
+            f"training.max_nonfinite_steps is {self.max_nonfinite_steps}; it must be at least 1.",
+        )
         check(0 <= self.seed < 2**63, f"training.seed is {self.seed}; it must be in [0, 2^63).")
         choice("training.precision", self.precision, ("bf16", "fp16", "fp32"))
         choice("training.recompute", self.recompute, ("none", "full"))
@@ -132,7 +162,8 @@ class TrainingConfig:
         if self.stop_after_step is not None:
             check(
                 1 <= self.stop_after_step <= self.steps,
-                f"training.stop_after_step is {self.stop_after_step}; it must be between 1 and training.steps ({self.steps}).",
+                f"training.stop_after_step is {self.stop_after_step}; it must be between 1 and "
+                f"training.steps ({self.steps}).",
             )
 
 
@@ -143,7 +174,9 @@ class OptimizerConfig:
     beta2: float = setting(0.98, "decay of the second moment")
     eps: float = setting(1e-6, "Adam epsilon")
     weight_decay: float = setting(0.1, "decoupled weight decay; none on LayerNorm and biases")
-    clip_grad_norm: float = setting(1.0, "global gradient norm above which gradients are scaled down; 0 = off")
+    clip_grad_norm: float = setting(
+        1.0, "global gradient norm above which gradients are scaled down; 0 = off"
+    )
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -161,17 +194,25 @@ class OptimizerConfig:
 class ScheduleConfig:
     kind: str = setting("cosine", "cosine, linear or constant, after a linear warm-up")
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak")
-    decay_steps: int | None = setting(None, "step at which the floor is reached, warm-up included; null = training.steps")
+    decay_steps: int | None = setting(
+        None, "step at which the floor is reached, warm-up included; null = training.steps"
+    )
     min_lr_ratio: float = setting(0.1, "floor of the schedule as a fraction of the peak")
 
     def __post_init__(self) -> None:
         choice("schedule.kind", self.kind, ("cosine", "linear", "constant"))
-        check(self.warmup_steps >= 0, f"schedule.warmup_steps is {self.warmup_steps}; it must not be negative.")
-        check(0.0 <= self.min_lr_ratio <= 1.0, f"schedule.min_lr_ratio is {self.min_lr_ratio}; it must be in [0, 1].")
+        check(
+            self.warmup_steps >= 0, f"schedule.warmup_steps is {self.warmup_steps}; it must not be negative."
+        )
+        check(
+            0.0 <= self.min_lr_ratio <= 1.0,
+            f"schedule.min_lr_ratio is {self.min_lr_ratio}; it must be in [0, 1].",
+        )
         if self.decay_steps is not None:
             check(
                 self.decay_steps > self.warmup_steps,
-                f"schedule.decay_steps ({self.decay_steps}) must be larger than schedule.warmup_steps ({self.warmup_steps}).",
+                f"schedule.decay_steps ({self.decay_steps}) must be larger than schedule.warmup_steps "
+                f"({self.warmup_steps}).",
             )
 
 
@@ -187,12 +228,19 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight}: the training corpora")
-    validation: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight}: the validation corpora; empty = no evaluation")
+    validation: tuple[CorpusConfig, ...] = setting(
+        (), "list of {prefix, weight}: the validation corpora; empty = no evaluation"
+    )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)")
-    row_length: int | None = setting(None, "padded length of a row; null = derived from sequence_length and the objective")
+    row_length: int | None = setting(
+        None, "padded length of a row; null = derived from sequence_length and the objective"
+    )
 
     def __post_init__(self) -> None:
-        check(self.sequence_length >= 16, f"data.sequence_length is {self.sequence_length}; it must be at least 16.")
+        check(
+            self.sequence_length >= 16,
+            f"data.sequence_length is {self.sequence_length}; it must be at least 16.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,27 +248,42 @@ class CheckpointConfig:
     save_interval: int = setting(1000, "steps between checkpoints; 0 = only when the run stops")
     keep_last: int = setting(3, "newest checkpoints kept; 0 = all")
     keep_every: int = setting(0, "checkpoints at multiples of this many steps are kept for good; 0 = none")
-    resume: str = setting("auto", "auto: continue from the newest valid checkpoint of the run directory; never: refuse to start if it has one")
+    resume: str = setting(
+        "auto",
+        "auto: continue from the newest valid checkpoint of the run directory; never: refuse to start if it "
+        "has one",
+    )
 
     def __post_init__(self) -> None:
         for name in ("save_interval", "keep_last", "keep_every"):
             value = getattr(self, name)
             check(value >= 0, f"checkpoint.{name} is {value}; it must not be negative.")
+        check(
+            self.save_interval == 0 or self.keep_every % self.save_interval == 0,
+            f"checkpoint.keep_every ({self.keep_every}) must be a multiple of checkpoint.save_interval "
+            f"({self.save_interval}), or no checkpoint exists at most of its steps; change one of them.",
+        )
         choice("checkpoint.resume", self.resume, ("auto", "never"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    directory: str = setting("runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go")
+    directory: str = setting(
+        "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
+    )
     log_interval: int = setting(10, "steps between log lines")
     tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
     timeout_seconds: int = setting(1800, "longest wait of a collective before the run is declared hung")
-    peak_tflops: float | None = setting(None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU")
+    peak_tflops: float | None = setting(
+        None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU"
+    )
 
     def __post_init__(self) -> None:
         for name in ("log_interval", "timeout_seconds"):
             value = getattr(self, name)
             check(value >= 1, f"run.{name} is {value}; it must be at least 1.")
+        peak = self.peak_tflops
+        check(peak is None or peak > 0, f"run.peak_tflops is {peak}; it must be positive or null.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,39 +294,70 @@ class Config:
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     parallel: ParallelConfig = section(ParallelConfig)
-    tokenizer: TokenizerConfig | None = setting(None, "the tokenizer the corpora were built with; required for training")
+    tokenizer: TokenizerConfig | None = setting(
+        None, "the tokenizer the corpora were built with; required for training"
+    )
     data: DataConfig = section(DataConfig)
     blank_infilling: BlankInfillingConfig = section(BlankInfillingConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     run: RunConfig = section(RunConfig)
     deepspeed: dict[str, Any] = setting_mapping(
-        "further DeepSpeed options, passed on as they are; what this file already decides must not be contradicted"
+        "further DeepSpeed options, passed on as they are; what this file already decides must not be "
+        "contradicted"
     )
 
     def __post_init__(self) -> None:
         steps, schedule = self.training.steps, self.schedule
         check(
             schedule.warmup_steps < self.decay_steps,
-            f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the schedule ends "
-            f"({self.decay_steps}); lower it or raise training.steps ({steps}).",
+            f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
+            f"schedule ends ({self.decay_steps}); lower it or raise training.steps ({steps}).",
         )
         needed = self.blank_infilling.max_position_needed(self.data.sequence_length)
         check(
             needed <= self.model.max_position,
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
-            f"model.max_position is {self.model.max_position}; shorten the sequence or enlarge the position tables.",
+            f"model.max_position is {self.model.max_position}; shorten the sequence or enlarge the position "
+            "tables.",
         )
-        reserved = sorted(set(self.deepspeed) & DERIVED_DEEPSPEED_SECTIONS.keys())
-        for key in reserved:
-            _check_agreement(f"deepspeed.{key}", self.deepspeed[key], DERIVED_DEEPSPEED_SECTIONS[key](self))
+        self._check_row_length()
+        self._check_sentinels()
+        check_agreement(self)
+
+    def _check_row_length(self) -> None:
+        length = self.data.row_length
+        if length is None:
+            return
+        least = self.blank_infilling.least_row_length(self.data.sequence_length)
+        check(
+            length >= least,
+            f"data.row_length ({length}) is too short for data.sequence_length ({self.data.sequence_length}) "
+            f"and its masks; it must be at least {least}, null chooses "
+            f"{self.blank_infilling.row_length_for(self.data.sequence_length)}.",
+        )
+
+    def _check_sentinels(self) -> None:
+        first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size
+        if first is None or vocab_size is None:
+            return
+        end = first + 2 * self.blank_infilling.sentinel_count
+        check(
+            end <= vocab_size,
+            f"blank_infilling.sentinel_first ({first}) and sentinel_count "
+            f"({self.blank_infilling.sentinel_count}) need ids below {end}, but model.vocab_size is "
+            f"{vocab_size}; lower one of them.",
+        )
 
     def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
-        """This configuration with model.vocab_size settled. Raises ConfigError if it contradicts the tokenizer."""
+        """This configuration with model.vocab_size settled.
+
+        Raises: ConfigError if it contradicts the tokenizer.
+        """
         configured = self.model.vocab_size
         if configured is not None and configured != tokenizer_vocab_size:
             raise ConfigError(
-                f"model.vocab_size is {configured}, but the tokenizer has {tokenizer_vocab_size} tokens; use the tokenizer of "
-                f"this model, or set model.vocab_size=null."
+                f"model.vocab_size is {configured}, but the tokenizer has {tokenizer_vocab_size} tokens; use "
+                "the tokenizer of this model, or set model.vocab_size=null."
             )
         return replace(self, model=replace(self.model, vocab_size=tokenizer_vocab_size))
 
@@ -288,43 +382,12 @@ def parameter_count(model: ModelConfig) -> int:
     return embeddings + model.num_layers * block + 2 * h
 
 
-# The DeepSpeed keys this project decides itself, each with its value. engine.py adds those that depend on the number of
-# ranks. A user's DeepSpeed file may repeat them (many files do), but not contradict them.
-DERIVED_DEEPSPEED_SECTIONS: dict[str, Callable[[Config], Any]] = {
-    "train_batch_size": lambda c: c.batch.global_batch_size,
-    "train_micro_batch_size_per_gpu": lambda c: c.batch.micro_batch_size,
-    "gradient_clipping": lambda c: c.optimizer.clip_grad_norm,
-    "zero_optimization": lambda c: {"stage": c.parallel.zero_stage},
-    "bf16": lambda c: {"enabled": c.training.precision == "bf16"},
-    "fp16": lambda c: {"enabled": c.training.precision == "fp16"},
-    "optimizer": lambda c: _REFUSED,
-    "scheduler": lambda c: _REFUSED,
-    "pipeline": lambda c: _REFUSED,
-    "activation_checkpointing": lambda c: _REFUSED,
-}
-_REFUSED = object()
-
-
-def _check_agreement(path: str, given: Any, ours: Any) -> None:
-    if ours is _REFUSED:
-        raise ConfigError(f"{path} is set in this project's own configuration (sections optimizer, schedule, parallel, "
-                          f"training); remove it from the DeepSpeed options.")
-    if isinstance(ours, Mapping):
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{path} must be a mapping, not {given!r}.")
-        for key in set(ours) & set(given):
-            _check_agreement(f"{path}.{key}", given[key], ours[key])
-    elif given != "auto" and given != ours:
-        raise ConfigError(f"{path} is {given!r} but the configuration says {ours!r}; make them equal, or remove the "
-                          f"DeepSpeed key: its value is derived.")
-
-
 def load_config(
     files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
 ) -> Config:
-    """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check the result.
+    """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check.
 
-    Raises ConfigError naming the value, the rule and the remedy.
+    Raises: ConfigError naming the value, the rule and the remedy.
     """
     tree: dict[str, Any] = {}
     for path in files:
@@ -332,21 +395,35 @@ def load_config(
     for override in overrides:
         tree = merge(tree, parse_override(override))
     if deepspeed_config is not None:
-        given = _load_json(deepspeed_config)
-        ours = tree.get("deepspeed") or {}
-        for key in set(ours) & set(given):
-            _check_agreement(f"{deepspeed_config}: {key}", given[key], ours[key])
-        tree["deepspeed"] = merge(given, ours)
+        ours = tree.get("deepspeed", {})
+        if isinstance(ours, Mapping):
+            tree["deepspeed"] = _joined(_load_json(deepspeed_config), ours, str(deepspeed_config))
     return build(Config, tree)
+
+
+def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A DeepSpeed file and the configuration's deepspeed section together; ConfigError where they differ."""
+    joined = {**given, **ours}
+    for key in given.keys() & ours.keys():
+        if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):
+            joined[key] = _joined(given[key], ours[key], path)
+        elif given[key] not in ("auto", ours[key]):
+            raise ConfigError(
+                f"{path}: {key} is {given[key]!r}, but the configuration's deepspeed section says "
+                f"{ours[key]!r}; make them equal, or remove one."
+            )
+    return joined
 
 
 def _load_json(path: str | Path) -> dict[str, Any]:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}.") from None
+        raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}; check the path.") from None
     except ValueError as error:
         raise ConfigError(f"DeepSpeed configuration {path} is not valid JSON: {error}.") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"DeepSpeed configuration {path} must hold a JSON object, not {type(tree).__name__}.")
+        raise ConfigError(
+            f"DeepSpeed configuration {path} must hold a JSON object, not {type(tree).__name__}."
+        )
     return tree

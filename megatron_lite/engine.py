@@ -1,4 +1,4 @@
-"""The only file that meets DeepSpeed: its dictionary is derived from the configuration here, its optimizer wrapped.
+"""The only file that meets DeepSpeed: its optimizer is wrapped here (its dictionary: deepspeed_options.py).
 
 Trainer and checkpoint see `Engine`: forward/backward of a micro-batch, an optimizer step with its outcome, and the
 fragments of fp32 weights and Adam moments that this rank owns under ZeRO.
@@ -19,35 +19,13 @@ import torch
 from torch import nn
 
 from megatron_lite.config import Config
+from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.settings import merge
 
 log = logging.getLogger(__name__)
 
-FP16_SCALE = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def deepspeed_options(config: Config, dp_size: int) -> dict[str, Any]:
-    """The DeepSpeed dictionary: the user's further options below everything this project decides itself.
-
-    Raises ConfigError if the batch does not divide over `dp_size` ranks.
-    """
-    precision = config.training.precision
-    ours: dict[str, Any] = {
-        "train_batch_size": config.batch.global_batch_size,
-        "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
-        "gradient_accumulation_steps": config.batch.accumulation_steps(dp_size),
-        "gradient_clipping": config.optimizer.clip_grad_norm,
-        "zero_optimization": {"stage": config.parallel.zero_stage},
-        "zero_allow_untested_optimizer": True,  # torch's AdamW, which needs no compile step
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16", **FP16_SCALE},
-        "steps_per_print": 2**31 - 1,
-    }
-    return merge(config.deepspeed, ours)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,14 +1,17 @@
 """Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
 
-A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field types
-`int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]` and nested sections; anything else in a file is an error
-that names the value, the rule and the nearest valid key. Nothing here knows what the settings mean: see config.py.
+A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field
+types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings and nested sections; anything
+else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
+the settings mean: see config.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,22 +42,37 @@ def setting_mapping(help: str) -> Any:
     return dataclasses.field(default_factory=dict, metadata={"help": help})
 
 
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice: plain YAML lets the last one win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        again = next((key for key in keys if keys.count(key) > 1), None)
+        if again is not None:
+            raise yaml.YAMLError(f"key {again!r} appears twice in one mapping; keep one of them")
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"configuration file {path}: {error.strerror}.") from None
+        raise ConfigError(f"configuration file {path}: {error.strerror}; check the path.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"configuration file {path} is not UTF-8 text.") from None
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}.")
+        raise ConfigError(
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}."
+        )
     return tree
 
 
@@ -75,78 +93,109 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {text!r} must have the form section.key=value.")
     try:
-        parsed = yaml.safe_load(value)
+        parsed = yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it.") from None
+    return nest(key, parsed)
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """`value` at a dotted key, as a nested mapping."""
     for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return parsed
+        value = {part: value}
+    return value
 
 
-def build(cls: type, tree: Mapping[str, Any], path: str = "") -> Any:
-    """Make the section `cls` from a mapping, strictly. `path` is the dotted prefix for messages."""
+def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None = None) -> Any:
+    """Make the section `cls` from a mapping, strictly.
+
+    Args:
+        path: dotted prefix of the section, for messages.
+        root: the whole tree's class, where an unknown key may belong; None = `cls`.
+    Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
+    """
+    root = root or cls
     hints = typing.get_type_hints(cls)
     known = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in tree.items():
         if key not in known:
-            raise ConfigError(_unknown_key(f"{path}{key}", key, known, path))
-        values[key] = _convert(value, hints[key], f"{path}{key}")
+            raise ConfigError(_unknown_key(str(key), path, known, root))
+        values[key] = _convert(value, hints[key], f"{path}{key}", root)
     for name, field in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise ConfigError(f"{path}{name} is required ({field.metadata.get('help', '')}); set it in the file "
-                              f"or as {path}{name}=VALUE.")
+        if not required or name in values:
+            continue
+        if not dataclasses.is_dataclass(hints[name]):
+            help = field.metadata.get("help", "")
+            raise ConfigError(
+                f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
+            )
+        values[name] = _convert({}, hints[name], f"{path}{name}", root)  # names the key that is missing in it
     return cls(**values)
 
 
-def _unknown_key(full: str, key: Any, known: Mapping[str, Any], path: str) -> str:
-    close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-    if close:
-        return f"unknown setting {full}; the nearest valid key is {path}{close[0]}."
-    return f"unknown setting {full}; valid keys here are {', '.join(sorted(known))}."
+def setting_names(cls: type, path: str = "") -> Iterator[str]:
+    """The dotted key of every setting below `cls`."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        nested = _section_in(hints[field.name])
+        if nested is None:
+            yield f"{path}{field.name}"
+        else:
+            yield from setting_names(nested, f"{path}{field.name}.")
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
+def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
+    elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
+    close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
+    for nearest in (*elsewhere, *close):
+        return f"unknown setting {path}{key}; the nearest valid key is {nearest}."
+    return f"unknown setting {path}{key}; valid keys here are {', '.join(sorted(known))}."
+
+
+def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return _convert(value, inner, path)
+        return _convert(value, inner, path, root)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} is a section, but its value is {value!r}; write its keys below it.")
-        return build(typing.cast(type, hint), value, f"{path}.")
+            raise ConfigError(
+                f"{path} is a section, but its value is {value!r}; write its keys, or remove it."
+            )
+        return build(typing.cast(type, hint), value, f"{path}.", root)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be a mapping, not {value!r}.")
+            raise ConfigError(f"{path} must be a mapping, not {value!r}; write its keys, or remove it.")
         return dict(value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{path} must be a list, not {value!r}.")
+            raise ConfigError(f"{path} must be a list, not {value!r}; write [...].")
         inner = typing.get_args(hint)[0]
-        return tuple(_convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+        return tuple(_convert(item, inner, f"{path}[{i}]", root) for i, item in enumerate(value))
     return _convert_scalar(value, hint, path)
 
 
+# Numbers that YAML 1.1 reads as text: an exponent without a dot or without a sign (1e-4, 1.5e3), and -.5.
+_NUMBER_AS_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]\.\d+")
+
+
 def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
+    if isinstance(value, str) and hint in (int, float) and _NUMBER_AS_TEXT.fullmatch(value):
+        value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is float and is_number:
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if hint is int and is_number and float(value).is_integer():
+    if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    if hint is bool and isinstance(value, bool):
+    if hint is float and is_number and abs(value) <= sys.float_info.max:
+        return float(value)
+    if hint in (bool, str) and isinstance(value, hint):
         return value
-    if hint is str and isinstance(value, str):
-        return value
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise ConfigError(f"{path} must be {names[hint]}, not {value!r}.")
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    quote = "; put quotes around it" if hint is str and value is not None else ""
+    raise ConfigError(f"{path} must be {names[hint]}, not {value!r}{quote}.")
 
 
 def to_tree(config: Any) -> Any:

@@ -73,7 +73,7 @@ def main() -> int:
     try:
         report = build_corpus(config, partial(load_tokenizer, tokenizer))
     except KeyboardInterrupt:
-        print("interrupted; no dataset was written", file=sys.stderr)
+        print("interrupted before the output was complete; run the command again", file=sys.stderr)
         return INTERRUPTED_STATUS
     print("\n".join(report.lines()))
     return 0

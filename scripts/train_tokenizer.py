@@ -1,11 +1,11 @@
 """Train a tokenizer on text and print the configuration lines that use it.
 
-    python scripts/train_tokenizer.py --kind byte_bpe --input 'corpus/*.jsonl' --vocab-size 32000 --output tokenizer
+    python scripts/train_tokenizer.py --kind byte_bpe --input 'corpus/*.jsonl' --vocab-size 32000 --output DIR
 
 Writes one file into the output directory: tokenizer.json (byte_bpe), vocab.txt (wordpiece) or tokenizer.model
-(sentencepiece). The same input gives the same bytes. Trade-offs: the words of the corpus (byte_bpe, wordpiece)
-or its whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus. wordpiece reads
-the input twice: without the alphabet beforehand the library would number characters in a random order.
+(sentencepiece). The same input gives the same bytes. Trade-offs: the words of the corpus (byte_bpe,
+wordpiece) or its whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus.
+wordpiece reads the input twice: without the alphabet in advance the library numbers characters at random.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = train(lambda: read_texts(paths, args.text_key), args.vocab_size, args.cased)
     write_atomically(path, content)
 
-    config = {"kind": CONFIG_KINDS[args.kind], "path": str(path)}
+    config = TokenizerConfig(kind=CONFIG_KINDS[args.kind], path=str(path), lowercase=not args.cased)
+    tokenizer = load_tokenizer(config)
+    lines: dict[str, object] = {"kind": config.kind, "path": config.path}
     if args.kind == "wordpiece":
-        config["lowercase"] = not args.cased
-    tokenizer = load_tokenizer(TokenizerConfig(**config))
-    print(yaml.safe_dump({"tokenizer": config}, sort_keys=False, allow_unicode=True), end="")
+        lines["lowercase"] = config.lowercase
+    print(yaml.safe_dump({"tokenizer": lines}, sort_keys=False, allow_unicode=True), end="")
     print(f"# {tokenizer.vocab_size} tokens with GLM's special tokens, fingerprint {tokenizer.fingerprint}")
 
 
@@ -189,7 +190,7 @@ def train_wordpiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
 def _wordpiece_alphabet(
     tokenizer: tokenizers.Tokenizer, texts: Iterable[str], max_pieces: int
 ) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and them as pieces (x, and ##x if x continues a word), at most `max_pieces`."""
+    """The most frequent characters, and their pieces (x; ##x if x continues a word), at most `max_pieces`."""
     counts: Counter[str] = Counter()
     continuing: set[str] = set()
     for text in texts:
@@ -237,7 +238,7 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).rpartition("] ")[2].split())[:300]  # without the library's source line
         raise DataError(
             f"--vocab-size {vocab_size}: SentencePiece cannot train this size here: {reason}"
         ) from None
@@ -271,6 +272,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise DataError(f"{path}: {error.strerror}; choose another --output.") from None
 
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import deepspeed  # noqa: F401  preloaded for the forked ranks
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by every engine, and with it torch's compiler
 import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
 import torch
 

@@ -152,8 +152,8 @@ class BlankInfillingConfig:
         choice("blank_infilling.placement", self.placement, PLACEMENTS)
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
-            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed 1; "
-            "lower one of them (the rest is the document objective).",
+            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
+            "1; lower one of them (the rest is the document objective).",
         )
         check(
             self.document_min_ratio <= self.document_max_ratio,
@@ -261,9 +261,21 @@ _SETTINGS = np.dtype(
 STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
 
+# Numba optimises the whole tree below a function again at each level of calls; flattening the upper levels
+# takes a third off the time to compile.
+_inlined = njit(nogil=True, inline="always")
+
+
 @njit(nogil=True)
 def _new_work(longest_text):
     return np.empty((5, longest_text + 2), np.int64)
+
+
+@njit(nogil=True)
+def _set(array, line, start, stop, value):
+    """array[line, start:stop] = value, which as a slice costs numba ten times as long to compile."""
+    for i in range(start, stop):
+        array[line, i] = value
 
 
 @njit(nogil=True)
@@ -293,8 +305,8 @@ def _place_spans(stream, w, count, total, maskable, uniform):
     """
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
+    _set(w, MARKS, 0, slots, 0)
     marks = w[MARKS]
-    marks[:slots] = 0
     for i in range(count):
         if uniform:
             last = free + i
@@ -415,15 +427,15 @@ def _write_in_place(row, used, text, start, length, count, w, s):
     end = used + 1 + length
     for i in range(length):
         row[TOKENS, used + 1 + i] = text[start + i]
-    row[TARGETS, used:end] = 0
-    row[WEIGHTS, used:end] = 0
-    row[ORD, used:end] = 0
+    _set(row, TARGETS, used, end, 0)
+    _set(row, WEIGHTS, used, end, 0)
+    _set(row, ORD, used, end, 0)
     for span in range(count):
         for i in range(w[STARTS, span], w[ENDS, span]):
             row[TOKENS, used + 1 + i] = s.mask
             row[TARGETS, used + 1 + i] = text[start + i]
             row[WEIGHTS, used + 1 + i] = ONE_AS_INT32
-    row[BLOCK_POSITION_IDS, used:end] = 0
+    _set(row, BLOCK_POSITION_IDS, used, end, 0)
     return end
 
 
@@ -445,10 +457,10 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     for j in range(last, length):
         tokens[at + j - last] = text[start + j]
     at += length - last
-    row[BLOCK_POSITION_IDS, used:at] = 0
-    row[TARGETS, used:at] = 0
-    row[WEIGHTS, used:at] = 0
-    row[ORD, used:at] = 0
+    _set(row, BLOCK_POSITION_IDS, used, at, 0)
+    _set(row, TARGETS, used, at, 0)
+    _set(row, WEIGHTS, used, at, 0)
+    _set(row, ORD, used, at, 0)
     return at
 
 
@@ -498,10 +510,10 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
     near = w[MARKS]
-    near[:size] = 0
+    _set(w, MARKS, 0, size, 0)
     for i in range(count):
         at = w[MASK_AT, i]
-        near[max(1, at - s.context_mask_range) : min(size, at + s.context_mask_range + 1)] = 1
+        _set(w, MARKS, max(1, at - s.context_mask_range), min(size, at + s.context_mask_range + 1), 1)
     for i in range(count):
         near[w[MASK_AT, i]] = 0
     candidates = w[STARTS]  # no longer needed: the spans are written
@@ -516,7 +528,7 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
         candidates[j] = candidates[i]
 
 
-@njit(nogil=True)
+@_inlined
 def _write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
     """Write the Example with the spans in hand to `row` from `used` on. Returns the new end."""
     if s.masked_lm:
@@ -531,14 +543,15 @@ def _write_example(row, used, document, text, start, length, count, objective, t
     if s.random_position:
         shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
-        row[POSITION_IDS, used:stop] += shift
-    row[DOC, used:end] = document
-    row[GRP, used:end] = 0
-    row[OBJECTIVE, used:end] = objective
+        for i in range(used, stop):
+            row[POSITION_IDS, i] += shift
+    _set(row, DOC, used, end, document)
+    _set(row, GRP, used, end, 0)
+    _set(row, OBJECTIVE, used, end, objective)
     return end
 
 
-@njit(nogil=True)
+@_inlined
 def _fill_example(
     row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
 ):
@@ -584,9 +597,9 @@ def _fill_example(
     return _write_example(row, used, piece, text, start, length, count, objective, tail, stream, w, s)
 
 
-@njit(nogil=True)
-def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumulative, s):
-    """Write one sample, its pieces one after the other, then padding. Returns False if it can not fit."""
+@_inlined
+def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
+    """Write one sample, its pieces from number `first_piece` on, then padding. False: it can not fit."""
     needed = 0
     for length in lengths:
         needed += _least_length(length, s)
@@ -594,18 +607,19 @@ def _fill_row(row, text, start, lengths, sample, stream, w, sentence_end, cumula
     if needed > row_length or lengths.sum() > s.sequence_length:
         return False
     used = 0
-    for piece in range(len(lengths)):
-        length = lengths[piece]
+    piece = first_piece
+    for length in lengths:
         needed -= _least_length(length, s)  # what the pieces after this one need
         limit = row_length - needed
         used = _fill_example(
             row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
         )
+        piece += 1
         start += length
     for plane in range(len(FIELDS)):
-        row[plane, used:] = 0
-    row[TOKENS, used:] = s.pad
-    row[DOC, used:] = PADDING_DOC
+        _set(row, plane, used, row_length, 0)
+    _set(row, TOKENS, used, row_length, s.pad)
+    _set(row, DOC, used, row_length, PADDING_DOC)
     return True
 
 
@@ -619,6 +633,7 @@ def _cached_entry_points(digest: int):
         piece_lengths,
         pieces_per_sample,
         sample_indices,
+        first_piece,
         sentence_end,
         cumulative,
         settings,
@@ -627,48 +642,39 @@ def _cached_entry_points(digest: int):
         _ = digest  # part of the cache key
         w, s = _new_work(batch.shape[2]), settings[0]
         piece, start = 0, 0
-        one = np.zeros(1, np.int64)
+        joined = np.zeros(1, np.int64)
         for i in range(len(batch)):
             lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
             total = lengths.sum()
             if s.cross_document_attention and len(lengths) > 0:
-                one[0] = total
-                filled = _fill_row(
-                    batch[i], text, start, one, sample_indices[i], stream, w, sentence_end, cumulative, s
-                )
-            else:
-                filled = _fill_row(
-                    batch[i], text, start, lengths, sample_indices[i], stream, w, sentence_end, cumulative, s
-                )
-            if not filled:
+                lengths = joined
+                joined[0] = total
+            sample = sample_indices[i]
+            row = batch[i]
+            if not _fill_row(
+                row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
+            ):
                 return i
             piece += pieces_per_sample[i]
             start += total
         return -1
 
     @njit(cache=True, nogil=True)
-    def fill_one(row, text, sample, piece, sentence_end, cumulative, settings, stream):
-        _ = digest
-        w, s = _new_work(row.shape[1]), settings[0]
-        return _fill_example(
-            row, 0, row.shape[1], text, 0, len(text), sample, piece, stream, w, sentence_end, cumulative, s
-        )
-
-    @njit(cache=True, nogil=True)
     def write_given(row, text, starts, ends, order, objective, tail, settings, stream):
         _ = digest
         w, s = _new_work(row.shape[1]), settings[0]
         count = len(starts)
-        w[STARTS, :count] = starts
-        w[ENDS, :count] = ends
-        w[ORDER, :count] = order
+        for i in range(count):
+            w[STARTS, i] = starts[i]
+            w[ENDS, i] = ends[i]
+            w[ORDER, i] = order[i]
         open_stream(stream, s.key, 0, 0, 1)
         return _write_example(row, 0, 0, text, 0, len(text), count, objective, tail, stream, w, s)
 
-    return fill_rows, fill_one, write_given
+    return fill_rows, write_given
 
 
-_fill_rows, _fill_one, _write_given = _cached_entry_points(
+_fill_rows, _write_given = _cached_entry_points(
     random_streams.source_digest(random_streams.__file__, base.__file__, str(Path(__file__)))
 )
 
@@ -727,31 +733,32 @@ class BlankInfilling:
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
-        failed = _fill_rows(
-            batch,
-            tokens,
-            piece_lengths,
-            pieces_per_sample,
-            sample_indices,
-            *self._tables,
-            self._settings,
-            new_stream(),
-        )
+        failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
         if failed >= 0:
             first = int(pieces_per_sample[:failed].sum())
             lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
             raise DataError(
                 f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too "
-                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
-                f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window "
+                f"must keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
 
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
         """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
         text = np.ascontiguousarray(piece, np.int32)
-        row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
-        end = _fill_one(row, text, sample_index, piece_index, *self._tables, self._settings, new_stream())
-        return Example.from_planes(row[:, :end])
+        check(
+            len(text) <= self.sequence_length,
+            f"the piece has {len(text)} tokens; a sample may have sequence_length {self.sequence_length}.",
+        )
+        batch = np.empty((1, len(FIELDS), 3 * len(text) + 8), np.int32)
+        one = np.ones(1, np.int64)
+        self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
+        return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
+        """Fill the rows; returns the index of the first sample that can not fit, or -1."""
+        sources = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        return _fill_rows(batch, *sources, *self._tables, self._settings, new_stream())
 
     def build(
         self,
@@ -791,6 +798,6 @@ def _make_settings(
         "uniform_placement": config.placement == "uniform",
     }
     settings = np.recarray(1, _SETTINGS)
-    for name in _SETTINGS.names:
+    for name in _SETTINGS.names or ():
         settings[name] = values[name]
     return settings

@@ -1,0 +1,57 @@
+"""Stand-in tokenizers: one id for each UTF-8 byte, 256 for eos. A module of its own: workers import it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ByteTokenizerConfig:
+    kind: str = "bytes"
+
+
+class ByteTokenizer:
+    config = ByteTokenizerConfig()
+    special = SimpleNamespace(eos=256)
+    vocab_size = 257
+    fingerprint = "bytes-1"
+
+    def encode_batch(self, texts):
+        encoded = [text.encode() for text in texts]
+        ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32)
+        return ids, np.array([len(data) for data in encoded], np.int64)
+
+
+class NarrowTokenizer(ByteTokenizer):
+    """Claims fewer ids than it produces."""
+
+    vocab_size = 100
+
+
+class DyingTokenizer(ByteTokenizer):
+    """Kills its process at a certain text, as the kernel does when memory runs out."""
+
+    def encode_batch(self, texts):
+        if any("die" in text for text in texts):
+            os._exit(9)
+        return super().encode_batch(texts)
+
+
+class SilentTokenizer(ByteTokenizer):
+    """Makes no token of any text."""
+
+    def encode_batch(self, texts):
+        return np.empty(0, np.int32), np.zeros(len(texts), np.int64)
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Takes long enough for a test to interrupt the build."""
+
+    def encode_batch(self, texts):
+        time.sleep(0.05)
+        return super().encode_batch(texts)

@@ -1,0 +1,438 @@
+"""The published models against their table, every validation rule, and the order in which files combine."""
+
+from __future__ import annotations
+
+import ast
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_utils.tokenizers import assign_special_tokens, sentencepiece_special_tokens
+from megatron_lite import config as config_module
+from megatron_lite import deepspeed_options as deepspeed_module
+from megatron_lite.config import BatchConfig, Config, load_config, padded_vocab_size, parameter_count
+from megatron_lite.deepspeed_options import DEFAULTS, REFUSED, check_agreement, deepspeed_options
+from megatron_lite.errors import ConfigError
+from megatron_lite.settings import build, merge, parse_override, to_tree
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / "configs"
+
+# The published models: layers, hidden size, heads, largest position, padded vocabulary, million parameters.
+PUBLISHED = {
+    "glm-base": (12, 768, 12, 512, 30592, "109.3"),
+    "glm-large": (24, 1024, 16, 512, 30592, "334.7"),
+    "glm-410m": (30, 1024, 16, 512, 30592, "410.3"),
+    "glm-515m": (30, 1152, 18, 512, 30592, "514.6"),
+    "glm-roberta": (24, 1024, 16, 512, 50304, "354.9"),
+    "glm-large-chinese": (24, 1024, 16, 1024, 50048, "355.7"),
+    "glm-2b": (36, 2048, 32, 1024, 50304, "1920."),
+    "glm-10b": (48, 4096, 64, 1024, 50304, "9881."),
+    "glm-10b-1024": (48, 4096, 64, 1024, 50304, "9881."),
+    "glm-10b-chinese": (48, 4096, 64, 1024, 50048, "9880."),
+}
+
+# Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warm-up, floor, token, sentence.
+RECIPES = {
+    "glm-base": (4e-4, 0.98, 1e-6, 0.1, 150_000, "cosine", 120_000, 6_000, 0.05, 1.0, 0.0),
+    "glm-large": (2e-4, 0.98, 1e-6, 0.1, 200_000, "cosine", 160_000, 8_000, 0.05, 1.0, 0.0),
+    "glm-roberta": (4e-4, 0.98, 1e-6, 0.01, 500_000, "linear", 500_000, 30_000, 0.025, 1.0, 0.0),
+    "glm-large-chinese": (4e-4, 0.98, 1e-6, 0.01, 250_000, "cosine", 200_000, 8_000, 0.1, 0.4, 0.3),
+    "glm-2b": (1e-4, 0.95, 1e-8, 0.1, 250_000, "cosine", 175_000, 7_000, 0.1, 0.4, 0.3),
+    "glm-10b": (1e-4, 0.95, 1e-8, 0.1, 250_000, "cosine", 175_000, 7_000, 0.1, 0.5, 0.3),
+    "glm-10b-1024": (3e-5, 0.95, 1e-8, 0.1, 250_000, "linear", 50_000, 250, 0.1, 0.4, 0.3),
+    "glm-10b-chinese": (1e-4, 0.95, 1e-8, 0.1, 150_000, "cosine", 120_000, 4_800, 0.1, 0.5, 0.3),
+}
+
+BERT = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+ROBERTA = {"cls": 0, "pad": 1, "eos": 2, "unk": 3, "mask": 50264}
+
+TINY = {
+    "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300},
+    "training": {"steps": 100},
+}
+
+
+def tiny(*overrides: str) -> Config:
+    tree: dict[str, Any] = TINY
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    return build(Config, tree)
+
+
+def published(name: str) -> Config:
+    return load_config([MODELS / f"{name}.yaml"])
+
+
+# The published models
+
+
+def test_every_published_model_has_a_file():
+    assert {path.stem for path in MODELS.glob("glm-*.yaml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_published_size(name):
+    model = published(name).model
+    layers, hidden, heads, max_position, vocab, millions = PUBLISHED[name]
+    shape = (model.num_layers, model.hidden_size, model.num_attention_heads, model.max_position)
+    assert shape == (layers, hidden, heads, max_position)
+    assert padded_vocab_size(model.vocab_size) == vocab
+    digits = 4 - len(millions.partition(".")[0])
+    assert f"{parameter_count(model) / 1e6:.{digits}f}" == millions.rstrip(".")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameter_count_is_that_of_the_real_module(name):
+    torch = pytest.importorskip("torch")
+    from megatron_lite.model import GLM
+
+    config = published(name).model
+    with torch.device("meta"):
+        model = GLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_published_recipe_is_that_of_the_reference(name):
+    config = published(name)
+    optimizer, schedule, objective = config.optimizer, config.schedule, config.blank_infilling
+    assert (
+        *(optimizer.lr, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
+        *(config.training.steps, schedule.kind, schedule.decay_steps, schedule.warmup_steps),
+        schedule.min_lr_ratio,
+        *(objective.token_prob, objective.sentence_prob),
+    ) == RECIPES[name]  # fmt: skip
+    assert (optimizer.beta1, optimizer.clip_grad_norm) == (0.9, 1.0)
+    if objective.sentence_prob > 0:
+        assert (objective.document_min_ratio, objective.block_mask_prob) == (0.25, 0.1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_models_own_objective_file_changes_nothing(name):
+    objective = MODELS / "objectives" / f"{name.removeprefix('glm-')}.yaml"
+    if not objective.exists():
+        pytest.skip("no objective file for this model")
+    assert load_config([MODELS / f"{name}.yaml", objective]) == published(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_vocabulary_is_the_size_of_the_models_tokenizer(name):
+    config = published(name)
+    sizes = {
+        "bert_wordpiece": assign_special_tokens(BERT, 30522)[1],
+        "gpt2_bpe": assign_special_tokens({"eos": 50256}, 50257)[1],
+        "hf_json": assign_special_tokens(ROBERTA, 50265)[1],
+        "sentencepiece": sentencepiece_special_tokens(50000, config.tokenizer.fixed_command_tokens)[1],
+    }
+    assert config.model.vocab_size == sizes[config.tokenizer.kind]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_batch_fits_8_and_64_ranks(name):
+    batch = published(name).batch
+    for ranks in (8, 64):
+        steps = batch.accumulation_steps(ranks)
+        assert steps * ranks * batch.micro_batch_size == batch.global_batch_size
+
+
+def test_no_two_published_models_share_a_run_directory():
+    directories = [published(name).run.directory for name in PUBLISHED]
+    assert len(set(directories)) == len(directories)
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_survives_printing_and_reading(path):
+    config = load_config([path])
+    assert build(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"), [(1, 1, 128), (128, 1, 128), (129, 1, 256), (30527, 8, 30720)]
+)
+def test_the_vocabulary_is_padded_to_128_rows_per_shard(vocab, tp, padded):
+    assert padded_vocab_size(vocab, tp) == padded
+
+
+# Every rule, with what the message must hold: the value, the rule, the remedy
+
+
+def over(*overrides: str) -> Callable[[], Any]:
+    return lambda: tiny(*overrides)
+
+
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "num_layers": (over("model.num_layers=0"), ("model.num_layers is 0", "at least 1")),
+    "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
+    "heads": (
+        over("model.num_attention_heads=5"),
+        ("num_attention_heads (5)", "divide", "choose a divisor of 64"),
+    ),
+    "dropout": (over("model.output_dropout=1"), ("model.output_dropout is 1.0", "in [0, 1)")),
+    "negative dropout": (
+        over("model.attention_dropout=-.1"),
+        ("model.attention_dropout is -0.1", "in [0, 1)"),
+    ),
+    "shrink": (over("model.embedding_gradient_shrink=0"), ("embedding_gradient_shrink is 0.0", "in (0, 1]")),
+    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "positive")),
+    "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "positive")),
+    "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1 or null")),
+    "gelu": (over("model.gelu=relu"), ("model.gelu is 'relu'", "one of tanh, erf")),
+    "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
+    "global": (
+        over("batch.global_batch_size=10"),
+        ("(10)", "multiple of batch.micro_batch_size (8)", "change one"),
+    ),
+    "world": (
+        lambda: BatchConfig(micro_batch_size=4, global_batch_size=24).accumulation_steps(4),
+        (
+            "global_batch_size (24)",
+            "(4) x data-parallel ranks (4) = 16",
+            "number of processes that divides 6",
+        ),
+    ),
+    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2")),
+    "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
+    "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "not be negative")),
+    "eval_samples": (over("training.eval_samples=0"), ("training.eval_samples is 0", "at least 1")),
+    "nonfinite": (
+        over("training.max_nonfinite_steps=0"),
+        ("training.max_nonfinite_steps is 0", "at least 1"),
+    ),
+    "seed": (over("training.seed=-1"), ("training.seed is -1", "in [0, 2^63)")),
+    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", "in [0, 2^63)")),
+    "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
+    "recompute": (over("training.recompute=some"), ("training.recompute is 'some'", "one of none, full")),
+    "normalization": (
+        over("training.loss_normalization=mean"),
+        ("training.loss_normalization is 'mean'", "one of global_tokens, mean_of_means"),
+    ),
+    "stop": (
+        over("training.stop_after_step=101"),
+        ("stop_after_step is 101", "between 1 and training.steps (100)"),
+    ),
+    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "positive")),
+    "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1.0", "in [0, 1)")),
+    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "not be negative")),
+    "schedule": (over("schedule.kind=step"), ("schedule.kind is 'step'", "one of cosine, linear, constant")),
+    "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "not be negative")),
+    "floor": (over("schedule.min_lr_ratio=1.5"), ("schedule.min_lr_ratio is 1.5", "in [0, 1]")),
+    "decay_steps": (
+        over("schedule.decay_steps=10", "schedule.warmup_steps=10"),
+        ("schedule.decay_steps (10)", "larger than schedule.warmup_steps (10)"),
+    ),
+    "warmup beyond the run": (
+        over("schedule.warmup_steps=100"),
+        ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
+    ),
+    "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("weight of corpus a is 0.0", "positive")),
+    "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
+    "positions": (
+        over("data.sequence_length=513"),
+        ("data.sequence_length (513)", "up to 513", "max_position is 512", "shorten the sequence or enlarge"),
+    ),
+    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 584")),
+    "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "not be negative")),
+    "keep_every": (
+        over("checkpoint.keep_every=2500"),
+        ("checkpoint.keep_every (2500)", "multiple of checkpoint.save_interval (1000)", "change one"),
+    ),
+    "resume": (over("checkpoint.resume=no"), ("checkpoint.resume must be text, not False",)),
+    "resume choice": (
+        over("checkpoint.resume=always"),
+        ("checkpoint.resume is 'always'", "one of auto, never"),
+    ),
+    "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
+    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "positive or null")),
+    "sentinels": (
+        over("blank_infilling.sentinel_first=200"),
+        ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
+    ),
+    "tokenizer": (
+        lambda: tiny().with_vocab_size(301),
+        ("model.vocab_size is 300", "tokenizer has 301", "set model.vocab_size=null"),
+    ),
+    "deepspeed contradiction": (
+        over("deepspeed.train_batch_size=17"),
+        (
+            "deepspeed.train_batch_size is 17",
+            "batch.global_batch_size makes it 16",
+            "remove the DeepSpeed key",
+        ),
+    ),
+    "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
+    "deepspeed refused": (
+        over("deepspeed.optimizer.type=Adam"),
+        ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_names_the_value_the_rule_and_the_remedy(name):
+    action, fragments = RULES[name]
+    with pytest.raises(ConfigError) as error:
+        action()
+    message = str(error.value)
+    for fragment in fragments:
+        assert fragment in message
+    assert "\n" not in message
+
+
+def rule_lines(module: Any) -> dict[int, str]:
+    """First line -> source of every statement of `module` that can refuse a configuration."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    refusals = {}
+    for node in ast.walk(ast.parse(source)):
+        is_check = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("check", "choice")
+        if is_check or isinstance(node, ast.Raise):
+            refusals[node.lineno] = ast.get_source_segment(source, node) or ""
+    return refusals
+
+
+def test_no_rule_lacks_a_test(tmp_path):
+    fired = set()
+    for action in [action for action, _ in RULES.values()] + [
+        lambda case=case: case(tmp_path) for case in BAD_FILES
+    ]:
+        try:
+            action()
+        except ConfigError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            fired |= {(frame.filename, frame.lineno) for frame in frames}
+    for module in (config_module, deepspeed_module):
+        for line, source in rule_lines(module).items():
+            assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
+
+
+# DeepSpeed options
+
+
+def with_json(tmp_path: Path, given: Any, *overrides: str) -> Config:
+    """The tiny configuration merged with a DeepSpeed file; a str is written as it is."""
+    base, path = tmp_path / "base.yaml", tmp_path / "ds.json"
+    base.write_text(yaml.safe_dump(TINY))
+    path.write_text(given if isinstance(given, str) else json.dumps(given))
+    return load_config([base], overrides, path)
+
+
+BAD_FILES = [
+    lambda tmp: with_json(tmp, "{"),
+    lambda tmp: with_json(tmp, "[]"),
+    lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
+    lambda tmp: load_config([MODELS / "glm-base.yaml"], [], tmp / "absent.json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    zip(BAD_FILES, ["not valid JSON", "not list", "is 5, but .* says 6", "check the path"], strict=True),
+)  # fmt: skip
+def test_a_bad_deepspeed_file_is_named(tmp_path, case, message):
+    with pytest.raises(ConfigError, match=message):
+        case(tmp_path)
+
+
+AGREEING = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 12345},
+    "zero_allow_untested_optimizer": True,
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+}
+
+
+def test_agreement_is_accepted_and_other_options_pass_through(tmp_path):
+    config = with_json(
+        tmp_path, {**AGREEING, "wall_clock_breakdown": True}, "deepspeed.comms_logger.enabled=false"
+    )
+    options = deepspeed_options(config, dp_size=2)
+    assert options["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 12345}
+    assert options["wall_clock_breakdown"] is True and options["comms_logger"] == {"enabled": False}
+
+
+def test_auto_leaves_the_value_to_the_configuration(tmp_path):
+    auto = {
+        key: dict.fromkeys(value, "auto") if isinstance(value, dict) else "auto"
+        for key, value in AGREEING.items()
+    }
+    del auto["zero_optimization"]["reduce_bucket_size"]
+    config = with_json(tmp_path, {**auto, "gradient_accumulation_steps": "auto"})
+    assert deepspeed_options(config, 1) == deepspeed_options(tiny(), 1)
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return found
+
+
+DERIVED = sorted(leaves(deepspeed_options(tiny(), 1)).keys() - leaves(DEFAULTS).keys())
+
+
+@pytest.mark.parametrize("key", DERIVED)
+def test_a_contradiction_of_any_derived_option_is_refused(key):
+    value = leaves(deepspeed_options(tiny(), 1))[key]
+    wrong = (
+        {bool: not value, int: value + 1, float: value + 1, str: "fp16"}[type(value)]
+        if value != "fp32"
+        else "bf16"
+    )
+    with pytest.raises(ConfigError, match=f"deepspeed.{key} is {wrong!r}, but .* makes it {value!r}"):
+        check_agreement(tiny(f"deepspeed.{key}={wrong}"), 1)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_options_that_have_a_section_of_their_own_are_refused(key):
+    with pytest.raises(ConfigError, match=f"deepspeed.{key} is not taken from DeepSpeed options; remove it"):
+        tiny(f"deepspeed.{key}={{enabled: true}}")
+
+
+def test_accumulation_steps_depend_on_the_number_of_ranks():
+    config = tiny("deepspeed.gradient_accumulation_steps=2")  # not wrong as such: right for one rank
+    assert deepspeed_options(config, 1)["gradient_accumulation_steps"] == 2
+    with pytest.raises(ConfigError, match="is 2, but the section batch on 2 data-parallel ranks makes it 1"):
+        check_agreement(config, 2)
+
+
+def test_loss_scaling_may_be_tuned_and_defaults_to_the_reference():
+    options = deepspeed_options(tiny("training.precision=fp16", "deepspeed.fp16.initial_scale_power=12"), 1)
+    assert options["fp16"] == {**DEFAULTS["fp16"], "initial_scale_power": 12, "enabled": True}
+    assert options["bf16"] == {"enabled": False}
+
+
+# How files and overrides combine
+
+
+def test_later_files_win_and_overrides_come_last(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(yaml.safe_dump({**TINY, "optimizer": {"lr": 1e-3, "beta2": 0.9}}))
+    second.write_text("optimizer: {lr: 2e-3}\ntraining: {steps: 50}\n")
+    config = load_config([first, second], ["training.steps=60", "training.steps=70"])
+    assert (config.optimizer.lr, config.optimizer.beta2, config.training.steps) == (2e-3, 0.9, 70)
+    assert load_config([second, first]).optimizer.lr == 1e-3
+
+
+def test_values_that_follow_from_others():
+    config = tiny()
+    assert (config.model.head_dim, config.decay_steps) == (16, 100)
+    assert tiny("schedule.decay_steps=80").decay_steps == 80
+    assert tiny("model.vocab_size=null").with_vocab_size(301).model.vocab_size == 301
+    assert config.with_vocab_size(300) == config
+
+
+def test_the_defaults_are_complete_but_for_what_only_the_user_knows():
+    config = build(
+        Config,
+        {"model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}, "training": {"steps": 1}},
+    )
+    assert config.data.train == () and config.tokenizer is None and config.deepspeed == {}

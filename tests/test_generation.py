@@ -1,0 +1,133 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from data_utils.objectives.base import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS, SpecialTokens
+from megatron_lite.config import ModelConfig
+from megatron_lite.errors import DataError
+from megatron_lite.generation import BlankFiller, CachedPlan, GenerationConfig, blank_context, insert_spans
+from megatron_lite.model import GLM, ModelInput, initialize_parameters
+
+SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
+CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5)
+    model = GLM(config).eval()
+    initialize_parameters(model, 3)
+    return model
+
+
+def uncached_logits(model, context, spans):
+    """Logits of the whole row [A | sop span | sop span] in one pass, as in training. spans: [(mask position, tokens)]."""
+    part_b = [(token, position, i) for position, span in spans for i, token in enumerate([SPECIAL.sop, *span], start=1)]
+    length = len(context) + len(part_b)
+    row = np.zeros((1, len(FIELDS), length), np.int32)
+    row[0, TOKENS] = [*context, *(t for t, _, _ in part_b)]
+    row[0, POSITION_IDS] = [*range(len(context)), *(p for _, p, _ in part_b)]
+    row[0, BLOCK_POSITION_IDS] = [*[0] * len(context), *(i for _, _, i in part_b)]
+    row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
+    row[0, DOC] = 0
+    row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
+    inputs = ModelInput.from_batch(row, torch.device("cpu"), "dense")
+    hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    return model.logits(hidden[0, len(context) :])
+
+
+@torch.no_grad()
+def test_cached_and_uncached_logits_agree(model):
+    filler = BlankFiller(model, SPECIAL, GenerationConfig())
+    spans = [(3, [30, 31, 32]), (5, [33])]
+    filler.plan = CachedPlan(2)
+    filler._hidden([CONTEXT], [list(range(len(CONTEXT)))], [[0] * len(CONTEXT)])
+    cached = [filler.next_logits([t], p, i)[0] for p, span in spans for i, t in enumerate([SPECIAL.sop, *span], start=1)]
+    allowed = [t for t in range(40) if t not in filler.banned.tolist()]
+    expected = uncached_logits(model, CONTEXT, spans)
+    # fp32: one query row at a time sums in another order than a block of rows; logits are of order 10.
+    torch.testing.assert_close(torch.stack(cached)[:, allowed], expected[:, allowed], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_greedy_is_the_argmax_of_the_uncached_model(model):
+    spans = BlankFiller(model, SPECIAL, GenerationConfig(max_length=6)).fill(CONTEXT)
+    assert len(spans) == 2
+    done = []
+    banned = BlankFiller(model, SPECIAL, GenerationConfig()).banned
+    for position, span in zip((3, 5), spans, strict=True):
+        expected = []
+        while len(expected) < 6:
+            logits = uncached_logits(model, CONTEXT, [*done, (position, expected)])[-1]
+            token = int(logits.index_fill(0, banned, float("-inf")).argmax())
+            if token in (SPECIAL.eop, SPECIAL.eos):
+                break
+            expected.append(token)
+        assert span == expected
+        done.append((position, span))
+
+
+@torch.no_grad()
+def score(model, span, length_penalty, ended=True):
+    logits = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float()
+    logits[:, [0, 1, 2, 3, 4, 5, 6, 9, 10]] = float("-inf")
+    log_p = logits.log_softmax(-1)
+    total = sum(log_p[i, t].item() for i, t in enumerate(span))
+    ends = max(log_p[len(span), 7].item(), log_p[len(span), 8].item())
+    return (total + ends) / (len(span) + 1) ** length_penalty
+
+
+def test_beam_search_finds_the_best_of_all_short_spans(model):
+    """With as many beams as hypotheses the search is exhaustive: compare with enumeration of spans up to two tokens."""
+    tokens = list(range(11, 40))
+    for penalty in (0.0, 1.0):
+        config = GenerationConfig(strategy="beam", num_beams=1000, max_length=3, length_penalty=penalty)
+        found = BlankFiller(model, SPECIAL, config).fill([1, 20, 3, 8])[0]
+        candidates = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
+        best = max(candidates, key=lambda span: score(model, span, penalty))
+        assert score(model, found, penalty) == pytest.approx(score(model, best, penalty), abs=1e-4)
+
+
+def test_beams_continue_from_the_chosen_span(model):
+    """The second blank sees the first one's answer: with one beam, beam search is greedy."""
+    greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=5)).fill(CONTEXT)
+    beam = BlankFiller(model, SPECIAL, GenerationConfig(strategy="beam", num_beams=1, max_length=5, length_penalty=0.0)).fill(CONTEXT)
+    if len(greedy[0]) < 5 and len(greedy[1]) < 5:
+        assert beam == greedy
+    wide = BlankFiller(model, SPECIAL, GenerationConfig(strategy="beam", num_beams=8, max_length=5)).fill(CONTEXT)
+    assert len(wide) == 2
+
+
+def test_sampling_is_reproducible_and_obeys_top_k_and_top_p(model):
+    def draws(**options):
+        config = GenerationConfig(strategy="sample", max_length=8, temperature=2.0, **options)
+        return [BlankFiller(model, SPECIAL, dataclasses.replace(config, seed=s)).fill(CONTEXT) for s in range(8)]
+
+    free = draws()
+    assert free == draws() and len({str(x) for x in free}) > 1
+    greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=8)).fill(CONTEXT)
+    assert draws(top_k=1) == draws(top_p=1e-6) == [greedy] * 8
+    assert not {t for spans in free for span in spans for t in span} & set(BlankFiller(model, SPECIAL, GenerationConfig()).banned.tolist())
+
+
+@torch.no_grad()
+def test_top_p_keeps_the_smallest_sufficient_set(model):
+    filler = BlankFiller(model, SPECIAL, GenerationConfig(strategy="sample", top_p=0.7))
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert {filler._draw(logits) for _ in range(200)} == {0, 1}
+
+
+def test_contexts_and_cuts():
+    assert blank_context([20, 3, 21], SPECIAL) == [1, 20, 3, 21, 8]
+    assert blank_context([20, 5], SPECIAL) == [1, 20, 5]  # to be continued: no eos
+    assert insert_spans([20, 3, 21, 4], [[30], [31, 32]], SPECIAL) == [[20], [30], [21], [31, 32], []]
+
+
+def test_unusable_texts_are_refused(model):
+    filler = BlankFiller(model, SPECIAL, GenerationConfig())
+    with pytest.raises(DataError, match="no blank"):
+        filler.fill([1, 20, 8])
+    with pytest.raises(DataError, match="shorten"):
+        filler.fill([1, *[20] * 70, 3, 8])

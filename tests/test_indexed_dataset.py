@@ -1,0 +1,274 @@
+import json
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_utils import indexed_dataset
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset, token_dtype
+from megatron_lite.errors import DataError
+
+
+def build(prefix, documents, vocab_size=1000, **manifest):
+    with IndexedDatasetWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add(np.asarray(document, np.int32), np.array([len(document)]))
+        writer.finish(manifest)
+    return IndexedDataset(prefix)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_golden_bytes_of_megatrons_format(tmp_path):
+    build(tmp_path / "d", [[1, 2, 3], [258]])
+    assert (tmp_path / "d.bin").read_bytes() == bytes([1, 0, 2, 0, 3, 0, 2, 1])
+    expected = (
+        b"MMIDIDX\x00\x00"
+        + bytes([1, 0, 0, 0, 0, 0, 0, 0])  # version
+        + bytes([8])  # uint16
+        + bytes([2, 0, 0, 0, 0, 0, 0, 0])  # sequences
+        + bytes([3, 0, 0, 0, 0, 0, 0, 0])  # document boundaries
+        + bytes([3, 0, 0, 0, 1, 0, 0, 0])  # lengths
+        + bytes([0] * 8 + [6] + [0] * 7)  # byte pointers
+        + bytes([0] * 8 + [1] + [0] * 7 + [2] + [0] * 7)  # boundaries
+    )
+    assert (tmp_path / "d.idx").read_bytes() == expected
+
+
+def test_golden_bytes_of_a_large_vocabulary(tmp_path):
+    build(tmp_path / "d", [[1, 70000]], vocab_size=70001)
+    assert (tmp_path / "d.bin").read_bytes() == struct.pack("<ii", 1, 70000)
+    assert (tmp_path / "d.idx").read_bytes()[17] == 4
+
+
+def test_dtype_is_chosen_as_in_megatron():
+    assert [token_dtype(n).name for n in (1, 65499, 65500, 100000)] == ["uint16", "uint16", "int32", "int32"]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=40),
+    st.integers(1, 7),
+)
+@settings(max_examples=30, deadline=None)  # each example waits for the disk
+def test_round_trip(tmp_path_factory, documents, chunk):
+    prefix = tmp_path_factory.mktemp("round") / "d.v1"  # a dot in the prefix is no suffix
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_dataset, "_CHUNK", chunk)  # every chunked loop is entered more than once
+        dataset = build(prefix, documents, eos=5)
+        dataset.verify()
+    assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
+    assert dataset.offsets.tolist() == [0, *np.cumsum([len(document) for document in documents])]
+    assert dataset.num_tokens == len(dataset.tokens) == sum(map(len, documents))
+    assert pickle.loads(pickle.dumps(dataset)).document(0).tolist() == documents[0]
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 70000])
+def test_an_id_that_does_not_fit_is_an_error(tmp_path, bad):
+    with pytest.raises(DataError, match=f"token id {bad} lies outside the vocabulary of 100"):
+        build(tmp_path / "d", [[1], [2, bad]], vocab_size=100)
+    assert names(tmp_path) == []
+
+
+def test_an_abandoned_writer_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "d", 100) as writer:
+        writer.add(np.arange(5), np.array([5]))
+        writer.seal()
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+def test_an_abandoned_rebuild_keeps_the_old_dataset(tmp_path):
+    build(tmp_path / "d", [[1, 2]])
+    with pytest.raises(DataError), IndexedDatasetWriter(tmp_path / "d", 100) as writer:
+        writer.add(np.array([200]), np.array([1]))
+    IndexedDataset(tmp_path / "d").verify()
+    assert names(tmp_path) == ["d.bin", "d.idx", "d.json"]
+
+
+class Crash(BaseException):
+    pass
+
+
+def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
+    """Stop before the k-th step on disk, for every k: old data, new data, or an error; never a mix."""
+    old, new = [[1], [2, 3]], [[4, 5], [6]]  # of equal size: only the order of the steps tells them apart
+    outcomes = set()
+    for stop in range(100):
+        remove_dataset(tmp_path / "d")
+        build(tmp_path / "d", old)
+        steps = iter(range(stop))
+
+        def counted(function, steps=steps):
+            def wrapper(*arguments, **options):
+                if next(steps, None) is None:
+                    raise Crash
+                return function(*arguments, **options)
+
+            return wrapper
+
+        writer = IndexedDatasetWriter(tmp_path / "d", 1000)
+        writer.add(np.array([4, 5, 6]), np.array([2, 1]))
+        with monkeypatch.context() as patch:
+            patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
+            patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
+            patch.setattr(indexed_dataset, "_sync", counted(indexed_dataset._sync))
+            patch.setattr(indexed_dataset, "_sync_directory", counted(indexed_dataset._sync_directory))
+            try:
+                writer.finish({})
+                finished = True
+            except Crash:
+                finished = False
+        writer._files.close()  # what the end of the process would do
+        try:
+            dataset = IndexedDataset(tmp_path / "d")  # not verified: a mixture must not even open
+            found = [dataset.document(i).tolist() for i in range(len(dataset))]
+            assert found in (old, new)
+            outcomes.add(str(found))
+        except DataError:
+            outcomes.add("error")
+        if finished:
+            break
+    assert finished and found == new
+    assert outcomes == {str(old), str(new), "error"}
+    build(tmp_path / "d", new)  # leftovers do not stop the next build
+    assert names(tmp_path) == ["d.bin", "d.idx", "d.json"]
+
+
+def test_two_writers_exclude_each_other(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "d", 100) as first:
+        first.add(np.array([1]), np.array([1]))
+        with pytest.raises(DataError, match="another process"):
+            IndexedDatasetWriter(tmp_path / "d", 100)
+        first.finish({})
+    IndexedDataset(tmp_path / "d").verify()
+
+
+def test_a_full_disk_is_one_error(tmp_path):
+    writer = IndexedDatasetWriter(tmp_path / "d", 100)
+    writer._files.close()
+    writer._bin = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    writer._lengths = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(DataError, match="No space left"):
+        writer.add(np.array([1]), np.array([1]))
+    writer.abort()
+    assert names(tmp_path) == []
+
+
+def test_an_unwritable_place_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        IndexedDatasetWriter(tmp_path / "file" / "d", 100)
+
+
+def test_an_empty_dataset_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no document"):
+        build(tmp_path / "d", [])
+    assert names(tmp_path) == []
+
+
+def test_manifest(tmp_path):
+    dataset = build(tmp_path / "d", [[1, 2], [3]], eos=3)
+    manifest = json.loads((tmp_path / "d.json").read_text())
+    assert dataset.manifest == manifest
+    assert manifest["num_documents"] == 2 and manifest["num_tokens"] == 3 and manifest["eos"] == 3
+    assert manifest["files"][".bin"]["bytes"] == 6 and manifest["dtype"] == "uint16"
+
+
+def damage(path, change):
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "bin cut": (".bin", lambda data: data.pop(), "manifest says"),
+    "idx cut": (".idx", lambda data: data.pop(), "manifest says"),
+    "json cut": (".json", lambda data: data.__delitem__(slice(20, None)), "not a dataset manifest"),
+    "json deep": (
+        ".json",
+        lambda data: data.__setitem__(slice(None), b"[" * 100000),
+        "not a dataset manifest",
+    ),
+    "json version": (
+        ".json",
+        lambda data: data.__setitem__(slice(None), data.replace(b'version": 1', b'version": 9')),
+        "version 9",
+    ),
+    "magic": (".idx", lambda data: data.__setitem__(0, 0), "magic"),
+    "index version": (".idx", lambda data: data.__setitem__(9, 7), "version 7"),
+    "dtype": (".idx", lambda data: data.__setitem__(17, 6), "dtype code 6"),
+    "count": (".idx", lambda data: data.__setitem__(18, 99), "asks for"),
+    "huge count": (".idx", lambda data: data.__setitem__(24, 99), "cut off"),
+    "length": (".idx", lambda data: data.__setitem__(34, 99), "do not match"),
+    "last length": (".idx", lambda data: data.__setitem__(42, 99), "does not belong to"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found_at_open(tmp_path, name):
+    suffix, change, message = DAMAGES[name]
+    build(tmp_path / "d", [[1, 2], [3], [4]])
+    damage(tmp_path / f"d{suffix}", change)
+    with pytest.raises(DataError, match=message) as error:
+        IndexedDataset(tmp_path / "d")
+    assert str(tmp_path / f"d{suffix}") in str(error.value) and "rebuild" in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_missing_files(tmp_path, suffix):
+    build(tmp_path / "d", [[1]])
+    (tmp_path / f"d{suffix}").unlink()
+    with pytest.raises(DataError, match=f"d{suffix} does not exist"):
+        IndexedDataset(tmp_path / "d")
+
+
+def test_verify_finds_a_changed_token(tmp_path):
+    dataset = build(tmp_path / "d", [[1, 2], [3]])
+    damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
+    with pytest.raises(DataError, match="SHA-256"):
+        dataset.verify()
+
+
+def test_verify_finds_wrong_contents_in_a_foreign_dataset(tmp_path):
+    documents = [[i] for i in range(1, 300)]
+    build(tmp_path / "d", documents)
+    (tmp_path / "d.json").unlink()
+    damage(tmp_path / "d.idx", lambda data: data.__setitem__(34 + 4 * 7, 2))  # between two checks at open
+    with pytest.raises(DataError, match="pointers that do not match"):
+        IndexedDataset(tmp_path / "d").verify()
+
+
+def test_verify_checks_ids_and_document_ends(tmp_path):
+    with pytest.raises(DataError, match="without eos"):
+        build(tmp_path / "d", [[1, 9], [2]], eos=9, documents_end_with_eos=True).verify()
+    build(tmp_path / "e", [[1, 9], [9]], eos=9, documents_end_with_eos=True).verify()
+    dataset = build(tmp_path / "f", [[1, 50]])
+    dataset.manifest["vocab_size"] = 50
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        dataset.verify()
+
+
+def test_a_foreign_dataset_opens_without_a_manifest(tmp_path):
+    """Two sequences in one document, int64 tokens, as Megatron-LM writes them."""
+    (tmp_path / "d.bin").write_bytes(np.arange(5, dtype="<i8").tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 5, 2, 2)
+    (tmp_path / "d.idx").write_bytes(header + struct.pack("<2i2q2q", 3, 2, 0, 24, 0, 2))
+    dataset = IndexedDataset(tmp_path / "d")
+    assert dataset.manifest is None
+    assert [dataset.document(i).tolist() for i in range(2)] == [[0, 1, 2], [3, 4]]
+    dataset.verify()
+    dataset.require_tokenizer("any", 10, 0)
+
+
+def test_another_tokenizer_is_refused_by_name(tmp_path):
+    tokenizer = {"fingerprint": "abc", "config": {"kind": "bert_wordpiece"}}
+    dataset = build(tmp_path / "d", [[1]], eos=9, tokenizer=tokenizer)
+    dataset.require_tokenizer("abc", 1000, 9)
+    for other in (("xyz", 1000, 9), ("abc", 1001, 9), ("abc", 1000, 8)):
+        with pytest.raises(DataError, match=r"bert_wordpiece.*abc.*but the model's has"):
+            dataset.require_tokenizer(*other)

@@ -1,0 +1,61 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from batches import prefix_batch
+
+from data_utils.objectives.base import DOC, GRP, ORD
+from megatron_lite.attention import allowed
+from megatron_lite.config import ModelConfig
+from megatron_lite.metrics import Metrics, count_visible_keys, format_duration, objective_losses, step_flops, train_line
+
+
+@pytest.mark.parametrize("documents", [1, 2, 4])
+def test_visible_keys_count_the_mask(documents):
+    batch = prefix_batch(documents, documents=documents)
+    planes = (torch.from_numpy(np.ascontiguousarray(batch[:, i])) for i in (DOC, ORD, GRP))
+    assert count_visible_keys(batch) == int(allowed(*planes).sum())
+
+
+def test_flops_of_a_hand_counted_model():
+    model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10)
+    # per token and layer: 12 h^2 multiply-adds; per visible key: 2 h (scores and values); head: h V; x2 FLOPs x3 passes.
+    expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
+    assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+
+
+def test_losses_per_objective_are_weighted_means():
+    sums = np.array([[6.0, 2.0], [0.0, 0.0], [1.0, 2.0]])
+    losses = objective_losses(sums, ["token", "sentence", "document"])
+    assert losses == {"loss": 1.75, "loss/token": 3.0, "loss/document": 0.5}
+
+
+def test_records_go_to_jsonl_and_tensorboard_on_the_main_rank_only(tmp_path):
+    for enabled in (False, True):
+        metrics = Metrics(tmp_path / str(enabled), enabled, tensorboard=True)
+        metrics.write("train", 3, {"loss": 1.5, "note": "x"}, "line")
+        metrics.close()
+    assert not (tmp_path / "False").exists()
+    record = json.loads((tmp_path / "True/metrics.jsonl").read_text())
+    assert (record["kind"], record["step"], record["loss"], record["note"]) == ("train", 3, 1.5, "x")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "True/tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 1.5)]
+
+
+def test_the_line_shows_everything_a_user_watches():
+    values = {
+        "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4, "grad_norm": 0.5,
+        "loss_scale": 1.0, "skipped_steps": 2, "tokens_per_second": 12345.6, "tflops_per_device": 0.123, "mfu": 0.4567,
+        "memory_gib": 1.25, "data_share": 0.01, "eta_seconds": 3723.0,
+    }  # fmt: skip
+    line = train_line(100, 1000, values)
+    for part in ("step 100/1000", "samples 1,600", "tokens 819,200", "loss 2.5000", "loss/token 3.0000", "lr 1.000e-04",
+                 "grad norm 0.500", "scale 1", "skipped 2", "12,346 tokens/s", "MFU 45.7%", "data 1.0%", "ETA 01:02:03"):  # fmt: skip
+        assert part in line
+
+
+def test_durations():
+    assert [format_duration(x) for x in (5.9, 3600, 90061)] == ["00:00:05", "01:00:00", "1d01:01:01"]

@@ -1,0 +1,155 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.sampler import WindowIndex, derive_key, permute
+from megatron_lite.errors import ConfigError
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+def make_dataset(prefix, lengths, vocab_size=60000):
+    """Tokens count up through the dataset, so that a token is its own position."""
+    lengths = np.asarray(lengths, np.int64)
+    with IndexedDatasetWriter(prefix, vocab_size) as writer:
+        writer.add(np.arange(lengths.sum()), lengths)
+        writer.finish({})
+    return IndexedDataset(prefix)
+
+
+def test_permute_is_a_bijection_for_every_small_n():
+    for n in range(1, 2001):
+        image = {permute(i, n, 12345 + n) for i in range(n)}
+        assert image == set(range(n)), n
+
+
+@given(st.integers(1, 30000), KEYS)
+@settings(max_examples=20, deadline=None)
+def test_permute_is_a_bijection_for_any_key(n, key):
+    assert sorted(permute(i, n, key) for i in range(n)) == list(range(n))
+
+
+@given(st.integers(2**31, 2**61), KEYS, st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_permute_has_no_collisions_in_large_domains(n, key, start):
+    images = [permute((start + i) % n, n, key) for i in range(2000)]
+    assert len(set(images)) == len(images)
+    assert min(images) >= 0 and max(images) < n
+
+
+def test_permute_shuffles():
+    """Each value lands anywhere equally often over keys: chi-square, 81 degrees of freedom, 7 sigma."""
+    n, keys = 10, 5000
+    counts = np.zeros((n, n))
+    for key in range(keys):
+        for i in range(n):
+            counts[i, permute(i, n, derive_key(1, 2, key))] += 1
+    expected = keys / n
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    degrees = (n - 1) ** 2
+    assert abs(chi_square - degrees) < 7 * np.sqrt(2 * degrees)
+
+
+def test_permute_breaks_up_neighbours():
+    """The distance of the images of neighbours is that of random pairs, n / 3 on average, not small."""
+    n = 100_000
+    image = np.array([permute(i, n, 7) for i in range(20_000)])
+    distance = np.abs(np.diff(image)).mean()
+    assert 0.95 < distance / (n / 3) < 1.05  # standard error of the mean: 0.5 %
+
+
+def test_permutation_is_frozen():
+    """The order is part of the data format: a change would break the resumption of running trainings."""
+    assert [permute(i, 10, 0) for i in range(10)] == FROZEN_PERMUTATION
+    assert derive_key(1, 2, 3) == FROZEN_KEY
+
+
+FROZEN_PERMUTATION = [9, 7, 3, 2, 6, 4, 8, 5, 0, 1]
+FROZEN_KEY = 2765949554769063666
+
+
+def test_keys_differ():
+    keys = {
+        derive_key(seed, stream, number) for seed in range(20) for stream in range(20) for number in range(20)
+    }
+    assert len(keys) == 8000
+
+
+DOCUMENT_LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@given(DOCUMENT_LENGTHS, st.integers(1, 50), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_windows_cover_every_token_once(tmp_path_factory, lengths, extra, overhead):
+    window_length = overhead + extra
+    dataset = make_dataset(tmp_path_factory.mktemp("windows") / "d", lengths)
+    index = WindowIndex(dataset, window_length, overhead)
+    pieces = [index.pieces(window) for window in range(index.num_windows)]
+
+    covered = [token for window in pieces for start, stop in window for token in range(start, stop)]
+    assert covered == list(range(dataset.num_tokens))  # once, and in order
+    starts = set(dataset.offsets.tolist())
+    for window in pieces:
+        assert len(window) > 0
+        cost = 0
+        for start, stop in window:
+            assert stop > start and not starts & set(range(start + 1, stop))  # within one document
+            cost += stop - start + (overhead if start in starts else 0)
+        assert (
+            cost <= window_length + overhead
+        )  # the overhead of the first document may lie in the window before
+        assert sum(stop - start for start, stop in window) <= window_length
+
+
+@given(DOCUMENT_LENGTHS, st.integers(1, 50), st.integers(0, 4), st.lists(st.integers(0, 10**6), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_gather_gives_the_tokens_of_the_pieces(tmp_path_factory, lengths, extra, overhead, numbers):
+    dataset = make_dataset(tmp_path_factory.mktemp("gather") / "d", lengths)
+    index = WindowIndex(dataset, overhead + extra, overhead)
+    windows = np.array([number % index.num_windows for number in numbers], np.int64)
+    tokens, piece_lengths, pieces_per_window = index.gather(windows)
+    expected = [index.pieces(window) for window in windows]
+    assert tokens.dtype == np.int32
+    assert pieces_per_window.tolist() == [len(pieces) for pieces in expected]
+    assert piece_lengths.tolist() == [stop - start for pieces in expected for start, stop in pieces]
+    assert tokens.tolist() == [
+        token for pieces in expected for start, stop in pieces for token in range(start, stop)
+    ]
+
+
+def test_windows_follow_the_definition(tmp_path):
+    """Documents of 3, 9 and 2 tokens, overhead 1, windows of 8 costs: hand-made."""
+    index = WindowIndex(make_dataset(tmp_path / "d", [3, 9, 2]), 8, 1)
+    #  cost   0 1 2 3 | 4 5 6 7 8 ... 13 | 14 15 16
+    #  token  - 0 1 2 | - 3 4 5 6 ... 11 |  - 12 13
+    assert index.num_windows == 3
+    assert [index.pieces(w).tolist() for w in range(3)] == [[[0, 3], [3, 6]], [[6, 12], [12, 13]], [[13, 14]]]
+
+
+def test_windows_of_a_wide_dtype(tmp_path):
+    dataset = make_dataset(tmp_path / "d", [40000, 40000], vocab_size=100_000)
+    tokens, _, _ = WindowIndex(dataset, 30000, 0).gather(np.array([2]))
+    assert dataset.tokens.dtype == np.int32 and tokens.tolist() == list(range(60000, 80000))
+
+
+def test_empty_documents_of_a_foreign_dataset(tmp_path):
+    index = WindowIndex(make_dataset(tmp_path / "d", [0, 0, 0, 2, 0, 1]), 4, 1)
+    assert [index.pieces(w).tolist() for w in range(index.num_windows)] == [[], [[0, 2]], [[2, 3]]]
+
+
+def test_a_window_index_pickles_without_its_data(tmp_path):
+    index = WindowIndex(make_dataset(tmp_path / "d", [30000]), 100)
+    data = pickle.dumps(index)
+    assert len(data) < 1000
+    assert pickle.loads(data).gather(np.array([1]))[0].tolist() == list(range(100, 200))
+
+
+def test_lengths_are_checked(tmp_path):
+    dataset = make_dataset(tmp_path / "d", [3])
+    for window_length, overhead in ((0, 0), (2, 2), (5, -1)):
+        with pytest.raises(ConfigError, match="window_length"):
+            WindowIndex(dataset, window_length, overhead)

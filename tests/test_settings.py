@@ -1,0 +1,238 @@
+"""The configuration machinery on a small tree of its own: types, strictness, merging, round trip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.settings import (
+    REQUIRED,
+    build,
+    describe,
+    load_yaml,
+    merge,
+    nest,
+    parse_override,
+    section,
+    setting,
+    setting_mapping,
+    setting_names,
+    to_tree,
+    to_yaml_scalar,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    name: str = setting(REQUIRED, "what it is called")
+    weight: float = setting(1.0, "how much it counts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    count: int = setting(3, "how many")
+    ratio: float = setting(0.5, "how much")
+    label: str | None = setting(None, "what it says")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    size: int = setting(REQUIRED, "how large, tokens")
+    flag: bool = setting(False, "whether")
+    inner: Inner = section(Inner)
+    maybe: Inner | None = setting(None, "perhaps another")
+    items: tuple[Item, ...] = setting((), "some items")
+    extra: dict[str, Any] = setting_mapping("anything")
+
+
+SOME_INNER = st.builds(
+    Inner,
+    count=st.integers(),
+    ratio=st.floats(allow_nan=False, allow_infinity=False),
+    label=st.none() | st.text(),
+)
+SOME_ITEM = st.builds(Item, name=st.text(), weight=st.floats(allow_nan=False, allow_infinity=False))
+SOME_OUTER = st.builds(
+    Outer,
+    size=st.integers(),
+    flag=st.booleans(),
+    inner=SOME_INNER,
+    maybe=st.none() | SOME_INNER,
+    items=st.lists(SOME_ITEM, max_size=3).map(tuple),
+    extra=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans(), max_size=3),
+)
+
+
+@given(SOME_OUTER)
+def test_a_section_survives_yaml_exactly(outer):
+    assert build(Outer, yaml.safe_load(yaml.safe_dump(to_tree(outer)))) == outer
+
+
+@given(
+    st.recursive(
+        st.integers(), lambda children: st.dictionaries(st.sampled_from("abc"), children, max_size=3)
+    ).filter(lambda tree: isinstance(tree, dict))
+)
+def test_merging_a_tree_with_itself_or_nothing_changes_nothing(tree):
+    assert merge(tree, tree) == merge(tree, {}) == merge({}, tree) == tree
+
+
+def test_merge_goes_key_by_key_and_replaces_lists():
+    base = {"inner": {"count": 1, "ratio": 0.1}, "items": [{"name": "a"}]}
+    over = {"inner": {"count": 2}, "items": [{"name": "b"}]}
+    assert merge(base, over) == {"inner": {"count": 2, "ratio": 0.1}, "items": [{"name": "b"}]}
+    assert base["inner"]["count"] == 1  # the arguments stay as they were
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("size=4", {"size": 4}),
+        ("inner.label=", {"inner": {"label": None}}),
+        ("inner.label=null", {"inner": {"label": None}}),
+        ("inner.label=a=b", {"inner": {"label": "a=b"}}),
+        ("items=[{name: a, weight: 2}]", {"items": [{"name": "a", "weight": 2}]}),
+        ("extra.zero_optimization.stage=1", {"extra": {"zero_optimization": {"stage": 1}}}),
+    ],
+)
+def test_an_override_is_a_dotted_key_and_a_yaml_value(text, tree):
+    assert parse_override(text) == tree
+
+
+@pytest.mark.parametrize("text", ["size", "=4", "size=[", "size={a: 1, a: 2}"])
+def test_a_malformed_override_is_named(text):
+    with pytest.raises(ConfigError) as error:
+        parse_override(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("size", 10**400, 10**400),  # beyond every float
+        ("size", 5.0, 5),
+        ("size", "2e3", 2000),  # YAML 1.1 reads an exponent without a dot as text
+        ("inner.ratio", "1e-4", 1e-4),
+        ("inner.ratio", "-.5", -0.5),
+        ("inner.ratio", 1, 1.0),
+        ("flag", True, True),
+        ("inner.label", None, None),
+        ("maybe", {}, Inner()),
+        ("items", [], ()),
+    ],
+)
+def test_values_that_mean_the_right_type_are_taken(key, value, expected):
+    outer = build(Outer, merge({"size": 1}, nest(key, value)))
+    result = outer
+    for part in key.split("."):
+        result = getattr(result, part)
+    assert result == expected and type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("size", 1.5, "size must be a whole number, not 1.5"),
+        ("size", True, "size must be a whole number, not True"),
+        ("size", None, "size must be a whole number, not None"),
+        ("size", "12", "size must be a whole number, not '12'"),
+        ("size", "1e-3", "size must be a whole number, not 0.001"),
+        ("size", float("inf"), "size must be a whole number, not inf"),
+        ("inner.ratio", float("nan"), "inner.ratio must be a finite number, not nan"),
+        ("inner.ratio", "1e999", "inner.ratio must be a finite number, not inf"),
+        ("inner.ratio", 10**400, "inner.ratio must be a finite number"),
+        ("inner.ratio", "much", "inner.ratio must be a finite number, not 'much'"),
+        ("inner.ratio", False, "inner.ratio must be a finite number, not False"),
+        ("flag", 1, "flag must be true or false, not 1"),
+        ("flag", "yes", "flag must be true or false, not 'yes'"),
+        ("inner.label", 5, "inner.label must be text, not 5; put quotes around it"),
+        ("inner", None, "inner is a section, but its value is None; write its keys, or remove it"),
+        ("inner", [1], "inner is a section, but its value is [1]"),
+        ("items", 5, "items must be a list, not 5"),
+        ("items", "ab", "items must be a list, not 'ab'"),
+        ("items", [{}], "items[0].name is required (what it is called); set it in a file"),
+        ("items", [{"name": "a", "wieght": 1}], "items[0].wieght; the nearest valid key is items[0].weight"),
+        ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
+        ("inner.cuont", 1, "unknown setting inner.cuont; the nearest valid key is inner.count."),
+        ("count", 1, "unknown setting count; the nearest valid key is inner.count."),
+        ("inner.size", 1, "unknown setting inner.size; the nearest valid key is size."),
+        ("zzz", 1, "unknown setting zzz; valid keys here are extra, flag, inner, items, maybe, size."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_or_key_is_named_with_the_rule(key, value, rule):
+    with pytest.raises(ConfigError) as error:
+        build(Outer, merge({"size": 1}, nest(key, value)))
+    assert rule in str(error.value)
+
+
+def test_a_missing_key_is_named_with_its_meaning():
+    with pytest.raises(ConfigError, match=r"size is required \(how large, tokens\).* as size=VALUE"):
+        build(Outer, {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict:
+    outer: Outer = setting(REQUIRED, "must be there")
+
+
+def test_a_missing_section_asks_for_the_key_that_has_no_default():
+    with pytest.raises(ConfigError, match=r"outer\.size is required"):
+        build(Strict, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"size: 1\ninner: {count: 1, count: 2}", "key 'count' appears twice"),
+        (b"size: 1\nflag: true\nsize: 2", "key 'size' appears twice"),
+        (b"size: [", "not valid YAML"),
+        (b"!!python/object/apply:os.getcwd []", "not valid YAML"),
+        (b"- 1", "must hold a mapping of sections, not list"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as error:
+        load_yaml(path)
+    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_files_directories_and_empty_files(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load_yaml(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="directory"):
+        load_yaml(tmp_path)
+    (tmp_path / "empty.yaml").write_text("# only a comment\n")
+    assert load_yaml(tmp_path / "empty.yaml") == {}
+
+
+def test_yaml_merge_keys_may_repeat_what_they_override(tmp_path):
+    path = tmp_path / "anchors.yaml"
+    path.write_text("base: &base {count: 1, ratio: 0.2}\ninner: {<<: *base, count: 2}\n")
+    assert load_yaml(path)["inner"] == {"count": 2, "ratio": 0.2}
+
+
+def test_every_setting_is_described_with_type_default_and_help():
+    text = "\n".join(describe(Outer))
+    assert list(setting_names(Outer)) == [
+        "size", "flag", "inner.count", "inner.ratio", "inner.label", "maybe.count", "maybe.ratio",
+        "maybe.label", "items", "extra",
+    ]  # fmt: skip
+    for name in setting_names(Outer):
+        assert f"  {name} (" in text
+    assert "size (int, required)\n      how large, tokens" in text
+    assert "inner.label (str | null, default null)" in text
+    assert "items (list of {name, weight}, default [])" in text
+
+
+@given(st.integers() | st.booleans() | st.none() | st.text())
+def test_a_printed_default_can_be_pasted_as_an_override(value):
+    assert parse_override(f"inner.label={to_yaml_scalar(value)}") == {"inner": {"label": value}}

@@ -1,0 +1,133 @@
+"""The loop on a real small corpus: exact resume, evaluation, records, skips."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+
+from data_utils.loader import open_datasets
+from data_utils.tokenizers import load_tokenizer
+from megatron_lite.config import Config
+from megatron_lite.engine import Engine
+from megatron_lite.model import build_model
+from megatron_lite.settings import build, merge
+from megatron_lite.trainer import Trainer, TrainingError, config_changes
+
+
+def make_trainer(context, tree):
+    config = build(Config, tree)
+    tokenizer = load_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    engine = Engine(build_model(config, num_objectives=len(data.objective_names)), config, context)
+    return Trainer(config, context, engine, data.train, data.validation, data.objective_names)
+
+
+def fit(context, tree):
+    trainer = make_trainer(context, tree)
+    trainer.fit()
+    return {name: p.detach().clone() for name, p in trainer.engine.module.named_parameters()}
+
+
+def records(directory, kind="train"):
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: {k: v for k, v in r.items() if k.startswith("loss") or k == "perplexity"} for r in lines if r["kind"] == kind}
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_path):
+    dropout = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1}
+    settings = merge(settings, {"model": dropout, "training": {"eval_interval": 2}})
+    whole = run_ranks(fit, 2, settings)
+    parts = merge(settings, {"run": {"directory": str(tmp_path / "parts")}})
+    run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": 3}}))
+    assert sorted(records(tmp_path / "parts")) == [1, 2, 3]
+    resumed = run_ranks(fit, 2, parts)
+    for name, weight in whole[0].items():
+        assert torch.equal(weight, resumed[0][name]) and torch.equal(weight, resumed[1][name])
+    for kind in ("train", "validation"):
+        assert records(tmp_path / "run", kind) == records(tmp_path / "parts", kind)
+    assert sorted(records(tmp_path / "run", "validation")) == [2, 4, 6]
+
+
+def test_another_number_of_ranks_sees_the_same_samples(settings, tmp_path):
+    """Loss per step and per objective, and the evaluation, do not depend on the layout."""
+    run_ranks(fit, 1, settings)
+    other = merge(settings, {"run": {"directory": str(tmp_path / "four")}, "parallel": {"zero_stage": 2}})
+    run_ranks(fit, 4, merge(other, {"batch": {"micro_batch_size": 1}}))
+    for kind in ("train", "validation"):
+        ours, theirs = records(tmp_path / "four", kind), records(tmp_path / "run", kind)
+        assert ours.keys() == theirs.keys() and ours
+        for step, values in theirs.items():
+            assert ours[step] == pytest.approx(values, rel=1e-5)  # fp32, sums in another order, six steps
+    losses = records(tmp_path / "run")
+    assert losses[6]["loss"] < losses[1]["loss"]
+    assert {"loss", "loss/token", "loss/document"} <= losses[1].keys()
+
+
+def request_stop_on_one_rank(context, tree):
+    trainer = make_trainer(context, tree)
+    step = trainer._train_step
+
+    def train_step(interval):
+        if context.rank == 1 and trainer.step == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return step(interval)
+
+    trainer._train_step = train_step
+    trainer.fit()
+    return trainer.step
+
+
+def poison(context, tree):
+    trainer = make_trainer(context, tree)
+    forward = trainer.engine.forward
+    trainer.engine.forward = lambda batch: tuple(x * float("nan") for x in forward(batch))
+    with pytest.raises(TrainingError, match="not finite in 3 steps in a row"):
+        trainer.fit()
+    return trainer.step, trainer.skipped_steps
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):
+    assert run_ranks(request_stop_on_one_rank, 2, settings) == [2, 2]
+    assert [p.name for p in (Path(settings["run"]["directory"]) / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_non_finite_steps_are_bounded(settings):
+    settings = merge(settings, {"training": {"max_nonfinite_steps": 3}})
+    assert run_ranks(poison, 1, settings) == [(3, 3)]
+
+
+def test_a_damaged_newest_checkpoint_costs_only_its_steps(settings, tmp_path):
+    settings = merge(settings, {"checkpoint": {"save_interval": 2}})
+    run_ranks(fit, 1, settings)
+    before = records(tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step_00000006"
+    (newest / "rank_00000.safetensors").write_bytes(b"damaged")
+    (tmp_path / "run/metrics.jsonl").unlink()
+    run_ranks(fit, 1, settings)
+    after = records(tmp_path / "run")
+    assert after == {step: before[step] for step in (5, 6)}
+
+
+def test_resume_never_refuses_a_directory_with_a_checkpoint(settings):
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 1}}))
+    with pytest.raises(AssertionError, match="already holds a checkpoint of step 1"):
+        run_ranks(fit, 1, merge(settings, {"checkpoint": {"resume": "never"}}))
+
+
+def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):
+    shutil.rmtree(settings["run"]["directory"], ignore_errors=True)
+    means = merge(settings, {"training": {"loss_normalization": "mean_of_means", "steps": 1}, "schedule": {"warmup_steps": 0}})
+    tokens = merge(means, {"training": {"loss_normalization": "global_tokens"}, "run": {"directory": str(tmp_path / "b")}})
+    a, b = run_ranks(fit, 1, means)[0], run_ranks(fit, 1, tokens)[0]
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+    assert records(means["run"]["directory"]) == records(tmp_path / "b")  # the reported loss is the token mean in both
+
+
+def test_config_changes_are_named():
+    before = {"a": {"b": 1, "c": [1]}, "d": None}
+    assert config_changes(before, {"a": {"b": 2, "c": [1]}, "d": 3}) == ["a.b: 1 -> 2", "d: None -> 3"]
