@@ -41,7 +41,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=6 vocab_size=2048 margin=(--margin 0.3) overrides=()
+megabytes=6 vocab_size=4096 margin=(--margin 0.3) overrides=()
 if $smoke; then
     megabytes=0.5 vocab_size=1024 margin=()
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
