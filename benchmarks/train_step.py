@@ -34,6 +34,7 @@ from data_utils.collate import Collator
 from data_utils.objectives.base import DOC, ORD, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from megatron_lite.config import ModelConfig
+from megatron_lite.cpu_memory import keep_freed_memory
 from megatron_lite.cross_entropy import cross_entropy
 from megatron_lite.errors import ConfigError, run_command
 from megatron_lite.linear import linear
@@ -421,6 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     check_options(options)
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # for every variant
     rows = [row for shape in options.shapes for row in measure_shape(shape, options)]
     depth = "full depth" if options.layers is None else f"extended from 1 and {options.layers} layers"
     print(
