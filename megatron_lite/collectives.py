@@ -24,7 +24,7 @@ class Group:
     ranks: tuple[int, ...]  # global ranks of the members
 
 
-def all_reduce(x: torch.Tensor, group: Group, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce in place over the group, outside autograd. Half precision is summed in fp32 on CPU (gloo)."""
     if group.size == 1:
         return x
@@ -84,7 +84,9 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad = _reduce_scatter(grad, ctx.group) if ctx.reduce_backward else _split(grad, ctx.group).contiguous()
+        grad = (
+            _reduce_scatter(grad, ctx.group) if ctx.reduce_backward else _split(grad, ctx.group).contiguous()
+        )
         return grad, None, None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from data_utils.objectives.base import SpecialTokens
-from megatron_lite.attention import scaled_dot_product
+from megatron_lite.attention import attend_all
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.model import GLM
 from megatron_lite.settings import check, choice, setting
@@ -57,7 +57,7 @@ class CachedPlan:
             k = torch.cat([self.keys[layer], k], dim=1)
             v = torch.cat([self.values[layer], v], dim=1)
         self.keys[layer], self.values[layer] = k, v
-        return scaled_dot_product(q, k, v, dropout)
+        return attend_all(q, k, v, dropout)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep (and repeat) the given rows of the batch: int64 [new rows]."""

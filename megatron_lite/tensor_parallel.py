@@ -1,7 +1,7 @@
 """Layers whose weights are split over the tensor-parallel ranks, and what each parameter says of itself.
 
-A block needs two collectives in each direction: its column-parallel layers (Q|K|V, first MLP layer) take equal inputs and
-give each rank its own outputs, its row-parallel layers (attention output, second MLP layer) sum the ranks' products.
+A block needs two collectives in each direction: its column-parallel layers (Q|K|V, first MLP layer) take equal inputs
+and give each rank its own outputs, its row-parallel layers (attention output, second MLP layer) sum the products.
 With sequence parallelism the tokens between these regions are split over the ranks: the same bytes move as a gather
 before and a reduce-scatter after, and norms, dropout and residuals hold 1/size of the activations.
 
@@ -56,9 +56,11 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Partition:
-    """How a parameter is split over the tensor-parallel ranks: the one source for the gradient norm's flag, initial
-    values and checkpoints. `dim` None: the same on all ranks. `parts`: equal blocks along dim 0 (Q|K|V: 3), each split on
-    its own. `rows`: rows that count along dim 0; what lies beyond is padding (vocabulary)."""
+    """How a parameter is split over the tensor-parallel ranks: the one source for initial values and checkpoints.
+
+    dim: the split dimension; None: the same on all ranks. parts: equal blocks along dim 0 (Q|K|V: 3), each split on its
+    own. rows: rows that count along dim 0, what lies beyond is padding (vocabulary).
+    """
 
     dim: int | None = None
     parts: int = 1
