@@ -1,14 +1,15 @@
-"""Checkpoints without pickle that any number of data-parallel ranks and either ZeRO stage can load.
+"""Checkpoints without pickle that every layout can load: tensor x pipeline x data parallel, ZeRO 1 or 2.
 
     DIRECTORY/step_00000100/
-        rank_00000.safetensors   the runs of flattened parameters this rank owned: fp32 weights and Adam moments
-        rank_00000.json          what they are: name, kind, first element, count; folded into the manifest
-        manifest.json            every piece, size and SHA-256 of every file, parameter shapes, training state
+        rank_00000.safetensors   the boxes of parameters this rank owned: fp32 weights and Adam moments
+        rank_00000.json          what they are; folded into the manifest
+        manifest.json            every box, size and SHA-256 of every file, parameter shapes, training state
 
-Every rank writes what it owns under ZeRO; a piece says where it lies in the whole parameter, not who owned it. Rank 0
-writes the manifest last, and the directory gets its name by an atomic rename after everything is on disk, so a name
-that exists is a complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums
-hold is it. Whether a save or load went well is decided by all ranks together.
+Every rank writes what it owns; a box says where its elements lie in the whole parameter (boxes.py), not who owned them,
+and padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest
+last, and the directory gets its name by an atomic rename after everything is on disk, so a name that exists is a
+complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums hold is it. Whether
+a save or load went well is decided by all ranks together.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_lite.boxes import Box, matrix_shape, whole_shape
 from megatron_lite.engine import Engine, Fragment
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel_context import ParallelContext
@@ -44,14 +46,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one flattened parameter's elements, and where it is stored."""
+    """A box of one parameter's values, and where it is stored, as a matrix."""
 
     file: str
     key: str
     name: str
     kind: str
-    start: int
-    count: int
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,7 @@ def save(directory: Path, step: int, engine: Engine, state: dict[str, Any], cont
         if context.is_main:
             _write_manifest(partial, step, engine, state, context.world_size)
             _sync_directory(partial)
-            if (
-                final.exists()
-            ):  # the same step saved again, for example after a fallback to an older checkpoint
+            if final.exists():  # the same step again, for example after a fallback to an older checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             _sync_directory(directory)
@@ -126,19 +125,15 @@ def _agreement(context: ParallelContext, what: str):  # type: ignore[no-untyped-
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
     tensors, pieces, shapes = {}, [], {}
     for fragment in fragments:
-        shapes[fragment.name] = list(fragment.shape)
-        for kind, values in fragment.tensors.items():
-            key = f"{fragment.name}/{kind}/{fragment.start}"
-            tensors[key] = values.detach().cpu().contiguous()
-            pieces.append(
-                {
-                    "key": key,
-                    "name": fragment.name,
-                    "kind": kind,
-                    "start": fragment.start,
-                    "count": values.numel(),
-                }
-            )
+        shapes[fragment.name] = list(whole_shape(fragment.shape, fragment.partition, fragment.tp.size))
+        if fragment.is_copy:
+            continue
+        for run in fragment.runs():
+            for kind, values in fragment.tensors.items():
+                key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
+                part = values[run.start - fragment.start : run.stop - fragment.start]
+                tensors[key] = part.detach().cpu().contiguous().view(run.box.shape)
+                pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
     path = directory / f"rank_{rank:05d}.safetensors"
     save_file(tensors, path)
     _sync_file(path)
@@ -230,7 +225,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         shapes = {name: tuple(int(n) for n in shape) for name, shape in manifest["shapes"].items()}
         pieces = tuple(
-            Piece(p["file"], p["key"], p["name"], p["kind"], int(p["start"]), int(p["count"]))
+            Piece(p["file"], p["key"], p["name"], p["kind"], Box(*map(int, p["box"])))
             for p in manifest["pieces"]
         )
         checkpoint = Checkpoint(
@@ -291,25 +286,23 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_coverage(checkpoint: Checkpoint) -> None:
-    ends: dict[tuple[str, str], int] = {}
-    for piece in sorted(checkpoint.pieces, key=lambda p: (p.name, p.kind, p.start)):
-        if (
-            piece.name not in checkpoint.shapes
-            or piece.kind not in KINDS
-            or piece.file not in checkpoint.files
-        ):
+    """Every parameter's boxes must tile it: disjoint, inside, and together as large."""
+    boxes: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
+    for piece in checkpoint.pieces:
+        if (piece.name, piece.kind) not in boxes or piece.file not in checkpoint.files:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
             )
-        if piece.start != ends.get((piece.name, piece.kind), 0):
+        boxes[piece.name, piece.kind].append(piece.box)
+    for (name, kind), found in boxes.items():
+        rows, columns = matrix_shape(checkpoint.shapes[name])
+        whole = Box(0, rows, 0, columns)
+        overlapping = any(a.overlap(b) for i, a in enumerate(found) for b in found[:i])
+        outside = any(box.overlap(whole) != box for box in found)
+        if overlapping or outside or sum(box.size for box in found) != whole.size:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: {piece.name} ({piece.kind}) has a gap or overlap at {piece.start}."
+                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or some of it is twice."
             )
-        ends[piece.name, piece.kind] = piece.start + piece.count
-    for name, shape in checkpoint.shapes.items():
-        for kind in KINDS:
-            if ends.get((name, kind), 0) != torch.Size(shape).numel():
-                raise CheckpointError(f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete.")
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -347,41 +340,51 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
     return None
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[Piece, int, int], torch.Tensor]:
-    """A function that reads elements [start, stop) of the whole flattened parameter out of one piece."""
+Read = Callable[[Piece, Box], torch.Tensor]
+
+
+def _reader(checkpoint: Checkpoint) -> Read:
+    """A function that reads a box of a whole parameter out of one piece that covers it."""
     handles: dict[str, Any] = {}
 
-    def read(piece: Piece, start: int, stop: int) -> torch.Tensor:
+    def read(piece: Piece, box: Box) -> torch.Tensor:
         if piece.file not in handles:
             handles[piece.file] = safe_open(checkpoint.path / piece.file, framework="pt")
-        return handles[piece.file].get_slice(piece.key)[start - piece.start : stop - piece.start]
+        return handles[piece.file].get_slice(piece.key)[box.within(piece.box)]
 
     return read
 
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, engine: Engine, context: ParallelContext) -> None:
-    """Fill this rank's fragments from the pieces that overlap them, then publish the weights to the model."""
+    """Fill this rank's fragments from the boxes that overlap them, then publish the weights to the model."""
     with _agreement(context, f"loading {checkpoint.path}"):
-        _check_same_model(checkpoint, {name: tuple(p.shape) for name, p in engine.module.named_parameters()})
-        by_parameter = _pieces_by_parameter(checkpoint)
+        _check_same_number(checkpoint, engine.count_parameters())
         read = _reader(checkpoint)
+        by_parameter = _pieces_by_parameter(checkpoint)
         for fragment in engine.fragments():
-            for kind, target in fragment.tensors.items():
-                _fill(target, fragment.start, by_parameter[fragment.name, kind], read)
+            shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+            _check_same_shape(checkpoint, fragment.name, shape)
+            for run in fragment.runs():
+                for kind, values in fragment.tensors.items():
+                    target = values[run.start - fragment.start : run.stop - fragment.start].view(
+                        run.box.shape
+                    )
+                    _fill(target, run.box, by_parameter[fragment.name, kind], read)
         engine.load_scalar_state(checkpoint.optimizer)
     engine.publish_weights()
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, for inference or conversion in one process."""
+    """The whole fp32 model weights, for inference or conversion in one process, without padding rows."""
     by_parameter = _pieces_by_parameter(checkpoint)
     read = _reader(checkpoint)
     weights = {}
     for name, shape in checkpoint.shapes.items():
-        flat = torch.empty(torch.Size(shape).numel())
-        _fill(flat, 0, by_parameter[name, "weight"], read)
-        weights[name] = flat.view(shape)
+        rows, columns = matrix_shape(shape)
+        matrix = torch.empty(rows, columns)
+        _fill(matrix, Box(0, rows, 0, columns), by_parameter[name, "weight"], read)
+        weights[name] = matrix.view(shape)
     return weights
 
 
@@ -392,22 +395,26 @@ def _pieces_by_parameter(checkpoint: Checkpoint) -> dict[tuple[str, str], list[P
     return table
 
 
-def _fill(
-    target: torch.Tensor, first: int, pieces: list[Piece], read: Callable[[Piece, int, int], torch.Tensor]
-) -> None:
-    """Copy elements [first, first + numel) of a parameter from the pieces that overlap this range."""
-    last = first + target.numel()
+def _fill(target: torch.Tensor, box: Box, pieces: list[Piece], read: Read) -> None:
+    """Copy `box` of a parameter into `target` from the pieces that overlap it."""
     for piece in pieces:
-        start, stop = max(first, piece.start), min(last, piece.start + piece.count)
-        if start < stop:
-            target[start - first : stop - first].copy_(read(piece, start, stop))
+        common = box.overlap(piece.box)
+        if common is not None:
+            target[common.within(box)] = read(piece, common)
 
 
-def _check_same_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    for name in sorted(set(shapes) | set(checkpoint.shapes)):
-        ours, theirs = shapes.get(name), checkpoint.shapes.get(name)
-        if ours != theirs:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and "
-                f"{ours or 'absent'} here; use the configuration it was trained with, or another run.directory."
-            )
+def _check_same_number(checkpoint: Checkpoint, count: int) -> None:
+    if len(checkpoint.shapes) != count:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model, of {len(checkpoint.shapes)} parameter tensors; "
+            f"this one has {count}. Use the configuration it was trained with, or another run.directory."
+        )
+
+
+def _check_same_shape(checkpoint: Checkpoint, name: str, ours: tuple[int, ...]) -> None:
+    theirs = checkpoint.shapes.get(name)
+    if ours != theirs:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and {ours} "
+            f"here; use the configuration it was trained with, or another run.directory."
+        )

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.collectives import (
+    SINGLE,
     Group,
     copy_to_group,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
 )
+from megatron_lite.config import ModelConfig, padded_vocab_size
 from megatron_lite.linear import linear
-
-SINGLE = Group(None, 0, 1, (0,))
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,15 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Word embedding with the padded vocabulary split: weight [padded/size, D]. Ranks sum their partial look-ups."""
 
-    def __init__(self, padded_vocab: int, vocab_size: int, hidden_size: int, parallel: TensorParallel):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
-        rows = padded_vocab // parallel.group.size
+        assert config.vocab_size is not None
+        rows = padded_vocab_size(config.vocab_size, parallel.group.size) // parallel.group.size
         self.parallel = parallel
         self.first = parallel.group.rank * rows
-        self.local_vocab = max(0, min(vocab_size - self.first, rows))  # rows that are no padding
-        self.weight = sharded(nn.Parameter(torch.empty(rows, hidden_size)), Partition(dim=0, rows=vocab_size))
+        self.local_vocab = max(0, min(config.vocab_size - self.first, rows))  # rows that are no padding
+        partition = Partition(dim=0, rows=config.vocab_size)
+        self.weight = sharded(nn.Parameter(torch.empty(rows, config.hidden_size)), partition)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int [T] -> [T, D], or this rank's tokens of it under sequence parallelism."""
@@ -147,10 +149,13 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
-def local_shard(full: torch.Tensor, partition: Partition, rank: int, size: int) -> torch.Tensor:
-    """This rank's part of a whole parameter (padding rows included)."""
+def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:
+    """This rank's part of a whole parameter; `rows` is its number of rows, missing ones (padding) are 0."""
+    if partition.rows is not None:
+        part = whole[rank * rows : (rank + 1) * rows]
+        return F.pad(part, (0, 0, 0, rows - len(part)))
     if partition.dim is None or size == 1:
-        return full
+        return whole
     if partition.dim == 0:
-        return torch.cat([part.chunk(size)[rank] for part in full.chunk(partition.parts)])
-    return full.chunk(size, dim=partition.dim)[rank]
+        return torch.cat([part.chunk(size)[rank] for part in whole.chunk(partition.parts)])
+    return whole.chunk(size, dim=partition.dim)[rank]

@@ -19,11 +19,11 @@ import torch
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
-from data_utils.objectives.base import DOC, WEIGHTS
+from data_utils.objectives.base import DOC, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
-from megatron_lite.engine import Engine, StepResult
+from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
@@ -36,7 +36,6 @@ from megatron_lite.metrics import (
     step_flops,
     train_line,
 )
-from megatron_lite.model import ModelInput
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import to_tree
 
@@ -68,7 +67,7 @@ class Trainer:
         self.objective_names = list(objective_names)
         self.directory = Path(config.run.directory)
         self.checkpoints = self.directory / "checkpoints"
-        self.accumulation_steps = config.batch.accumulation_steps(context.dp_size)
+        self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.peak_tflops = peak_tflops(
             config.run.peak_tflops, DTYPES[config.training.precision], context.device
         )
@@ -89,7 +88,6 @@ class Trainer:
             signal.signal(number, self._request_stop)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
         stop_after = self.config.training.stop_after_step or self.config.training.steps
-        self.engine.train()
         interval = self._new_interval()
         stopped = False
         while self.step < stop_after and not stopped:
@@ -138,26 +136,12 @@ class Trainer:
         start = time.perf_counter()
         batches = self._next_batches()
         interval.data_seconds += time.perf_counter() - start
-        # One small reduction before the first backward pass: loss weight of the step, tokens, work, stop flags.
-        local = [sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches)]
-        local.append(sum(int((batch[:, DOC] >= 0).sum()) for batch in batches))
-        local.append(sum(count_visible_keys(batch) for batch in batches))
-        local.append(sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches))
-        local.append(float(self.stop_requested))
-        totals = self.context.sum(
-            torch.tensor(local, dtype=torch.float64, device=self.context.device)
-        ).tolist()
-        loss_weight, tokens, visible_keys, loss_rows, stop = totals
-
-        lr = self._learning_rate(self.step + 1)
-        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
-        for micro, batch in enumerate(batches):
-            self._seed_dropout(micro)
-            loss_sum, per_objective = self.engine.forward(ModelInput.from_batch(batch, self.context.device))
-            self.engine.backward(loss_sum * self._loss_factor(batch, loss_weight))
-            result = self.engine.micro_step(lr)
-            sums += per_objective
-        assert result is not None, "the last micro-batch of a step must update the weights"
+        loss_weight, tokens, visible_keys, loss_rows, stop = self._totals(batches)
+        micro_batches = [
+            MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
+            for micro, batch in enumerate(batches)
+        ]
+        result = self.engine.train_step(micro_batches, self._learning_rate(self.step + 1))
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
@@ -166,27 +150,43 @@ class Trainer:
         interval.steps += 1
         interval.tokens += int(tokens)
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
-        interval.objective_sums += self.context.sum(sums).cpu().numpy()
+        interval.objective_sums += self._all_losses(result.objective_sums)
         return result, stop > 0
+
+    def _totals(self, batches: list[np.ndarray]) -> list[float]:
+        """Over all ranks, in one small reduction: loss weight, tokens, visible keys, loss rows, and stop requests."""
+        local = [0.0] * 4
+        if self.context.counts_samples:
+            local = [
+                sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches),
+                sum(int((batch[:, DOC] >= 0).sum()) for batch in batches),
+                sum(count_visible_keys(batch) for batch in batches),
+                sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches),
+            ]
+        local.append(float(self.stop_requested))
+        totals = torch.tensor(local, dtype=torch.float64, device=self.context.device)
+        return self.context.sum(totals).tolist()
+
+    def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
+        """fp64 [objectives, 2] over all samples, each counted on one rank."""
+        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
         indices = batch_indices(
             self.consumed_samples,
             global_batch_size=self.config.batch.global_batch_size,
             micro_batch_size=self.config.batch.micro_batch_size,
-            dp_rank=self.context.dp_rank,
-            dp_size=self.context.dp_size,
+            dp_rank=self.context.dp.rank,
+            dp_size=self.context.dp.size,
         )
         return [self.train_data.batch(micro_batch) for micro_batch in indices]
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
-        """What turns a micro-batch's loss sum into its share of the step's loss.
-
-        DeepSpeed divides by accumulation steps and averages over ranks, so the global mean needs both factors back.
-        """
+        """What turns a micro-batch's loss sum into its share of the step's loss."""
         if self.config.training.loss_normalization == "global_tokens":
-            return self.context.dp_size * self.accumulation_steps / max(loss_weight, 1.0)
-        return 1.0 / max(float(batch[:, WEIGHTS].view(np.float32).sum()), 1.0)
+            return 1.0 / max(loss_weight, 1.0)
+        own_weight = float(batch[:, WEIGHTS].view(np.float32).sum())
+        return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
 
     def _learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
@@ -199,10 +199,9 @@ class Trainer:
             min_lr_ratio=schedule.min_lr_ratio,
         )
 
-    def _seed_dropout(self, micro: int) -> None:
-        torch.manual_seed(
-            derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp_rank)
-        )
+    def _dropout_seed(self, micro: int) -> int:
+        seed = derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp.rank)
+        return seed >> 1  # pipeline stages send it as int64
 
     def _count_skip(self, result: StepResult) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
@@ -240,20 +239,20 @@ class Trainer:
             "train", self.step, values, train_line(self.step, self.config.training.steps, values)
         )
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
         if self.validation_data is None:
             return {}
-        self.engine.train(False)
-        mine = np.arange(self.context.dp_rank, self.config.training.eval_samples, self.context.dp_size)
-        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
-        size = self.config.batch.micro_batch_size
-        for start in range(0, len(mine), size):
-            batch = self.validation_data.batch(mine[start : start + size])
-            sums += self.engine.module(ModelInput.from_batch(batch, self.context.device))[1]
-        self.engine.train()
-        losses = objective_losses(self.context.sum(sums).cpu().numpy(), self.objective_names)
+        size, dp = self.config.batch.micro_batch_size, self.context.dp
+        samples = np.arange(self.config.training.eval_samples)
+        per_pass = size * dp.size
+        batches = []
+        for start in range(0, len(samples), per_pass):
+            batch = self.validation_data.batch(samples[start : start + per_pass][dp.rank :: dp.size])
+            batches.append(
+                pad_rows(batch, size)
+            )  # all ranks make the same number of passes of the same shape
+        losses = objective_losses(self._all_losses(self.engine.evaluate(batches)), self.objective_names)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
@@ -305,6 +304,14 @@ class Trainer:
                 log.warning(
                     "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
                 )
+
+
+def pad_rows(batch: np.ndarray, rows: int) -> np.ndarray:
+    """The batch with rows of padding added, without documents or loss: int32 [rows, fields, S]."""
+    padded = np.zeros((rows, *batch.shape[1:]), batch.dtype)
+    padded[:, DOC] = PADDING_DOC
+    padded[: len(batch)] = batch
+    return padded
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:

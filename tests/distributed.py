@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.pipe.engine
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
 import torch
 
+from megatron_lite.config import ParallelConfig
 from megatron_lite.launch import Launch
 from megatron_lite.parallel_context import initialize
 
@@ -34,7 +36,13 @@ def free_port() -> int:
 
 
 def _rank_main(
-    connection: Connection, function: Callable, rank: int, world_size: int, port: int, args: tuple
+    connection: Connection,
+    function: Callable,
+    rank: int,
+    world_size: int,
+    port: int,
+    parallel: ParallelConfig,
+    args: tuple,
 ) -> None:
     try:
         torch.set_num_threads(1)
@@ -42,18 +50,23 @@ def _rank_main(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
         )
         os.environ["LOCAL_RANK"] = str(rank)
-        context = initialize(Launch(rank, world_size, rank), timeout_seconds=60)
-        connection.send_bytes(
-            pickle.dumps(("result", function(context, *args)))
-        )  # by value, not by file descriptor
+        context = initialize(Launch(rank, world_size, rank), parallel, timeout_seconds=60)
+        result = function(context, *args)
+        connection.send_bytes(pickle.dumps(("result", result)))  # by value, not by file descriptor
     except BaseException:
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     connection.close()
     os._exit(0)  # skip exit handlers inherited from the test process
 
 
-def run_ranks(function: Callable, world_size: int, *args: Any, limit_seconds: float = 120.0) -> list[Any]:
-    """`function(context, *args)` on every rank; returns the ranks' results in order.
+def run_ranks(
+    function: Callable,
+    world_size: int,
+    *args: Any,
+    parallel: ParallelConfig | None = None,
+    limit_seconds: float = 120.0,
+) -> list[Any]:
+    """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.
 
     Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
     """
@@ -62,7 +75,9 @@ def run_ranks(function: Callable, world_size: int, *args: Any, limit_seconds: fl
     for rank in range(world_size):
         ours, theirs = _FORK.Pipe(duplex=False)
         process = _FORK.Process(
-            target=_rank_main, args=(theirs, function, rank, world_size, port, args), daemon=True
+            target=_rank_main,
+            args=(theirs, function, rank, world_size, port, parallel or ParallelConfig(), args),
+            daemon=True,
         )
         process.start()
         theirs.close()

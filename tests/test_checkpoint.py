@@ -8,19 +8,18 @@ from distributed import run_ranks
 from test_engine import tree
 
 from megatron_lite import checkpoint
+from megatron_lite import engine as engines
 from megatron_lite.config import Config
-from megatron_lite.engine import Engine
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model import build_model
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import build
 
-ALONE = ParallelContext(0, 1, 0, torch.device("cpu"))
+ALONE = ParallelContext.alone()
 
 
 def make_engine(context, settings):
     config = build(Config, settings)
-    return Engine(build_model(config, num_objectives=3), config, context)
+    return engines.make_engine(config, context, num_objectives=3)
 
 
 def fill_and_save(context, settings, directory, steps=(1,)):

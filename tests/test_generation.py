@@ -29,7 +29,7 @@ def model():
         num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5
     )
     model = GLM(config).eval()
-    initialize_parameters(model, 3)
+    initialize_parameters(model.named_parameters(), config, 3)
     return model
 
 
@@ -48,7 +48,7 @@ def uncached_logits(model, context, spans):
     row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
     row[0, DOC] = 0
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
-    inputs = ModelInput.from_batch(row, torch.device("cpu"), "dense")
+    inputs = ModelInput.from_batch(row, torch.device("cpu"), kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
     return model.logits(hidden[0, len(context) :])
 

@@ -12,8 +12,7 @@ from distributed import run_ranks
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config
-from megatron_lite.engine import Engine
-from megatron_lite.model import build_model
+from megatron_lite.engine import make_engine
 from megatron_lite.settings import build, merge
 from megatron_lite.trainer import Trainer, TrainingError, config_changes
 
@@ -23,14 +22,14 @@ def make_trainer(context, tree):
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
-    engine = Engine(build_model(config, num_objectives=len(data.objective_names)), config, context)
+    engine = make_engine(config, context, len(data.objective_names))
     return Trainer(config, context, engine, data.train, data.validation, data.objective_names)
 
 
 def fit(context, tree):
     trainer = make_trainer(context, tree)
     trainer.fit()
-    return {name: p.detach().clone() for name, p in trainer.engine.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
 
 
 def records(directory, kind="train"):
@@ -88,8 +87,7 @@ def request_stop_on_one_rank(context, tree):
 
 def poison(context, tree):
     trainer = make_trainer(context, tree)
-    forward = trainer.engine.forward
-    trainer.engine.forward = lambda batch: tuple(x * float("nan") for x in forward(batch))
+    trainer._loss_factor = lambda batch, weight: float("nan")
     with pytest.raises(TrainingError, match="not finite in 3 steps in a row"):
         trainer.fit()
     return trainer.step, trainer.skipped_steps
