@@ -189,4 +189,4 @@ printf '  %-24s %s\n' loss.png 'losses, with the unigram model' \
     metrics.jsonl 'every logged number' \
     config.yaml 'the resolved configuration' \
     checkpoints/ 'the model and its optimizer' \
-    tensorboard/ ".venv/bin/tensorboard --logdir $run/tensorboard"
+    tensorboard/ ".venv/bin/tensorboard --logdir '$run/tensorboard'"

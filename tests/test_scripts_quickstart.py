@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,31 @@ def test_environment_refuses_what_is_not_python() -> None:
     result = bash("-c", script)
     assert result.returncode == 2
     assert "not Python 3.11 or newer" in result.stderr
+
+
+def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
+    """With requirements that ask for nothing, so that pip needs no network."""
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).write_text("# nothing\n")
+    script = f"source {ROOT}/scripts/setup_environment.sh; ensure_environment $1; $python -c 'print(1)'"
+
+    def ensure(file: str) -> str:
+        result = subprocess.run(
+            ["bash", "-euc", script, "-", file],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHON": sys.executable},
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
+    assert ensure("requirements-dev.txt") == "1\n"
+    assert ensure("requirements.txt") == "1\n"  # contained in the other
+    (tmp_path / "requirements.txt").write_text("# nothing else\n")
+    assert "installing requirements.txt" in ensure("requirements.txt")
+    assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
 
 
 def test_tiny_configuration() -> None:
