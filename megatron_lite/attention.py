@@ -95,6 +95,10 @@ class PrefixPlan:
         self.segments = segments
         self.lengths = [segment.length for segment in segments]
 
+    def without_padding(self) -> PrefixPlan:
+        """The plan for the same documents in one row [1, T], one after the other."""
+        return PrefixPlan([segment for segment in self.segments if segment.context >= 0])
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
         dtype, (rows, length, heads, head_dim) = q.dtype, q.shape
         # split, not slices: the backward pass of split is one concatenation, that of a slice a zero-filled full tensor.
