@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """From which document length on does PrefixPlan beat DensePlan? The threshold in megatron_lite/attention.py.
 
-Rows are packed with documents of one length, like part A | part B of the token objective (a fifth in part B), and
-each plan computes one layer's attention, forward and backward. PrefixPlan saves the work between documents and
-within part B but makes two calls per document; many short documents cost more in calls than the mask saves.
+Rows are packed with documents of one length, a fifth of it in part B as in the token objective, and each plan
+computes one layer's attention, forward and backward. PrefixPlan saves the work between documents and part A's
+on part B, but makes two calls per document: many short documents cost more in calls than the mask saves.
 """
 
 from __future__ import annotations
