@@ -31,7 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 from data_utils.collate import Collator
-from data_utils.objectives.base import DOC, ORD, WEIGHTS, SpecialTokens
+from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory
@@ -129,8 +129,7 @@ def glm_variants(
     loss_rows = len(inputs["auto"].targets)
     real, visible = int((batch[:, DOC] >= 0).sum()), count_visible_keys(batch)
     useful = step_flops(config, real, loss_rows, visible)
-    targets = torch.zeros(rows * length, dtype=torch.int64, device=device)
-    targets[inputs["auto"].loss_rows] = inputs["auto"].targets
+    targets = torch.from_numpy(batch[:, TARGETS].reshape(-1).astype(np.int64)).to(device)
     weights = torch.from_numpy(batch[:, WEIGHTS].view(np.float32).reshape(-1)).to(device)
 
     def ours() -> torch.Tensor:
@@ -152,7 +151,7 @@ def glm_variants(
 
 
 def computed_rows(inputs: ModelInput) -> int:
-    """Rows that the blocks run on, padding included."""
+    """Rows that the blocks run on."""
     return inputs.tokens.numel()
 
 

@@ -24,7 +24,9 @@ class Group:
     ranks: tuple[int, ...]  # global ranks of the members
 
 
-def all_reduce(x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """Reduce in place over the group, outside autograd. Half precision is summed in fp32 on CPU (gloo)."""
     if group.size == 1:
         return x
