@@ -31,7 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 from data_utils.collate import Collator
-from data_utils.objectives.base import DOC, ORD, WEIGHTS, SpecialTokens
+from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory
@@ -122,15 +122,14 @@ def glm_variants(
     """Ours, and the same weights with a dense mask and logits on every row."""
     batch = make_batch(samples)
     model = GLM(config)
-    initialize_parameters(model, seed=1)
+    initialize_parameters(model.named_parameters(), config, seed=1)
     model.to(device, dtype)
-    inputs = {kernel: ModelInput.from_batch(batch, device, kernel) for kernel in ("auto", "dense")}
+    inputs = {kernel: ModelInput.from_batch(batch, device, kernel=kernel) for kernel in ("auto", "dense")}
     rows, length = batch.shape[0], batch.shape[2]
     loss_rows = len(inputs["auto"].targets)
     real, visible = int((batch[:, DOC] >= 0).sum()), count_visible_keys(batch)
     useful = step_flops(config, real, loss_rows, visible)
-    targets = torch.zeros(rows * length, dtype=torch.int64, device=device)
-    targets[inputs["auto"].loss_rows] = inputs["auto"].targets
+    targets = torch.from_numpy(batch[:, TARGETS].reshape(-1).astype(np.int64)).to(device)
     weights = torch.from_numpy(batch[:, WEIGHTS].view(np.float32).reshape(-1)).to(device)
 
     def ours() -> torch.Tensor:
@@ -152,7 +151,7 @@ def glm_variants(
 
 
 def computed_rows(inputs: ModelInput) -> int:
-    """Rows that the blocks run on, padding included."""
+    """Rows that the blocks run on."""
     return inputs.tokens.numel()
 
 
@@ -245,7 +244,7 @@ def matmul_variants(dtype: torch.dtype, device: torch.device) -> list[Variant]:
 def optimizer_variant(config: ModelConfig, device: torch.device) -> Variant:
     """AdamW on fp32 weights of the model's size, the engine's optimizer without DeepSpeed."""
     model = GLM(config).to(device)
-    initialize_parameters(model, seed=1)
+    initialize_parameters(model.named_parameters(), config, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)

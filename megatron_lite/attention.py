@@ -11,7 +11,7 @@ A plan is made once per batch and serves all layers. Two exist so far:
   PrefixPlan  every document is [ord 0 ... | ord 1, 2, 3, ...] and grp is 0 (GLM, prefix LM, causal, bidirectional):
               two calls per document on disjoint query rows, A x A in full and B x [A;B] causal from the bottom right.
               No mask is stored and no forbidden block is computed.
-  DensePlan   anything else, and rows of many short documents, where the calls would cost more than the mask saves.
+  DensePlan   anything else, and rows of very short documents, where the calls would cost more than the mask saves.
 
 Padding rows see nothing and get zeros.
 """
@@ -29,8 +29,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_lite.linear import widens
 
-# Mean document length from which PrefixPlan's calls beat one masked call on CPU (benchmarks/attention_plan.py).
-_PREFIX_MIN_MEAN_LENGTH = 128
+# Mean document length from which PrefixPlan's calls beat one masked call. CPU: measured by
+# benchmarks/attention_plan.py (with 4 heads it breaks even there, with more heads or longer rows earlier).
+# CUDA: not measured yet; a kernel's start is worth more work there.
+_PREFIX_MIN_MEAN_LENGTH = {"cpu": 16, "cuda": 128}
 
 
 class AttentionPlan(Protocol):
@@ -105,6 +107,10 @@ class PrefixPlan:
         self.segments = segments
         self.lengths = [segment.length for segment in segments]
 
+    def without_padding(self) -> PrefixPlan:
+        """The plan for the same documents in one row [1, T], one after the other."""
+        return PrefixPlan([segment for segment in self.segments if segment.context >= 0])
+
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
     ) -> torch.Tensor:
@@ -172,6 +178,6 @@ def plan_attention(
         assert segments is not None, "the batch has no prefix structure"
     if segments is not None:
         documents = sum(segment.context >= 0 for segment in segments)
-        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH:
+        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH[device.type]:
             return PrefixPlan(segments)
     return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))

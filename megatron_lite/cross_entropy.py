@@ -1,8 +1,9 @@
 """Cross entropy per row in fp32, from half-precision logits, with the gradient written over the logits.
 
-The head's logits are the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32
-copy, a log-softmax of it and a gradient: 12 bytes per logit on top of the logits. Here rows are widened in
-chunks, only the log-sum-exp is kept, and the backward pass turns the saved logits into their gradient in place.
+The head's logits are the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make
+an fp32 copy, a log-softmax of it and a gradient: 12 bytes per logit on top of the logits. Here rows are
+widened in chunks, only the log-sum-exp is kept, and the backward pass turns the saved logits into their
+gradient in place.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class PlainEngine(Engine):
         self._set_lr(lr)
         sums = self._no_sums()
         for micro in micro_batches:
-            batch = ModelInput.from_batch(micro.batch, self.context.device, micro.dropout_seed)
+            batch = self._input(micro.batch, micro.dropout_seed)
             loss_sum, per_objective = self._engine(batch)
             # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
             self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
@@ -232,8 +232,15 @@ class PlainEngine(Engine):
     def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
         sums = self._no_sums()
         for batch in batches:
-            sums += self.model(ModelInput.from_batch(batch, self.context.device))[1]
+            sums += self.model(self._input(batch, None))[1]
         return sums
+
+    def _input(self, batch: np.ndarray, dropout_seed: int | None) -> ModelInput:
+        # Sequence parallelism splits the tokens evenly, which only whole rows allow.
+        whole = self.model.parallel.sequence_parallel
+        return ModelInput.from_batch(
+            batch, self.context.device, dropout_seed=dropout_seed, keep_padding=whole
+        )
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(self.model.num_objectives, 2, dtype=torch.float64, device=self.context.device)

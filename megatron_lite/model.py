@@ -34,7 +34,7 @@ from data_utils.objectives.base import (
     WEIGHTS,
 )
 from data_utils.random_streams import derive_seed
-from megatron_lite.attention import AttentionPlan, plan_attention
+from megatron_lite.attention import AttentionPlan, PrefixPlan, plan_attention
 from megatron_lite.boxes import whole_shape
 from megatron_lite.collectives import SINGLE, copy_to_group, gather_tokens
 from megatron_lite.config import Config, ModelConfig
@@ -55,11 +55,11 @@ from megatron_lite.tensor_parallel import (
 class ModelInput:
     """A batch on the device, ready for the model."""
 
-    tokens: torch.Tensor  # int32 [B, S]
-    position_ids: torch.Tensor  # int32 [B, S]
-    block_position_ids: torch.Tensor  # int32 [B, S]
+    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], all rows' tokens one after the other
+    position_ids: torch.Tensor  # as tokens
+    block_position_ids: torch.Tensor  # as tokens
     plan: AttentionPlan
-    loss_rows: torch.Tensor  # int64 [K], indices into the flattened B x S rows
+    loss_rows: torch.Tensor  # int64 [K], indices into the flattened tokens
     targets: torch.Tensor  # int64 [K]
     weights: torch.Tensor  # fp32 [K]
     objectives: torch.Tensor  # int64 [K], which objective made the row
@@ -67,20 +67,35 @@ class ModelInput:
 
     @staticmethod
     def from_batch(
-        batch: np.ndarray, device: torch.device, dropout_seed: int | None = None, kernel: str = "auto"
+        batch: np.ndarray,
+        device: torch.device,
+        *,
+        dropout_seed: int | None = None,
+        kernel: str = "auto",
+        keep_padding: bool = False,
     ) -> ModelInput:
-        """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py)."""
-        weights = batch[:, WEIGHTS].view(np.float32).reshape(-1)
+        """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py).
+
+        Padding is dropped where the attention plan needs no rows (4 % of the token objective), unless
+        `keep_padding` asks for one shape for every batch.
+        """
+        plan = plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel)
+        planes = batch.swapaxes(0, 1)
+        present = batch[:, DOC] >= 0
+        if isinstance(plan, PrefixPlan) and not keep_padding and present.any():
+            planes, plan = planes[:, None, present], plan.without_padding()
+        weights = np.ascontiguousarray(planes[WEIGHTS]).view(np.float32).reshape(-1)
         rows = np.flatnonzero(weights)
-        targets = batch[:, TARGETS].reshape(-1)[rows].astype(np.int64)
-        objectives = batch[:, OBJECTIVE].reshape(-1)[rows].astype(np.int64)
-        inputs = torch.from_numpy(batch[:, [TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]).to(device)
-        tokens, position_ids, block_position_ids = inputs.unbind(1)
+        targets, objectives = (
+            planes[plane].reshape(-1)[rows].astype(np.int64) for plane in (TARGETS, OBJECTIVE)
+        )
+        inputs = torch.from_numpy(planes[[TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]).to(device)
+        tokens, position_ids, block_position_ids = inputs.unbind(0)
         return ModelInput(
             tokens=tokens,
             position_ids=position_ids,
             block_position_ids=block_position_ids,
-            plan=plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel),
+            plan=plan,
             loss_rows=torch.from_numpy(rows).to(device),
             targets=torch.from_numpy(targets).to(device),
             weights=torch.from_numpy(weights[rows]).to(device),

@@ -23,7 +23,7 @@ def make(config=CONFIG, seed=1, **options):
 
 
 def gradients(model, batch, kernel="auto", dropout_seed=None):
-    loss, per_objective = model(ModelInput.from_batch(batch, CPU, dropout_seed, kernel))
+    loss, per_objective = model(ModelInput.from_batch(batch, CPU, dropout_seed=dropout_seed, kernel=kernel))
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return loss, per_objective, grads
 
@@ -87,7 +87,7 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     model, batch = make(), prefix_batch(0)
     weights = batch[:, WEIGHTS].view(np.float32)
     weights *= np.random.default_rng(0).uniform(0.5, 2.0, weights.shape).astype(np.float32)
-    inputs = ModelInput.from_batch(batch, CPU)
+    inputs = ModelInput.from_batch(batch, CPU, keep_padding=True)
     loss, per_objective = model(inputs)
     hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
