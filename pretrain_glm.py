@@ -80,11 +80,14 @@ def train(config: Config, local_rank: int | None) -> None:
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
 
+    from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.engine import make_engine
     from megatron_lite.parallel_context import initialize
     from megatron_lite.trainer import Trainer
 
     context = initialize(launch, config.parallel, config.run.timeout_seconds)
+    if context.device.type == "cpu":
+        keep_freed_memory()
     if context.is_main:
         save_resolved(config)
     engine = make_engine(config, context, len(data.objective_names))

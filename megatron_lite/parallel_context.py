@@ -5,8 +5,13 @@ Nothing else in the project reads the launcher's environment variables or asks t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +22,9 @@ from megatron_lite.collectives import SINGLE, Group
 from megatron_lite.config import ParallelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch import Launch
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,27 @@ def _groups(rank: int, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Gr
     return mine
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what is written to stderr meanwhile, by child processes too, off the terminal; shown at log level debug.
+
+    DeepSpeed's import tries to link against libaio and lets the linker say that it is not there.
+    """
+    sys.stderr.flush()
+    shown = os.dup(2)
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            logging.disable(logging.NOTSET)
+            kept.seek(0)
+            log.debug("%s", kept.read().decode(errors="replace"))
+
+
 def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -> ParallelContext:
     """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
@@ -137,8 +166,9 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -
             "DS_ACCELERATOR", "cpu"
         )  # else DeepSpeed warns on every rank that it found no GPU
 
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
+    with _quiet():
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
 
     # Its build takes minutes, needs ninja, and a killed build leaves a lock on which every later start hangs.
     __compatible_ops__["deepspeed_shm_comm"] = False
