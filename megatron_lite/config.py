@@ -120,11 +120,11 @@ class ParallelConfig:
         False, "split norms, dropout and residuals along the tokens over the tensor-parallel ranks"
     )
     pipeline_parallel_size: int = setting(1, "stages that share the sequence of blocks; needs zero_stage 1")
-    zero_stage: int = setting(1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients")
+    zero_stage: int = setting(1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights")
 
     def __post_init__(self) -> None:
         # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
-        choice("parallel.zero_stage", self.zero_stage, (1, 2))
+        choice("parallel.zero_stage", self.zero_stage, (1, 2, 3))
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             check(value >= 1, f"parallel.{name} is {value}; it must be at least 1.")

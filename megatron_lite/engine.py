@@ -108,7 +108,7 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         optimizer = torch.optim.AdamW(
             parameter_groups(named, config.optimizer.weight_decay),
-            lr=config.optimizer.lr,
+            lr=0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
             betas=(config.optimizer.beta1, config.optimizer.beta2),
             eps=config.optimizer.eps,
             fused=True,
@@ -133,13 +133,17 @@ class Engine(ABC):
 
     def _allocate_moments(self) -> None:
         """Adam's moments exist from the start: saving and loading do not depend on whether a step was made."""
-        for group in self._zero.optimizer.param_groups:
-            for flat in group["params"]:
-                state = self._zero.optimizer.state[flat]
-                state["step"] = torch.tensor(0.0, device=flat.device)
-                for key in MOMENTS:
-                    state[key] = torch.zeros_like(flat)
-        self._zero._lazy_init_hp_params_optimizer_state()
+        optimizer = self._zero.optimizer
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        if self._is_stage_3:
+            flats = self._zero.fp32_partitioned_groups_flat
+        for flat in flats:
+            state = optimizer.state[flat]
+            state["step"] = torch.tensor(0.0, device=flat.device)
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(flat)
+        if not self._is_stage_3:
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @property
     def loss_scale(self) -> float:
@@ -166,15 +170,36 @@ class Engine(ABC):
         """The fragments this rank owns. Together the ranks own every element, some of them several times."""
         tp = self.context.tp
         for name, parameter in self.named_parameters.items():
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
-            if mapping is None:
+            owned = self._owned(parameter)
+            if owned is None:
                 continue
-            tensors = {"weight": mapping.get_hp_fragment()}
-            tensors.update({key: mapping.get_hp_fragment(optim_state_key=key) for key in MOMENTS})
+            shape, start, tensors = owned
             partition = partition_of(parameter)
             is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
-            start = mapping.lp_fragment_address.start
-            yield Fragment(name, tuple(parameter.shape), partition, tp, start, tensors, is_copy)
+            yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
+
+    def _owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """Shape of the shard, first element and state of this rank's run of it; None if it owns nothing."""
+        keys = {"weight": None, **{key: key for key in MOMENTS}}
+        if self._is_stage_3:
+            # Each rank has an equal run of every parameter, the last ones padded.
+            length = parameter.ds_tensor.numel()
+            start = self.context.dp.rank * length
+            count = min(length, parameter.ds_numel - start)
+            if count <= 0:
+                return None
+            read = self._zero._get_fp32_opt_state_partition
+            tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+            return tuple(parameter.ds_shape), start, tensors
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        tensors = {kind: mapping.get_hp_fragment(optim_state_key=key) for kind, key in keys.items()}
+        return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
+
+    @property
+    def _is_stage_3(self) -> bool:
+        return self._engine.zero_optimization_stage() == 3
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
@@ -205,7 +230,13 @@ class Engine(ABC):
 
     def publish_weights(self) -> None:
         """After fragments were written to: model weights from the fp32 masters, on every rank."""
-        self._zero.update_lp_params()
+        if not self._is_stage_3:
+            self._zero.update_lp_params()
+            return
+        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self._zero.persistent_parameters:  # small ones, kept whole on every rank
+            self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
 
 
 class PlainEngine(Engine):

@@ -69,12 +69,13 @@ class Partition:
 
 def partition_of(parameter: nn.Parameter) -> Partition:
     """The description a layer gave its parameter; a parameter without one is the same on all ranks."""
-    return getattr(parameter, "partition", Partition())
+    return getattr(parameter, "tensor_partition", Partition())
 
 
 def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
     """Describe a parameter that is split over the tensor-parallel ranks."""
-    parameter.partition = partition  # type: ignore[attr-defined]
+    # Not "partition": at ZeRO 3 DeepSpeed gives parameters a method of this name.
+    parameter.tensor_partition = partition  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # else DeepSpeed's gradient norm is wrong
     return parameter
 

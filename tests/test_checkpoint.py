@@ -67,6 +67,8 @@ def load_and_check(context, settings, directory):
                 kind,
             )
     tp = context.tp
+    if settings["parallel"].get("zero_stage") == 3:
+        return engine.scalar_state()  # no rank holds the model's weights
     for name, parameter in engine.named_parameters.items():
         partition = partition_of(parameter)
         shape = whole_shape(tuple(parameter.shape), partition, tp.size)
@@ -99,6 +101,8 @@ RESHARDS = [
     (4, layout(tp=4), 4, layout(tp=2, sp=True)),
     (2, layout(pp=2), 2, layout(tp=2)),
     (4, layout(tp=2, pp=2), 1, layout()),
+    (2, layout(zero=3), 4, layout()),
+    (4, layout(tp=2), 4, layout(tp=2, zero=3)),
     (4, layout(tp=2, zero=2), 8, layout(tp=2, pp=2, sp=True)),
 ]
 

@@ -203,7 +203,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "number of processes that divides 6",
         ),
     ),
-    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2")),
+    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
     "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
     "zero under a pipeline": (
         over("parallel.pipeline_parallel_size=2", "parallel.zero_stage=2"),

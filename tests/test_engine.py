@@ -67,7 +67,7 @@ def single():
 
 
 @pytest.mark.parametrize(
-    "world_size, zero_stage, micro", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1)]
+    "world_size, zero_stage, micro", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1), (1, 3, 2), (2, 3, 2), (4, 3, 1)]
 )
 def test_every_layout_equals_one_process(single, world_size, zero_stage, micro):
     settings = tree(parallel={"zero_stage": zero_stage}, batch={"micro_batch_size": micro})
@@ -103,6 +103,8 @@ LAYOUTS = [
     (2, 2, 1, True, 2, 2, "full"),
     (4, 2, 1, True, 1, 2, "selective"),
     (4, 4, 1, False, 2, 4, "none"),
+    (2, 2, 1, False, 3, 2, "none"),
+    (4, 2, 1, True, 3, 2, "full"),
     (2, 1, 2, False, 1, 2, "none"),
     (4, 1, 2, False, 1, 1, "selective"),
     (4, 2, 2, False, 1, 2, "none"),
