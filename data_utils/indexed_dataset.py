@@ -17,6 +17,7 @@ manifest) can be read too; its sequences count as documents, and nothing is know
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -87,7 +88,7 @@ def remove_dataset(prefix: str | Path) -> None:
     """Remove a dataset, in the order in which an interruption leaves it unreadable and not wrong."""
     for suffix in reversed(SUFFIXES):
         dataset_path(prefix, suffix).unlink(missing_ok=True)
-        _sync_directory(dataset_path(prefix, suffix).parent)
+        sync_directory(dataset_path(prefix, suffix).parent)
 
 
 class IndexedDatasetWriter:
@@ -106,7 +107,7 @@ class IndexedDatasetWriter:
         self._sealed = False
         self._finished = False
         self._hashes = {".bin": hashlib.sha256(), ".idx": hashlib.sha256()}
-        with self._disk_errors(), contextlib.ExitStack() as opened:
+        with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
             self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
@@ -118,7 +119,7 @@ class IndexedDatasetWriter:
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
         data = np.ascontiguousarray(to_token_dtype(tokens, self.vocab_size)).data
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             self._bin.write(data)
             self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._hashes[".bin"].update(data)
@@ -129,14 +130,14 @@ class IndexedDatasetWriter:
         """Complete both files and force them to disk, still under their partial names."""
         if self._sealed:
             return
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             self._lengths.close()
-            _sync(self._bin)
+            sync_file(self._bin)
             with open(self._partial(".idx"), "wb") as index:
                 for piece in self._index_pieces():
                     index.write(piece)
                     self._hashes[".idx"].update(piece)
-                _sync(index)
+                sync_file(index)
             self._partial(".lengths").unlink()
         self._sealed = True
 
@@ -145,12 +146,12 @@ class IndexedDatasetWriter:
         if not self.num_documents:
             raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
         self.seal()
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._hashes}
             remove_dataset(self.prefix)
             for suffix in self._hashes:
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
-            _sync_directory(self.prefix.parent)
+            sync_directory(self.prefix.parent)
             self._write_manifest(sizes, manifest)
         self._finished = True
         self._files.close()
@@ -206,23 +207,24 @@ class IndexedDatasetWriter:
         }
         with open(self._partial(".json"), "wb") as file:
             file.write(json.dumps(tree, indent=2, ensure_ascii=True).encode() + b"\n")
-            _sync(file)
+            sync_file(file)
         os.replace(self._partial(".json"), dataset_path(self.prefix, ".json"))
-        _sync_directory(self.prefix.parent)
+        sync_directory(self.prefix.parent)
 
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError:
-            raise DataError(
-                f"output {self.prefix} is being written by another process; wait for it."
-            ) from None
-        except OSError as error:
-            problem = error.strerror or error
-            raise DataError(
-                f"output {self.prefix} cannot be written ({problem}); choose another --output."
-            ) from None
+
+@contextlib.contextmanager
+def disk_errors(output: str | Path) -> Iterator[None]:
+    """Turn what the file system refuses while writing `output` into a DataError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise DataError(f"output {output} is being written by another process; wait for it.") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if full else "choose another --output"
+        raise DataError(
+            f"output {output} cannot be written ({error.strerror or error}); {remedy} and run again."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -242,12 +244,12 @@ def _create_exclusively(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _sync(file: Any) -> None:
+def sync_file(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,16 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.documents import RecordCounts, expand_inputs, parse_block, read_blocks, read_documents
+from data_utils.documents import (
+    Piece,
+    RecordCounts,
+    expand_inputs,
+    lines_before,
+    parse_block,
+    plan_pieces,
+    read_blocks,
+    read_documents,
+)
 from megatron_lite.errors import ConfigError, DataError
 
 
@@ -60,7 +69,7 @@ def test_truncated_last_line(tmp_path):
     counts = RecordCounts()
     assert texts_of(path, on_bad_record="skip", counts=counts) == []
     assert counts.bad == {"malformed_json": 1, "truncated_record": 1}
-    assert "file ends inside" in counts.examples[1] and ":2:" in counts.examples[1]
+    assert "file ends inside" in str(counts.examples[1]) and ":2:" in str(counts.examples[1])
 
 
 def test_a_complete_last_line_needs_no_newline(tmp_path):
@@ -113,7 +122,7 @@ def test_progress_adds_up_to_the_stored_size(tmp_path, suffix):
     compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, "": bytes}[suffix]
     data = compress(b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000)))
     path = write(tmp_path / f"a.jsonl{suffix}", data)
-    assert sum(block.input_bytes for block in read_blocks([path], block_bytes=4096)) == len(data)
+    assert sum(block.input_bytes for block in read_blocks([Piece(path)], block_bytes=4096)) == len(data)
 
 
 RECORD = st.sampled_from(
@@ -129,7 +138,7 @@ def test_block_size_changes_nothing(tmp_path_factory, records, block_bytes, layo
 
     def read(size):
         counts, found = RecordCounts(), []
-        for block in read_blocks([path], text_split=layout, block_bytes=size):
+        for block in read_blocks([Piece(path)], text_split=layout, block_bytes=size):
             parsed = parse_block(block)
             counts.merge(parsed.counts)
             found += zip(parsed.lines, parsed.texts, strict=True)
@@ -197,7 +206,7 @@ def test_parquet_rows_keep_their_numbers_across_batches(tmp_path):
     texts = [f"row {i}" for i in range(1, 1501)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=400)
     assert [(d.text, d.line) for d in read_documents([path])] == [(t, i) for i, t in enumerate(texts, 1)]
-    assert sum(block.input_bytes for block in read_blocks([path])) == path.stat().st_size
+    assert sum(block.input_bytes for block in read_blocks([Piece(path)])) == path.stat().st_size
 
 
 def test_inputs(tmp_path):
@@ -221,7 +230,7 @@ def test_a_huge_record_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("data_utils.documents.MAX_RECORD_BYTES", 1000)
     path = write(tmp_path / "a.jsonl", b"{}\n" + b"x" * 2000)
     with pytest.raises(DataError, match=r"a\.jsonl:2: a record is longer than 1000 bytes"):
-        list(read_blocks([path], block_bytes=100))
+        list(read_blocks([Piece(path)], block_bytes=100))
 
 
 def test_options_are_checked():

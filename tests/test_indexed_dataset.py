@@ -116,8 +116,8 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
             patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
-            patch.setattr(indexed_dataset, "_sync", counted(indexed_dataset._sync))
-            patch.setattr(indexed_dataset, "_sync_directory", counted(indexed_dataset._sync_directory))
+            patch.setattr(indexed_dataset, "sync_file", counted(indexed_dataset.sync_file))
+            patch.setattr(indexed_dataset, "sync_directory", counted(indexed_dataset.sync_directory))
             try:
                 writer.finish({})
                 finished = True
