@@ -338,6 +338,7 @@ def _manifest(
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),
+        "bad_record_examples": [str(place) for place in counts.examples],
         "empty_documents": counts.empty_documents,
         "blank_lines": counts.blank_lines,
     }
