@@ -29,7 +29,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     Raises: DataError for datasets that cannot be opened or that different tokenizers made, and for output
         that exists (without `overwrite`), is also an input, or cannot be written.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    datasets = [IndexedDataset(prefix, sequential=True) for prefix in prefixes]
     first = _identity(datasets[0])
     for dataset in datasets[1:]:
         if _identity(dataset) != first:

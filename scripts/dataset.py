@@ -113,7 +113,7 @@ def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | Non
 
 def verify(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
-        dataset = IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix, sequential=True)
         dataset.verify()
         note = "" if dataset.manifest else " (no manifest: there are no checksums)"
         print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good{note}")
@@ -124,7 +124,7 @@ def merge(arguments: argparse.Namespace) -> None:
 
 
 def stats(arguments: argparse.Namespace) -> None:
-    dataset = IndexedDataset(arguments.prefix)
+    dataset = IndexedDataset(arguments.prefix, sequential=True)
     print_size(dataset)
     lengths = length_statistics(dataset)
     print("\n".join(lengths.lines()))

@@ -113,7 +113,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.rank == 0:
         print("\n".join(report.lines()))
         for prefix in report.documents if arguments.verify else ():
-            IndexedDataset(prefix).verify()
+            IndexedDataset(prefix, sequential=True).verify()
             print(f"  {prefix}: verified")
 
 
