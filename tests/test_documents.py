@@ -147,6 +147,48 @@ def test_block_size_changes_nothing(tmp_path_factory, records, block_bytes, layo
     assert read(block_bytes) == read(1 << 20)
 
 
+@given(
+    st.lists(st.lists(RECORD, max_size=20), min_size=1, max_size=3),
+    st.integers(1, 100),
+    st.sampled_from(["jsonl", "lines", "blank_lines", "file"]),
+)
+@settings(deadline=None)
+def test_pieces_hold_each_record_once_with_its_line(tmp_path_factory, contents, piece_bytes, text_split):
+    directory, suffix = tmp_path_factory.mktemp("pieces"), "jsonl" if text_split == "jsonl" else "txt"
+    paths = [write(directory / f"{i}.{suffix}", b"\n".join(records)) for i, records in enumerate(contents)]
+    groups = plan_pieces(paths, text_split, piece_bytes)
+    assert all(len({piece.path for piece in group}) == len(group) for group in groups)
+
+    def read(pieces):
+        found, bad = [], []
+        for piece in pieces:
+            before = lines_before(piece, text_split)
+            for block in read_blocks([piece], text_split=text_split, block_bytes=16):
+                parsed = parse_block(block)
+                lines = [line + before for line in parsed.lines]
+                found += [(block.source, *pair) for pair in zip(lines, parsed.texts, strict=True)]
+                bad += [(place.source, place.line + before) for place in parsed.counts.examples]
+        return found, bad
+
+    whole = read(Piece(path) for path in paths)
+    assert read(piece for group in groups for piece in group) == whole
+
+
+def test_files_that_cannot_be_cut_stay_whole(tmp_path):
+    names = ("a.jsonl.gz", "b.txt", "c.parquet", "d.jsonl", "e.jsonl")
+    paths = [write(tmp_path / name, b"x" * 250) for name in names]
+    write(paths[-1], b"")
+    groups = plan_pieces(paths, "file", 100)
+    assert [[(piece.path.name, piece.start, piece.stop) for piece in group] for group in groups] == [
+        [("a.jsonl.gz", 0, None)],
+        [("b.txt", 0, None)],
+        [("c.parquet", 0, None)],
+        [("d.jsonl", 0, 100)],
+        [("d.jsonl", 100, 200)],
+        [("d.jsonl", 200, None), ("e.jsonl", 0, None)],
+    ]
+
+
 @given(st.lists(st.text(min_size=1).filter(lambda text: not text.isspace())))
 @settings(deadline=None)
 def test_any_text_survives(tmp_path_factory, texts):
