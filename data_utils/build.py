@@ -1,108 +1,40 @@
-"""Build a token dataset from documents: read, tokenize in parallel, split by content, write safely.
+"""Build a token dataset from documents: cut into shards, tokenize in parallel, merge in order, write safely.
 
-The parent reads blocks of records and writes results; worker processes parse and tokenize. Results are
-taken in the order of the input, so the output is byte for byte the same for any number of workers. A
-document's split is decided by a keyed hash of its text: the order of the files does not matter, and exact
-duplicates never straddle splits.
+The input is cut by bytes into a fixed plan of shards. Worker processes, of one or many MPI ranks, each turn
+whole shards into tokens and write them to PREFIX.build (see shards.py). When all are there, rank 0 joins them
+in the order of the input. So the output is byte for byte the same for any number of processes and ranks and
+for any size of shards, and a build that was stopped in any way goes on with the shards that are missing.
 
-Memory is bounded: at most IN_FLIGHT_PER_WORKER blocks per worker are under way. Nothing appears under the
-final names before the whole input has been read and tokenized without an error.
+A document's split is decided by a keyed hash of its text: the order of the files does not matter, and exact
+duplicates never straddle splits. Nothing appears under the final names before everything is on disk.
+
+Memory is bounded by the blocks of the workers, whatever the size of the input; `deduplicate` adds about 40
+bytes for each document. The price of shards: every token is written twice.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import multiprocessing
-import os
-import re
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data_utils.documents import (
-    DEFAULT_MAX_BAD_RECORDS,
-    Block,
-    RecordCounts,
-    check_options,
-    expand_inputs,
-    parse_block,
-    read_blocks,
-)
-from data_utils.indexed_dataset import (
-    IndexedDatasetWriter,
-    existing_files,
-    remove_dataset,
-    to_token_dtype,
-)
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.build_config import BuildConfig, output_prefixes, parse_split
+from data_utils.contamination import EvaluationTexts, read_evaluation_texts
+from data_utils.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
+from data_utils.indexed_dataset import IndexedDatasetWriter, existing_files, remove_dataset, token_dtype
+from data_utils.ranks import Ranks
+from data_utils.shard_builder import Job, ShardRecord, build_shards
+from data_utils.shards import BuildDirectory
+from megatron_lite.errors import DataError
 
-IN_FLIGHT_PER_WORKER = 3
-_HASH_RANGE = 1 << 64
-_SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildConfig:
-    """What to build. Raises ConfigError for values out of range."""
-
-    inputs: Sequence[str]  # files and globs
-    output: str  # prefix of the dataset's files
-    text_key: str = "text"
-    text_split: str = "file"  # see documents.TEXT_SPLITS
-    split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
-    split_seed: int = 0  # key of the hash that decides the split
-    workers: int = 1  # processes that tokenize; 1: none beside this one
-    on_bad_record: str = "error"
-    max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self.text_split, self.on_bad_record, self.max_bad_records)
-        if self.workers < 1:
-            raise ConfigError(f"workers is {self.workers}; it must be 1 or more.")
-        if not Path(self.output).name or self.output.endswith("/"):
-            raise ConfigError(f"output {self.output!r} is no file prefix; give a path such as data/corpus.")
-        parse_split(self.split)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """Which split a text belongs to."""
-
-    bounds: tuple[int, ...]  # upper ends of the splits in [0, 2^64]
-    key: bytes
-
-    def split_of(self, text: str) -> int:
-        if len(self.bounds) == 1:
-            return 0
-        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.key).digest()
-        value = int.from_bytes(digest, "little")
-        return next(i for i, bound in enumerate(self.bounds) if value < bound)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """The tokens of one block. Documents end with eos."""
-
-    tokens: list[np.ndarray]  # for each split, in the storage dtype
-    lengths: list[np.ndarray]  # for each split, int64: tokens of each document, eos included
-    counts: RecordCounts
-    text_bytes: int
-    input_bytes: int
+_PLAN_VERSION = 1
+_MERGE_DOCUMENTS = 4096  # documents that are joined at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,117 +47,241 @@ class BuildReport:
     input_bytes: int
     text_bytes: int
     seconds: float
+    shards: int
+    finished_before: int  # shards that an earlier, stopped run had finished
+    built_text_bytes: int  # text of the others
+    duplicates: int | None  # documents left out; None: not looked for
+    contamination: dict[str, Any] | None  # as in the manifest
 
     def lines(self) -> Iterator[str]:
-        speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
+        speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
         yield (
             f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens from "
             f"{self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
         )
+        if self.finished_before:
+            yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
         for prefix, documents in self.documents.items():
             yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
         if self.counts.empty_documents or self.counts.blank_lines:
             empty, blank = self.counts.empty_documents, self.counts.blank_lines
             yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
+        if self.duplicates is not None:
+            yield f"  left out: {self.duplicates:,} exact duplicates"
         for kind, count in sorted(self.counts.bad.items()):
             yield f"  skipped: {count:,} bad records of kind {kind}"
         for example in self.counts.examples:
             yield f"    {example}"
-
-
-def parse_split(text: str) -> dict[str, float]:
-    """`train=0.9,test=0.1` as names and fractions; "" is the single split "" (the bare prefix).
-
-    Raises: ConfigError unless the names are distinct and the fractions positive with sum 1.
-    """
-    if not text:
-        return {"": 1.0}
-    splits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        try:
-            fraction = float(number)
-        except ValueError:
-            fraction = -1.0
-        if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
-            raise ConfigError(
-                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a "
-                f"fraction in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
+        if self.contamination:
+            found, texts = (
+                self.contamination["evaluation_texts_found"],
+                self.contamination["evaluation_texts"],
             )
-        splits[name] = fraction
-    if abs(sum(splits.values()) - 1) > 1e-9:
-        raise ConfigError(f"split fractions {text!r} sum to {sum(splits.values()):.6g}; they must sum to 1.")
-    return splits
+            yield (
+                f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
+                f"{found:,} of {texts:,} evaluation texts"
+            )
+            for example in self.contamination["examples"]:
+                yield f"    {example}"
 
 
-def split_rule(config: BuildConfig) -> SplitRule:
-    ends = list(itertools.accumulate(parse_split(config.split).values()))
-    bounds = [round(end * _HASH_RANGE) for end in ends[:-1]] + [_HASH_RANGE]
-    return SplitRule(tuple(bounds), str(config.split_seed).encode())
-
-
-def output_prefixes(config: BuildConfig) -> list[str]:
-    """The dataset prefix of each split, in order."""
-    return [f"{config.output}_{name}" if name else config.output for name in parse_split(config.split)]
-
-
-def encode_block(block: Block, tokenizer: Any, text_key: str, rule: SplitRule) -> EncodedBlock:
-    """Parse and tokenize one block: a pure function, for any process."""
-    parsed = parse_block(block, text_key)
-    ids, lengths = tokenizer.encode_batch(parsed.texts)
-    with_tokens = lengths > 0  # a tokenizer may drop a text whole, for example one of control characters
-    parsed.counts.empty_documents += int(len(lengths) - with_tokens.sum())
-    splits = np.array([rule.split_of(text) for text in parsed.texts], np.int64)[with_tokens]
-    lengths = lengths[with_tokens] + 1
-    ids = np.insert(ids, np.cumsum(lengths - 1), tokenizer.special.eos)
-    ids = to_token_dtype(ids, tokenizer.vocab_size)
-    parts = range(len(rule.bounds))
-    return EncodedBlock(
-        tokens=[ids[np.repeat(splits == part, lengths)] for part in parts] if len(parts) > 1 else [ids],
-        lengths=[lengths[splits == part] for part in parts],
-        counts=parsed.counts,
-        text_bytes=sum(len(text.encode()) for text in parsed.texts),
-        input_bytes=block.input_bytes,
-    )
-
-
-def build_corpus(config: BuildConfig, make_tokenizer: Callable[[], Any]) -> BuildReport:
+def build_corpus(
+    config: BuildConfig, make_tokenizer: Callable[[], Any], ranks: Ranks | None = None
+) -> BuildReport:
     """Build the datasets of `config`; see the module docstring.
 
     Args:
         make_tokenizer: gives an object with `encode_batch`, `special.eos`, `vocab_size`, `fingerprint` and
             `config` (see data_utils/tokenizers.py). Called here and in each worker, so it must pickle.
-    Raises: DataError for bad input, a split without documents, output that exists or cannot be written, a
-        dead worker.
+        ranks: the MPI ranks that share the work, all with the same `config` and file system.
+    Raises: DataError for bad input, a split without documents, output that exists or cannot be written,
+        another build that was started and not finished, a dead worker.
     """
+    ranks = ranks or Ranks()
     started = time.monotonic()
+    writers: list[IndexedDatasetWriter] = []
+    with ExitStack() as stack:
+        tokenizer = make_tokenizer()
+        job = ranks.on_first(lambda: _start(config, tokenizer, stack, writers))
+        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
+        return ranks.on_first(lambda: _finish(job, tokenizer, writers, started))
+
+
+def _start(config: BuildConfig, tokenizer: Any, stack: ExitStack, writers: list[IndexedDatasetWriter]) -> Job:
+    """Check everything that can be checked before the work, and open the output."""
     paths = expand_inputs(config.inputs)
     prefixes = output_prefixes(config)
-    _refuse_existing(prefixes, paths, config.overwrite)
-    tokenizer = make_tokenizer()
-    counts = RecordCounts()
-    input_bytes, text_bytes = sum(path.stat().st_size for path in paths), 0
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)) for prefix in prefixes
-        ]
-        blocks = stack.enter_context(closing(_encoded_blocks(config, paths, tokenizer, make_tokenizer)))
-        for encoded in _with_progress(blocks, input_bytes, writers):
-            counts.merge(encoded.counts)
-            counts.enforce(config.on_bad_record, config.max_bad_records)
-            text_bytes += encoded.text_bytes
-            for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
-                writer.add(tokens, lengths)
+    directory = BuildDirectory(config.output)
+    _refuse_existing(prefixes, paths, config.overwrite or (directory.is_committing() and not config.restart))
+    evaluation = None
+    if config.evaluation_inputs:
+        evaluation = read_evaluation_texts(config.evaluation_inputs, config.text_key)
+    for prefix in prefixes:  # opened now for their lock: one build at a time
+        writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
+    stack.callback(_forget_if_nothing_is_finished, directory)
+    directory.open(_plan(config, tokenizer, paths, evaluation), config.restart)
+    shards = plan_pieces(paths, config.text_split, config.shard_bytes)
+    finished = directory.finished()
+    return Job(
+        config=config,
+        shards=shards,
+        todo=[number for number in range(len(shards)) if number not in finished],
+        fingerprint=tokenizer.fingerprint,
+        dtype=token_dtype(tokenizer.vocab_size),
+        input_bytes=sum(path.stat().st_size for path in paths),
+        evaluation=evaluation,
+    )
+
+
+def _plan(
+    config: BuildConfig, tokenizer: Any, paths: Sequence[Path], evaluation: EvaluationTexts | None
+) -> dict[str, Any]:
+    """All that the shards depend on. A run with another plan cannot use them."""
+    return {
+        "plan_version": _PLAN_VERSION,
+        "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.special.eos,
+        "text_key": config.text_key,
+        "text_split": config.text_split,
+        "split": config.split,
+        "split_seed": config.split_seed,
+        "deduplicate": config.deduplicate,
+        "evaluation_inputs": evaluation and evaluation.fingerprint,
+        "shard_bytes": config.shard_bytes,
+        "inputs": _identify(paths),
+    }
+
+
+def _identify(paths: Iterable[Path]) -> list[list[Any]]:
+    identities = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); put it back.") from None
+        identities.append([str(path), stat.st_size, stat.st_mtime_ns])
+    return identities
+
+
+def _forget_if_nothing_is_finished(directory: BuildDirectory) -> None:
+    """A build that fails at once, on a bad record say, shall leave nothing to resume or to discard."""
+    with suppress(OSError):
+        if directory.path.is_dir() and not directory.finished() and not directory.is_committing():
+            directory.remove()
+
+
+def _finish(job: Job, tokenizer: Any, writers: Sequence[IndexedDatasetWriter], started: float) -> BuildReport:
+    """Join the shards, in order, and put the datasets in place."""
+    config, directory = job.config, job.directory
+    records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
+    counts, contaminated = _merge_places(records)
+    counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
+    paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
+    if job.todo:  # else nothing was read in this run, and `open` has compared the inputs
+        directory.open(_plan(config, tokenizer, paths, job.evaluation), restart=False)
+    duplicates = _join(job, records, writers)
+    contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
+    try:
         _require_documents(writers, counts)
-        _commit(writers, list(parse_split(config.split)), _manifest(tokenizer, config, paths, counts))
+    except DataError:
+        directory.remove()  # no option can make these shards useful
+        raise
+    manifest = _manifest(tokenizer, config, paths, counts)
+    manifest |= {} if duplicates is None else {"duplicates": duplicates}
+    manifest |= {} if contamination is None else {"contamination": contamination}
+    _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
         tokens={str(writer.prefix): writer.num_tokens for writer in writers},
         counts=counts,
-        input_bytes=input_bytes,
-        text_bytes=text_bytes,
+        input_bytes=job.input_bytes,
+        text_bytes=sum(record.text_bytes for record in records),
         seconds=time.monotonic() - started,
+        shards=len(job.shards),
+        finished_before=len(job.shards) - len(job.todo),
+        built_text_bytes=sum(records[number].text_bytes for number in job.todo),
+        duplicates=duplicates,
+        contamination=contamination,
     )
+
+
+def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
+    """Counts of all shards and the first contaminated documents, with the lines of the files."""
+    counts, contaminated = RecordCounts(), []
+    lines: dict[str, int] = {}
+
+    def in_file(places: Iterable[Place]) -> list[Place]:
+        return [Place(p.source, p.line + lines.get(p.source, 0), p.problem) for p in places]
+
+    for record in records:
+        record.counts.examples = in_file(record.counts.examples)
+        counts.merge(record.counts)
+        contaminated += in_file(record.contaminated)[: MAX_EXAMPLES - len(contaminated)]
+        for source, number in record.lines:
+            lines[source] = lines.get(source, 0) + number
+    return counts, contaminated
+
+
+def _join(job: Job, records: Sequence[ShardRecord], writers: Sequence[IndexedDatasetWriter]) -> int | None:
+    """Append all shards to the writers. Returns how many duplicates were left out; None: not asked for."""
+    duplicates = 0
+    total = sum(sum(record.tokens) for record in records)
+    with tqdm(total=total, unit="token", unit_scale=True, desc="join", disable=None) as bar:
+        for split, writer in enumerate(writers):
+            keep = _first_occurrences(job, records, split) if job.config.deduplicate else None
+            first = 0
+            for number, record in enumerate(records):
+                documents, tokens = record.documents[split], record.tokens[split]
+                shard = job.directory.read(number, split, job.dtype, documents, tokens)
+                kept = None if keep is None else keep[first : first + documents]
+                _append(writer, *shard, kept)
+                first += documents
+                bar.update(tokens)
+            duplicates += first - writer.num_documents
+    return duplicates if job.config.deduplicate else None
+
+
+def _append(
+    writer: IndexedDatasetWriter, tokens: np.ndarray, lengths: np.ndarray, keep: np.ndarray | None
+) -> None:
+    start = 0
+    for first in range(0, len(lengths), _MERGE_DOCUMENTS):
+        some = lengths[first : first + _MERGE_DOCUMENTS]
+        stop = start + int(some.sum(dtype=np.int64))
+        chunk = tokens[start:stop]
+        if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
+            chunk, some = chunk[np.repeat(kept, some)], some[kept]
+        writer.add(chunk, some)
+        start = stop
+
+
+def _first_occurrences(job: Job, records: Sequence[ShardRecord], split: int) -> np.ndarray:
+    """Which documents of a split are not equal to an earlier one: bool [documents of all shards]."""
+    hashes = [job.directory.hashes(i, split, record.documents[split]) for i, record in enumerate(records)]
+    low, high = np.concatenate(hashes).T
+    order = np.lexsort((low, high))  # stable: equal texts stay in their order
+    again = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
+    keep = np.ones(len(order), bool)
+    keep[order[1:][again]] = False
+    return keep
+
+
+def _contamination(
+    evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[Place]
+) -> dict[str, Any]:
+    found = np.zeros(len(evaluation.hashes), bool)
+    for record in records:
+        found[record.evaluation_ngrams] = True
+    return {
+        "documents": sum(record.contaminated_documents for record in records),
+        "evaluation_texts": evaluation.num_texts,
+        "evaluation_texts_too_short": evaluation.num_too_short,
+        "evaluation_texts_found": evaluation.num_found(found),
+        "evaluation_ngrams": len(found),
+        "evaluation_ngrams_found": int(found.sum()),
+        "examples": [str(place) for place in examples],
+    }
 
 
 def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite: bool) -> None:
@@ -252,14 +308,21 @@ def _require_documents(writers: Sequence[IndexedDatasetWriter], counts: RecordCo
             )
 
 
-def _commit(writers: Sequence[IndexedDatasetWriter], names: Sequence[str], manifest: dict[str, Any]) -> None:
+def _commit(
+    writers: Sequence[IndexedDatasetWriter],
+    names: Sequence[str],
+    manifest: dict[str, Any],
+    directory: BuildDirectory,
+) -> None:
     """Put the splits in place. The old ones go first, all of them: splits of two builds must never mix."""
     for writer in writers:
         writer.seal()
+    directory.mark_committing()
     for writer in writers:
         remove_dataset(writer.prefix)
     for writer, name in zip(writers, names, strict=True):
         writer.finish({**manifest, "split": {**manifest["split"], "name": name or None}})
+    directory.remove()
 
 
 def _manifest(
@@ -275,81 +338,7 @@ def _manifest(
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),
+        "bad_record_examples": [str(place) for place in counts.examples],
         "empty_documents": counts.empty_documents,
         "blank_lines": counts.blank_lines,
     }
-
-
-def _with_progress(
-    blocks: Iterable[EncodedBlock], total_bytes: int, writers: Sequence[IndexedDatasetWriter]
-) -> Iterator[EncodedBlock]:
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar:
-        for encoded in blocks:
-            yield encoded
-            bar.update(encoded.input_bytes)
-            bar.set_postfix(documents=sum(writer.num_documents for writer in writers), refresh=False)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Worker processes
-
-
-def _encoded_blocks(
-    config: BuildConfig, paths: Sequence[Path], tokenizer: Any, make_tokenizer: Callable[[], Any]
-) -> Generator[EncodedBlock, None, None]:
-    """Encode the blocks of the input, in order."""
-    blocks = read_blocks(paths, config.text_key, config.text_split)
-    rule = split_rule(config)
-    if config.workers == 1:
-        for block in blocks:
-            yield encode_block(block, tokenizer, config.text_key, rule)
-        return
-    executor = ProcessPoolExecutor(
-        config.workers,
-        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of tokenizers
-        initializer=_start_worker,
-        initargs=(make_tokenizer, config.text_key, rule),
-    )
-    try:
-        yield from _map_in_order(executor, blocks, config.workers * IN_FLIGHT_PER_WORKER)
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process died (killed for memory?); nothing was written; use fewer --workers."
-        ) from None
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-def _map_in_order(
-    executor: ProcessPoolExecutor, blocks: Iterator[Block], max_in_flight: int
-) -> Iterator[EncodedBlock]:
-    in_flight: deque[Future[EncodedBlock]] = deque()
-    for block in blocks:
-        in_flight.append(executor.submit(_encode_in_worker, block))
-        if len(in_flight) >= max_in_flight:
-            yield in_flight.popleft().result()
-    while in_flight:
-        yield in_flight.popleft().result()
-
-
-_encode: Callable[[Block], EncodedBlock]  # set once in each worker process, by _start_worker
-
-
-def _start_worker(make_tokenizer: Callable[[], Any], text_key: str, rule: SplitRule) -> None:
-    global _encode
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encode = partial(encode_block, tokenizer=make_tokenizer(), text_key=text_key, rule=rule)
-
-
-def _exit_with_parent() -> None:
-    """A parent killed outright cannot end its workers, and the pool would keep them waiting for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(block: Block) -> EncodedBlock:
-    return _encode(block)

@@ -1,8 +1,13 @@
 """Readers: JSONL (plain, .gz, .zst), parquet and plain text files become documents.
 
-Reading happens in two steps so that a corpus build can share the work between processes: `read_blocks` (one
-process, bound by the disk) cuts files into blocks of whole records without parsing them; `parse_block` (a
-pure function, for any process) turns a block into texts. `read_documents` does both, one after the other.
+Reading happens in three steps so that a corpus build can share the work between processes. `plan_pieces` cuts
+the input into pieces of about equal size by bytes alone, without reading it; `read_blocks` cuts a piece into
+blocks of whole records without parsing them; `parse_block` turns a block into texts. `read_documents` does
+all of it, one after the other. Compressed files, parquet and text files that are one document each are never
+cut, so a single huge .gz keeps one process busy.
+
+A byte position inside a file stands for the next start of a record. Neighbouring pieces use the same rule for
+the position they share, so each record lies in exactly one piece, wherever the cuts fall.
 
 A record that cannot be used is named as `file:line` with what is wrong. By default it stops the work; with
 `on_bad_record="skip"` it is counted by kind, up to a limit. Damage that hides where records
@@ -14,6 +19,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -39,6 +45,9 @@ _SUPPORTED = ".jsonl, .ndjson, .json (one object per line), .txt, each also with
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_NEWLINE = re.compile(rb"\n")
+_RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # layouts that can be cut
+_BOUNDARY_READ_BYTES = 64 << 10
 _COMPRESSED_READ_BYTES = 16 << 10  # small: one read may expand ten-thousandfold
 _PARQUET_BATCH_ROWS = 512
 
@@ -53,14 +62,41 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """The records between two byte positions of a file; stop None: up to its end."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A record that is worth naming, and what there is to say about it."""
+
+    source: str
+    line: int  # 1-based (parquet: row), counted from the piece that begins at byte `start`
+    problem: str
+    start: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
-    """Whole, unparsed records of one file, small enough to send to another process."""
+    """Whole, unparsed records of one piece of a file."""
 
     source: str
     layout: str  # "jsonl", "rows" (parquet), or how a text file is cut: one of TEXT_SPLITS
-    first_line: int  # line (or row) number of the first record
+    start: int  # byte at which the piece begins
+    first_line: int  # line (or row) number of the first record, counted from the start of the piece
     data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
     input_bytes: int  # how far this block advances through the file as stored, for progress
+
+    @property
+    def num_lines(self) -> int:
+        return self.data.count(b"\n") if isinstance(self.data, bytes) else len(self.data)
 
 
 @dataclass(slots=True)
@@ -68,14 +104,14 @@ class RecordCounts:
     """What was not used, and why. Merged in input order it does not depend on the number of workers."""
 
     bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
-    examples: list[str] = field(default_factory=list)  # the first MAX_EXAMPLES messages
+    examples: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
     empty_documents: int = 0
     blank_lines: int = 0
 
-    def add_bad(self, kind: str, message: str) -> None:
+    def add_bad(self, kind: str, place: Place) -> None:
         self.bad[kind] = self.bad.get(kind, 0) + 1
         if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(message)
+            self.examples.append(place)
 
     def merge(self, other: RecordCounts) -> None:
         for kind, count in other.bad.items():
@@ -88,20 +124,19 @@ class RecordCounts:
     def num_bad(self) -> int:
         return sum(self.bad.values())
 
-    def enforce(self, on_bad_record: str, max_bad_records: int) -> None:
+    def enforce(self, on_bad_record: str, max_bad_records: int, text_split: str) -> None:
         """Raise DataError if the bad records so far are more than the policy allows."""
-        if not self.num_bad:
+        allowed = 0 if on_bad_record == "error" else max_bad_records
+        if self.num_bad <= allowed:
             return
+        first = _with_line_of_file(self.examples[0], text_split)
         if on_bad_record == "error":
-            raise DataError(
-                f"{self.examples[0]}; mend or remove it, or skip bad records (--on-bad-record skip)."
-            )
-        if self.num_bad > max_bad_records:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
-            raise DataError(
-                f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
-                f"the first is {self.examples[0]}; mend the input or raise the limit."
-            )
+            raise DataError(f"{first}; mend or remove it, or skip bad records (--on-bad-record skip).")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
+        raise DataError(
+            f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
+            f"the first is {first}; mend the input or raise the limit."
+        )
 
 
 @dataclass(slots=True)
@@ -111,7 +146,7 @@ class ParsedBlock:
     counts: RecordCounts
 
 
-class _BadRecord(Exception):
+class _UnusableRecord(Exception):
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)
         self.kind = kind
@@ -161,10 +196,11 @@ def read_documents(
     """
     check_options(text_split, on_bad_record, max_bad_records)
     counts = RecordCounts() if counts is None else counts
-    for block in read_blocks(expand_inputs(patterns), text_key, text_split):
+    pieces = [Piece(path) for path in expand_inputs(patterns)]
+    for block in read_blocks(pieces, text_key, text_split):
         parsed = parse_block(block, text_key)
         counts.merge(parsed.counts)
-        counts.enforce(on_bad_record, max_bad_records)
+        counts.enforce(on_bad_record, max_bad_records, text_split)
         for text, line in zip(parsed.texts, parsed.lines, strict=True):
             yield Document(text, block.source, line)
 
@@ -182,22 +218,67 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files to blocks
+# Files to pieces, pieces to blocks
+
+
+def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> list[list[Piece]]:
+    """Cut the input into groups of pieces, each of about `piece_bytes` of stored data, in order.
+
+    A group holds at most one piece of each file. Files that cannot be cut go whole into a group. The plan
+    depends on the sizes of the files only.
+    """
+    groups: list[list[Piece]] = []
+    room = 0
+    for path in paths:
+        size, position = path.stat().st_size, 0
+        while position < size or not position:  # an empty file is a piece too: a reader judges it
+            if room <= 0:
+                groups.append([])
+                room = piece_bytes
+            taken = min(room, size - position) if _can_be_cut(path, text_split) else size
+            at_end = position + taken >= size
+            groups[-1].append(Piece(path, position, None if at_end else position + taken))
+            position += taken
+            room -= taken
+            if at_end:
+                break
+    return groups
+
+
+def _can_be_cut(path: Path, text_split: str) -> bool:
+    return path.suffix not in _COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
+
+
+def lines_before(piece: Piece, text_split: str) -> int:
+    """Number of lines of the file before the piece; reads the file up to there."""
+    count = 0
+    with open(piece.path, "rb") as file:
+        left = _record_start(file, piece.start, _layout(piece.path, text_split)) if piece.start else 0
+        file.seek(0)
+        while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
+            count += data.count(b"\n")
+            left -= len(data)
+    return count
+
+
+def _with_line_of_file(place: Place, text_split: str) -> Place:
+    lines = lines_before(Piece(Path(place.source), place.start), text_split)
+    return Place(place.source, place.line + lines, place.problem)
 
 
 def read_blocks(
-    paths: Iterable[Path], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
+    pieces: Iterable[Piece], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """Cut files into blocks of whole records. The records do not depend on `block_bytes`, the usual size.
+    """Cut pieces into blocks of whole records. The records do not depend on `block_bytes`, the usual size.
 
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
-    for path in paths:
-        layout = _layout(path, text_split)
+    for piece in pieces:
+        layout = _layout(piece.path, text_split)
         if layout == "rows":
-            yield from _parquet_blocks(path, text_key)
+            yield from _parquet_blocks(piece.path, text_key)
         else:
-            yield from _byte_blocks(path, layout, block_bytes)
+            yield from _byte_blocks(piece, layout, block_bytes)
 
 
 def _layout(path: Path, text_split: str) -> str:
@@ -216,26 +297,30 @@ def _layout(path: Path, text_split: str) -> str:
     raise DataError(f"input {path} has an unknown suffix; supported are {_SUPPORTED}.")
 
 
-def _byte_blocks(path: Path, layout: str, block_bytes: int) -> Iterator[Block]:
-    line, consumed, pending, started = 1, 0, b"", False
-    for chunk, position in _chunks(path, block_bytes):
+def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]:
+    path = piece.path
+    line, consumed, position, pending, started = 1, 0, 0, b"", piece.start > 0
+    for chunk, position in _chunks(piece, layout, block_bytes):
+        searched = len(pending)
         pending += chunk
         if not started and len(pending) >= len(_UTF8_BOM):
-            pending, started = _strip_bom(pending, path), True
+            pending, started, searched = _strip_bom(pending, path), True, 0
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
-                f"{path}:{line}: a record is longer than {MAX_RECORD_BYTES} bytes; split it, or check that "
-                f"each record has its own line."
+                f"{path}:{line + lines_before(piece, layout)}: a record is longer than {MAX_RECORD_BYTES} "
+                f"bytes; split it, or check that each record has its own line."
             )
-        cut = _last_boundary(pending, layout) if started else 0
+        cut = _last_boundary(pending, layout, searched) if started else 0
         if cut:
-            yield Block(str(path), layout, line, pending[:cut], position - consumed)
+            yield Block(str(path), layout, piece.start, line, pending[:cut], position - consumed)
             line += pending.count(b"\n", 0, cut)
             pending, consumed = pending[cut:], position
     if not started:
         pending = _strip_bom(pending, path)
     if pending:
-        yield Block(str(path), layout, line, pending, path.stat().st_size - consumed)
+        if piece.stop is None:  # a decompressor may not have met the end of its file yet
+            position = path.stat().st_size - piece.start
+        yield Block(str(path), layout, piece.start, line, pending, position - consumed)
 
 
 def _strip_bom(data: bytes, path: Path) -> bytes:
@@ -244,21 +329,42 @@ def _strip_bom(data: bytes, path: Path) -> bytes:
     return data.removeprefix(_UTF8_BOM)
 
 
-def _last_boundary(data: bytes, layout: str) -> int:
-    """Length of the longest prefix of `data` that surely ends with a whole record."""
+def _last_boundary(data: bytes, layout: str, searched: int) -> int:
+    """Length of the longest prefix of `data` that surely ends with a whole record, if past `searched`."""
     if layout == "file":
         return 0
     if layout == "blank_lines":
-        return max((match.end() for match in _BLANK_LINES.finditer(data)), default=0)
-    return data.rfind(b"\n") + 1
+        # A boundary that straddles `searched` may be missed; then the block is cut at a later one.
+        return max((match.end() for match in _BLANK_LINES.finditer(data, max(searched - 1, 0))), default=0)
+    return data.rfind(b"\n", searched) + 1
 
 
-def _chunks(path: Path, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, position in the stored file)."""
+def _record_start(file: IO[bytes], position: int, layout: str) -> int:
+    """The first start of a record after `position`, or the end of the file; position 0 is a start itself."""
+    if not position:
+        return 0
+    size = _BOUNDARY_READ_BYTES
+    while True:
+        file.seek(position)
+        data = file.read(size)
+        at_end = len(data) < size
+        match = _RECORD_ENDS[layout].search(data)
+        if match and (match.end() < len(data) or at_end):
+            return position + match.end()
+        if at_end:
+            return position + len(data)
+        size *= 2
+
+
+def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield (decompressed bytes, stored bytes of the piece so far)."""
+    path = piece.path
     try:
         with open(path, "rb") as file:
             if path.suffix not in _COMPRESSIONS:
-                stream = _read_all(file, chunk_bytes)
+                stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
+                file.seek(_record_start(file, piece.start, layout))
+                stream = _read_until(file, stop, chunk_bytes)
             elif not file.read(1):
                 raise EOFError
             else:
@@ -266,13 +372,18 @@ def _chunks(path: Path, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
                 decompress = _gzip_pieces if path.suffix == ".gz" else _zstandard_pieces
                 stream = _grouped(decompress(file, chunk_bytes), chunk_bytes)
             for chunk in stream:
-                yield chunk, file.tell()
+                yield chunk, file.tell() - piece.start
     except EOFError:
         raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+
+
+def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:
+    while (size := min(stop - file.tell(), chunk_bytes)) > 0 and (chunk := file.read(int(size))):
+        yield chunk
 
 
 def _read_all(file: IO[bytes] | gzip.GzipFile, chunk_bytes: int) -> Iterator[bytes]:
@@ -327,7 +438,7 @@ def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
                 texts = batch.column(0).cast(pyarrow.large_string())
                 rows = texts.cast(pyarrow.large_binary()).to_pylist()
                 position = size * (row + len(rows) - 1) // num_rows
-                yield Block(str(path), "rows", row, rows, position - consumed)
+                yield Block(str(path), "rows", 0, row, rows, position - consumed)
                 row, consumed = row + len(rows), position
     except (pyarrow.ArrowException, OSError) as error:
         problem = " ".join(str(error).split())
@@ -357,11 +468,11 @@ def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
     for line, record in _records(block):
         try:
             text = _parse_record(record, block.layout, text_key)
-        except _BadRecord as error:
+        except _UnusableRecord as error:
             cut_off = error.kind == "malformed_json" and line == unterminated_line
             kind = "truncated_record" if cut_off else error.kind
             note = " (the file ends inside this record)" if cut_off else ""
-            parsed.counts.add_bad(kind, f"{block.source}:{line}: {error}{note}")
+            parsed.counts.add_bad(kind, Place(block.source, line, f"{error}{note}", block.start))
             continue
         if text is None:
             parsed.counts.blank_lines += 1
@@ -402,9 +513,9 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | None:
-    """The text of a record; None for a blank line. Raises _BadRecord."""
+    """The text of a record; None for a blank line. Raises _UnusableRecord."""
     if record is None:
-        raise _BadRecord("field_not_text", f"column {text_key!r} is null, not text")
+        raise _UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     if layout == "jsonl":
         return _parse_json_line(record, text_key) if record.strip() else None
     try:
@@ -424,34 +535,38 @@ def _parse_json_line(line: bytes, text_key: str) -> str:
     except orjson.JSONDecodeError as error:
         raise _why_not_json(line, error) from None
     if not isinstance(tree, dict):
-        raise _BadRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
+        raise _UnusableRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
     if text_key not in tree:
         fields = ", ".join(list(tree)[:10]) or "none"
-        raise _BadRecord("missing_field", f"there is no field {text_key!r} (fields: {fields[:200]})")
+        raise _UnusableRecord("missing_field", f"there is no field {text_key!r} (fields: {fields[:200]})")
     text = tree[text_key]
     if not isinstance(text, str):
-        raise _BadRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")
+        raise _UnusableRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")
     return text
 
 
-def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> _BadRecord:
+def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> _UnusableRecord:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as decode_error:
         return _not_utf8(decode_error)
+    if line.startswith(_UTF8_BOM):
+        return _UnusableRecord("byte_order_mark", "a byte order mark inside the file (joined files?)")
+    if "control character" in error.msg:
+        return _UnusableRecord("control_character", f"{error.msg} at character {error.pos + 1}")
     if b"\\u" in line and len(line) < MAX_RECORD_BYTES:
         try:  # the standard library accepts half a surrogate pair, which no UTF-8 text can hold
             json.loads(line)
         except (ValueError, RecursionError):
             pass
         else:
-            return _BadRecord("lone_surrogate", f"half of a surrogate pair: {error.msg}")
-    return _BadRecord("malformed_json", f"malformed JSON: {error.msg} at character {error.pos + 1}")
+            return _UnusableRecord("lone_surrogate", f"half of a surrogate pair: {error.msg}")
+    return _UnusableRecord("malformed_json", f"malformed JSON: {error.msg} at character {error.pos + 1}")
 
 
-def _not_utf8(error: UnicodeDecodeError) -> _BadRecord:
+def _not_utf8(error: UnicodeDecodeError) -> _UnusableRecord:
     byte = error.object[error.start]
-    return _BadRecord("invalid_utf8", f"invalid UTF-8: byte 0x{byte:02x} at position {error.start + 1}")
+    return _UnusableRecord("invalid_utf8", f"invalid UTF-8: byte 0x{byte:02x} at position {error.start + 1}")
 
 
 def _json_type(value: Any) -> str:

@@ -12,15 +12,21 @@ index and tokens, rename the new tokens, rename the new index, and write the man
 Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
 checks (hashes, every pointer, every token id) are left to `verify`. A dataset of Megatron-LM's own (no
 manifest) can be read too; its sequences count as documents, and nothing is known about its tokenizer.
+
+Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
+be needed: on a cold disk many reads are then under way at once. Where mapping is refused, as some network
+file systems do, tokens are read by position, one piece at a time, and the index is held in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -73,6 +79,23 @@ def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids.astype(token_dtype(vocab_size), copy=False)
 
 
+def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
+    """The bytes of the .idx file for documents of `lengths` [documents] and tokens of `dtype`."""
+    count = len(lengths)
+    code = next(code for code, known in _DTYPE_CODES.items() if np.dtype(known) == dtype)
+    yield _HEADER.pack(_MAGIC, _INDEX_VERSION, code, count, count + 1)
+    for start in range(0, count, _CHUNK):
+        yield lengths[start : start + _CHUNK].astype("<i4").tobytes()
+    end = 0
+    for start in range(0, count, _CHUNK):
+        size = lengths[start : start + _CHUNK].astype("<i8") * dtype.itemsize
+        ends = end + np.cumsum(size)
+        yield (ends - size).tobytes()
+        end = int(ends[-1])
+    for start in range(0, count + 1, _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, count + 1), dtype="<i8").tobytes()
+
+
 def dataset_path(prefix: str | Path, suffix: str) -> Path:
     """PREFIX.bin and the like; `with_suffix` would eat a dot in the prefix."""
     return Path(f"{prefix}{suffix}")
@@ -87,7 +110,7 @@ def remove_dataset(prefix: str | Path) -> None:
     """Remove a dataset, in the order in which an interruption leaves it unreadable and not wrong."""
     for suffix in reversed(SUFFIXES):
         dataset_path(prefix, suffix).unlink(missing_ok=True)
-        _sync_directory(dataset_path(prefix, suffix).parent)
+        sync_directory(dataset_path(prefix, suffix).parent)
 
 
 class IndexedDatasetWriter:
@@ -106,7 +129,7 @@ class IndexedDatasetWriter:
         self._sealed = False
         self._finished = False
         self._hashes = {".bin": hashlib.sha256(), ".idx": hashlib.sha256()}
-        with self._disk_errors(), contextlib.ExitStack() as opened:
+        with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
             self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
@@ -118,7 +141,7 @@ class IndexedDatasetWriter:
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
         data = np.ascontiguousarray(to_token_dtype(tokens, self.vocab_size)).data
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             self._bin.write(data)
             self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._hashes[".bin"].update(data)
@@ -129,14 +152,17 @@ class IndexedDatasetWriter:
         """Complete both files and force them to disk, still under their partial names."""
         if self._sealed:
             return
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             self._lengths.close()
-            _sync(self._bin)
+            sync_file(self._bin)
             with open(self._partial(".idx"), "wb") as index:
-                for piece in self._index_pieces():
+                lengths = (
+                    np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
+                )
+                for piece in index_pieces(lengths, self.dtype):
                     index.write(piece)
                     self._hashes[".idx"].update(piece)
-                _sync(index)
+                sync_file(index)
             self._partial(".lengths").unlink()
         self._sealed = True
 
@@ -145,12 +171,12 @@ class IndexedDatasetWriter:
         if not self.num_documents:
             raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
         self.seal()
-        with self._disk_errors():
+        with disk_errors(self.prefix):
             sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._hashes}
             remove_dataset(self.prefix)
             for suffix in self._hashes:
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
-            _sync_directory(self.prefix.parent)
+            sync_directory(self.prefix.parent)
             self._write_manifest(sizes, manifest)
         self._finished = True
         self._files.close()
@@ -175,24 +201,6 @@ class IndexedDatasetWriter:
     def _partial(self, suffix: str) -> Path:
         return dataset_path(self.prefix, f"{suffix}.partial")
 
-    def _index_pieces(self) -> Iterator[bytes]:
-        code = next(code for code, dtype in _DTYPE_CODES.items() if np.dtype(dtype) == self.dtype)
-        yield _HEADER.pack(_MAGIC, _INDEX_VERSION, code, self.num_documents, self.num_documents + 1)
-        chunks = range(0, self.num_documents, _CHUNK)
-        lengths = (
-            np.memmap(self._partial(".lengths"), dtype="<i4", mode="r") if chunks else np.empty(0, "<i4")
-        )
-        for start in chunks:
-            yield lengths[start : start + _CHUNK].tobytes()
-        end = 0
-        for start in chunks:
-            size = lengths[start : start + _CHUNK].astype("<i8") * self.dtype.itemsize
-            ends = end + np.cumsum(size)
-            yield (ends - size).tobytes()
-            end = int(ends[-1])
-        for start in range(0, self.num_documents + 1, _CHUNK):
-            yield np.arange(start, min(start + _CHUNK, self.num_documents + 1), dtype="<i8").tobytes()
-
     def _write_manifest(self, sizes: Mapping[str, int], manifest: Mapping[str, Any]) -> None:
         tree = {
             "format": MANIFEST_FORMAT,
@@ -206,23 +214,24 @@ class IndexedDatasetWriter:
         }
         with open(self._partial(".json"), "wb") as file:
             file.write(json.dumps(tree, indent=2, ensure_ascii=True).encode() + b"\n")
-            _sync(file)
+            sync_file(file)
         os.replace(self._partial(".json"), dataset_path(self.prefix, ".json"))
-        _sync_directory(self.prefix.parent)
+        sync_directory(self.prefix.parent)
 
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError:
-            raise DataError(
-                f"output {self.prefix} is being written by another process; wait for it."
-            ) from None
-        except OSError as error:
-            problem = error.strerror or error
-            raise DataError(
-                f"output {self.prefix} cannot be written ({problem}); choose another --output."
-            ) from None
+
+@contextlib.contextmanager
+def disk_errors(output: str | Path) -> Iterator[None]:
+    """Turn what the file system refuses while writing `output` into a DataError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise DataError(f"output {output} is being written by another process; wait for it.") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if full else "choose another --output"
+        raise DataError(
+            f"output {output} cannot be written ({error.strerror or error}); {remedy} and run again."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -242,12 +251,12 @@ def _create_exclusively(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _sync(file: Any) -> None:
+def sync_file(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -255,20 +264,51 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+class FileTokens:
+    """The tokens of a file that is not mapped; slices and index arrays are read when asked for."""
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
+        self.dtype = dtype
+        self.shape = (count,)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference to it)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: slice | np.ndarray) -> np.ndarray:
+        if not isinstance(key, slice):
+            return np.array([self[i : i + 1][0] for i in np.asarray(key).tolist()], self.dtype)
+        start, stop, step = key.indices(len(self))
+        assert step == 1
+        data = b""
+        size, position = max(stop - start, 0) * self.dtype.itemsize, start * self.dtype.itemsize
+        while len(data) < size:
+            more = os.pread(self._file.fileno(), size - len(data), position + len(data))
+            if not more:
+                raise DataError(
+                    f"{self._file.name} became shorter while it was read; copy the dataset again."
+                )
+            data += more
+        return np.frombuffer(data, self.dtype)
+
+
 class IndexedDataset:
     """A memory-mapped dataset. Opening is O(1); an instance pickles as its prefix and reopens.
 
+    Args:
+        sequential: the files will be read from begin to end, not at random.
     Attributes:
         num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
-        tokens: [num_tokens], memory-mapped, the stored dtype.
+        tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
         pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
         lengths: int32 [num_documents], memory-mapped: tokens of each document.
         manifest: the manifest's tree, or None for a dataset without one.
     Raises: DataError when files are missing, damaged, or do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, sequential: bool = False) -> None:
         self.prefix = Path(prefix)
+        self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
         sizes = self._file_sizes()
         self.manifest = self._read_manifest(sizes)
         self.dtype, self.num_documents, num_boundaries = self._read_header(sizes[".idx"])
@@ -278,10 +318,13 @@ class IndexedDataset:
             raise self._damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
         if not self.num_documents or not self.num_tokens:
             raise self._damaged(".idx", "holds no tokens")
-        start = _HEADER.size
-        self.lengths = self._map(".idx", "<i4", start, self.num_documents)
-        self.pointers = self._map(".idx", "<i8", start + 4 * self.num_documents, self.num_documents)
-        self.tokens = self._map(".bin", self.dtype, 0, self.num_tokens)
+        self._token_map = self._map(".bin")
+        self.tokens: Any = (
+            FileTokens(dataset_path(self.prefix, ".bin"), self.dtype, self.num_tokens)
+            if self._token_map is None
+            else np.frombuffer(self._token_map, self.dtype)
+        )
+        self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
         self._check_manifest_counts()
 
@@ -304,6 +347,16 @@ class IndexedDataset:
             )
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[index])]
+
+    def prefetch(self, starts: np.ndarray, num_tokens: int) -> None:
+        """Ask the kernel to read `num_tokens` tokens from each of `starts`, int64 [n], without waiting."""
+        if self._token_map is None:
+            return
+        first = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = np.minimum(starts + num_tokens, self.num_tokens) * self.dtype.itemsize
+        advise, advice = self._token_map.madvise, mmap.MADV_WILLNEED
+        for begin, size in zip(first.tolist(), (stop - first).tolist(), strict=True):
+            advise(advice, begin, size)
 
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
@@ -418,9 +471,28 @@ class IndexedDataset:
             raise self._damaged(".idx", "is cut off")
         return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
 
-    def _map(self, suffix: str, dtype: Any, offset: int, count: int) -> np.ndarray:
-        path = dataset_path(self.prefix, suffix)
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+    def _map(self, suffix: str) -> mmap.mmap | None:
+        """The mapped file; None where that is refused. Arrays over it keep it mapped as long as they live."""
+        with open(dataset_path(self.prefix, suffix), "rb") as file:
+            try:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped.madvise(self._advice)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be mapped (%s) and is read instead", dataset_path(self.prefix, suffix), error
+                )
+                return None
+        return mapped
+
+    def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths, pointers)"""
+        mapped = self._map(".idx")
+        path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, _HEADER.size
+        if mapped is None:
+            lengths = np.fromfile(path, "<i4", count, offset=start)
+            return lengths, np.fromfile(path, "<i8", count, offset=start + 4 * count)
+        lengths = np.frombuffer(mapped, "<i4", count, start)
+        return lengths, np.frombuffer(mapped, "<i8", count, start + 4 * count)
 
     def _check_pointers(self, bin_size: int) -> None:
         """First, last and some neighbouring pointers must agree with the lengths and the size of .bin."""

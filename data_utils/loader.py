@@ -26,9 +26,13 @@ class SampleLoader:
         self.mixture = mixture
         self.collator = collator
 
-    def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples int64 [B] as int32 [B, len(FIELDS), row_length]."""
-        return self.collator(*self.mixture.fetch(indices), indices)
+    def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
+        return self.collator(*self.mixture.fetch(indices), indices, out)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Let the kernel start to read samples int64 [B] of a batch to come; see `Mixture.prefetch`."""
+        self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:
         """What the samples are drawn from: for each corpus its token file's checksum (null for a foreign dataset)."""

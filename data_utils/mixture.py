@@ -18,12 +18,18 @@ from typing import Any
 import numpy as np
 
 from data_utils.indexed_dataset import IndexedDataset
-from data_utils.sampler import GatherBuffer, WindowIndex, block_table, derive_key, epochs_and_windows
+from data_utils.sampler import (
+    CHOICE_STREAM,
+    WindowBatch,
+    WindowIndex,
+    block_table,
+    derive_key,
+    locate_samples,
+)
 from megatron_lite.errors import ConfigError, DataError
 
 BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
-_CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
 
 
 def quotas(weights: Sequence[float], block_size: int = BLOCK_SIZE) -> np.ndarray:
@@ -65,25 +71,22 @@ class Mixture:
         self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
         self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)
         self._key_seed = np.uint64(seed & _MASK_64)
-        self._cached_table: tuple[int, np.ndarray, np.ndarray] | None = None
+        key = derive_key(self._key_seed, CHOICE_STREAM, 0)
+        self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
     def __reduce__(self) -> tuple[type, tuple[list[tuple[WindowIndex, float]], int]]:
         return type(self), (self.corpora, self.seed)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where samples lie: indices int64 [B], each >= 0 -> corpus, epoch, window, each int64 [B]."""
-        indices = np.asarray(indices, np.int64)
+        indices = np.ascontiguousarray(indices, np.int64)
         assert not len(indices) or indices.min() >= 0
-        blocks, places = np.divmod(indices, BLOCK_SIZE)
-        corpora = np.empty(len(indices), np.int64)
-        ranks = np.empty(len(indices), np.int64)
-        for block in np.unique(blocks):
-            here = blocks == block
-            corpus_table, rank_table = self._table(int(block))
-            corpora[here] = corpus_table[places[here]]
-            ranks[here] = rank_table[places[here]]
-        ordinals = blocks * self.quotas[corpora] + ranks
-        return corpora, *epochs_and_windows(self._key_seed, corpora, ordinals, self._num_windows)
+        table = self._table  # one read: another thread may replace it
+        *found, block, corpora, ranks = locate_samples(
+            self._key_seed, indices, self._starts, self._num_windows, *table
+        )
+        self._table = (block, corpora, ranks)
+        return tuple(found)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.
@@ -91,21 +94,26 @@ class Mixture:
         Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
         """
         corpora, _, windows = self.locate(indices)
-        window_length = max(index.window_length for index in self.indexes)
-        max_pieces = max(index.max_pieces for index in self.indexes)
-        buffer = GatherBuffer(len(windows), window_length, max_pieces)
-        for corpus in np.unique(corpora):
-            rows = np.flatnonzero(corpora == corpus)
-            self.indexes[corpus].gather_into(buffer, windows[rows], rows)
-        return buffer.pack()
+        batch = WindowBatch(len(windows), max(index.max_pieces for index in self.indexes))
+        return batch.gather(self._by_corpus(corpora, windows))
 
-    def _table(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        cached = self._cached_table  # one read: another thread may replace it
-        if cached is None or cached[0] != block:
-            key = derive_key(self._key_seed, _CHOICE_STREAM, block)
-            cached = (block, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))
-            self._cached_table = cached
-        return cached[1], cached[2]
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.
+
+        Worth its few microseconds a sample where the corpora do not fit in memory.
+        """
+        corpora, _, windows = self.locate(indices)
+        for index, its_windows, _ in self._by_corpus(corpora, windows):
+            index.prefetch(its_windows)
+
+    def _by_corpus(
+        self, corpora: np.ndarray, windows: np.ndarray
+    ) -> list[tuple[WindowIndex, np.ndarray, np.ndarray]]:
+        """For each corpus: its index, its windows and their rows."""
+        if len(self.indexes) == 1:
+            return [(self.indexes[0], windows, np.arange(len(windows)))]
+        rows = [np.flatnonzero(corpora == corpus) for corpus in range(len(self.indexes))]
+        return [(index, windows[its], its) for index, its in zip(self.indexes, rows, strict=True) if len(its)]
 
 
 def _require_one_tokenizer(datasets: Sequence[IndexedDataset]) -> None:

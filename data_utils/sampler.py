@@ -13,6 +13,8 @@ Rogaway, "Ciphers with arbitrary finite domains", 2002.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import njit
 
@@ -22,6 +24,7 @@ from megatron_lite.errors import ConfigError
 _U64 = np.uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4  # pairs of half rounds
+CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
 
 # All compiled functions of sampling live in this file: numba notices a change of the file that holds a cached
 # function, but not of another file that it calls into, and would go on with the old code.
@@ -95,31 +98,61 @@ def block_table(starts, block_size, key):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def epochs_and_windows(seed, corpora, ordinals, num_windows):
-    """Epoch and window, two int64 [B], of the samples `ordinals` [B] of `corpora` [B]; see mixture.py."""
-    epochs = np.empty(ordinals.shape[0], np.int64)
-    windows = np.empty(ordinals.shape[0], np.int64)
-    for i in range(ordinals.shape[0]):
-        corpus = corpora[i]
-        epochs[i] = ordinals[i] // num_windows[corpus]
+def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places, ranks_of_places):
+    """Corpus, epoch and window, each int64 [B], of samples; see mixture.py.
+
+    Args: the table of one block, made by `block_table`, which is used as long as samples lie in that block.
+    Returns: corpora, epochs, windows, and number and table of the last block.
+    """
+    corpora = np.empty(indices.shape[0], np.int64)
+    epochs = np.empty(indices.shape[0], np.int64)
+    windows = np.empty(indices.shape[0], np.int64)
+    block_size = starts[starts.shape[0] - 1]
+    for i in range(indices.shape[0]):
+        if indices[i] // block_size != block:
+            block = indices[i] // block_size
+            key = derive_key(seed, CHOICE_STREAM, block)
+            corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
+        place = indices[i] - block * block_size
+        corpus = corpora_of_places[place]
+        ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
+        corpora[i] = corpus
+        epochs[i] = ordinal // num_windows[corpus]
         key = derive_key(seed, corpus + 1, epochs[i])
-        windows[i] = permute(ordinals[i] % num_windows[corpus], num_windows[corpus], key)
-    return epochs, windows
+        windows[i] = permute(ordinal % num_windows[corpus], num_windows[corpus], key)
+    return corpora, epochs, windows, block, corpora_of_places, ranks_of_places
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_document(pointers, shift, overhead, start):
+    """The last document that begins at or before the cost `start`."""
+    low, high = np.int64(0), np.int64(pointers.shape[0])
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if (pointers[middle] >> shift) + overhead * middle <= start:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_tokens(pointers, shift, overhead, window_length, windows):
+    """A token at or shortly before the first one of each window, int64 [B]."""
+    tokens = np.empty(windows.shape[0], np.int64)
+    for i in range(windows.shape[0]):
+        start = windows[i] * window_length
+        document = _first_document(pointers, shift, overhead, start)
+        tokens[i] = max(pointers[document] >> shift, start - overhead * (document + 1))
+    return tokens
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
     """Write the token ranges of the cost range [start, stop) into pieces [*, 2]; return their number."""
     num_documents = pointers.shape[0]
-    low, high = np.int64(0), np.int64(num_documents)
-    while high - low > 1:  # the last document that begins at or before `start`
-        middle = (low + high) >> 1
-        if (pointers[middle] >> shift) + overhead * middle <= start:
-            low = middle
-        else:
-            high = middle
     count = 0
-    document = low
+    document = _first_document(pointers, shift, overhead, start)
     begin = pointers[document] >> shift
     while document < num_documents and begin + overhead * document < stop:
         end = pointers[document + 1] >> shift if document + 1 < num_documents else num_tokens
@@ -136,66 +169,69 @@ def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _gather_rows(
-    tokens,
-    pointers,
-    shift,
-    overhead,
-    window_length,
-    windows,
-    rows,
-    out_tokens,
-    out_lengths,
-    out_counts,
-    pieces,
+def _plan_rows(
+    pointers, shift, num_tokens, overhead, window_length, windows, rows, first_tokens, piece_lengths, counts
 ):
-    """Fill row rows[i] of the outputs from window windows[i]."""
-    num_tokens = np.int64(tokens.shape[0])
+    """Where the tokens of window windows[i] begin and how long its pieces are, into row rows[i]."""
+    pieces = np.empty((piece_lengths.shape[1], 2), np.int64)
     for i in range(windows.shape[0]):
         row = rows[i]
         start = windows[i] * window_length
         count = _window_pieces(pointers, shift, num_tokens, overhead, start, start + window_length, pieces)
-        position = 0
+        first_tokens[row] = pieces[0, 0]
         for piece in range(count):
-            first, last = pieces[piece, 0], pieces[piece, 1]
-            for token in range(first, last):
-                out_tokens[row, position] = tokens[token]
-                position += 1
-            out_lengths[row, piece] = last - first
-        out_counts[row] = count
+            piece_lengths[row, piece] = pieces[piece, 1] - pieces[piece, 0]
+        counts[row] = count
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pack_rows(row_tokens, row_lengths, counts):
-    """Drop the unused ends of the rows: (tokens, piece lengths), each one-dimensional."""
-    num_pieces = counts.sum()
-    lengths = np.empty(num_pieces, np.int64)
-    piece = 0
+def _pack_rows(piece_lengths, counts):
+    """Piece lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
+    packed = np.empty(counts.sum(), np.int64)
+    positions = np.zeros(counts.shape[0] + 1, np.int64)
+    number = 0
     for row in range(counts.shape[0]):
-        for i in range(counts[row]):
-            lengths[piece] = row_lengths[row, i]
-            piece += 1
-    tokens = np.empty(lengths.sum(), np.int32)
-    position = 0
-    for row in range(counts.shape[0]):
-        length = row_lengths[row, : counts[row]].sum()
-        tokens[position : position + length] = row_tokens[row, :length]
-        position += length
-    return tokens, lengths
+        total = np.int64(0)
+        for piece in range(counts[row]):
+            packed[number] = piece_lengths[row, piece]
+            total += packed[number]
+            number += 1
+        positions[row + 1] = positions[row] + total
+    return packed, positions
 
 
-class GatherBuffer:
-    """Rows of scratch space into which windows of several datasets are gathered before they are packed."""
+@njit(cache=True, error_model="numpy", nogil=True)
+def _copy_rows(tokens, first_tokens, positions, rows, out):
+    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one stretch of the stream."""
+    for i in range(rows.shape[0]):
+        start, stop = positions[rows[i]], positions[rows[i] + 1]
+        first = first_tokens[rows[i]]
+        source, target = tokens[first : first + stop - start], out[start:stop]
+        for k in range(stop - start):
+            target[k] = source[k]
 
-    def __init__(self, num_rows: int, window_length: int, max_pieces: int) -> None:
-        self.tokens = np.empty((num_rows, window_length), np.int32)
-        self.lengths = np.empty((num_rows, max_pieces), np.int64)
+
+class WindowBatch:
+    """Windows of one or several datasets, gathered in two steps, so that each token is copied once."""
+
+    def __init__(self, num_rows: int, max_pieces: int) -> None:
+        self.first_tokens = np.empty(num_rows, np.int64)
+        self.piece_lengths = np.empty((num_rows, max_pieces), np.int32)
         self.counts = np.zeros(num_rows, np.int64)
-        self.pieces = np.empty((max_pieces, 2), np.int64)
 
-    def pack(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int32, piece lengths int64, pieces of each row int64), row after row."""
-        tokens, lengths = _pack_rows(self.tokens, self.lengths, self.counts)
+    def gather(
+        self, parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Parts: an index, its windows int64 [k], and the rows int64 [k] to which they go; all rows once.
+
+        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
+        """
+        for index, windows, rows in parts:
+            index.plan_rows(self, windows, rows)
+        lengths, positions = _pack_rows(self.piece_lengths, self.counts)
+        tokens = np.empty(positions[-1], np.int32)
+        for index, _, rows in parts:
+            index.copy_rows(self, positions, rows, tokens)
         return tokens, lengths, self.counts
 
 
@@ -249,23 +285,38 @@ class WindowIndex:
         Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per window int64 [B].
         """
         windows = np.asarray(windows, np.int64)
-        buffer = GatherBuffer(len(windows), self.window_length, self.max_pieces)
-        self.gather_into(buffer, windows, np.arange(len(windows)))
-        return buffer.pack()
+        batch = WindowBatch(len(windows), self.max_pieces)
+        return batch.gather([(self, windows, np.arange(len(windows)))])
 
-    def gather_into(self, buffer: GatherBuffer, windows: np.ndarray, rows: np.ndarray) -> None:
-        """Gather windows, int64 [k], into the given rows, int64 [k], of a buffer that is large enough."""
+    def prefetch(self, windows: np.ndarray) -> None:
+        """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
+        dataset = self.dataset
+        overhead, length = np.int64(self.document_overhead), np.int64(self.window_length)
+        starts = _first_tokens(dataset.pointers, self._shift, overhead, length, windows)
+        dataset.prefetch(starts, self.window_length)
+
+    def plan_rows(self, batch: WindowBatch, windows: np.ndarray, rows: np.ndarray) -> None:
+        """Look up windows, int64 [k], for the given rows, int64 [k], of a batch that has room."""
         assert not len(windows) or (windows.min() >= 0 and windows.max() < self.num_windows)
-        _gather_rows(
-            self.dataset.tokens,
+        _plan_rows(
             self.dataset.pointers,
             self._shift,
+            np.int64(self.dataset.num_tokens),
             np.int64(self.document_overhead),
             np.int64(self.window_length),
             windows,
             rows,
-            buffer.tokens,
-            buffer.lengths,
-            buffer.counts,
-            buffer.pieces,
+            batch.first_tokens,
+            batch.piece_lengths,
+            batch.counts,
         )
+
+    def copy_rows(self, batch: WindowBatch, positions: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """Copy the tokens of planned rows to out[positions[row] : positions[row + 1]]."""
+        tokens = self.dataset.tokens
+        if isinstance(tokens, np.ndarray):
+            _copy_rows(tokens, batch.first_tokens, positions, rows, out)
+            return
+        for row in rows.tolist():  # not mapped: one read for each window
+            start, stop, first = int(positions[row]), int(positions[row + 1]), int(batch.first_tokens[row])
+            out[start:stop] = tokens[first : first + stop - start]

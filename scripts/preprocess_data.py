@@ -1,5 +1,10 @@
 #!/usr/bin/env python3
-"""Build a token dataset (.bin, .idx and manifest) from JSONL, parquet or text files. See docs/data.md."""
+"""Build a token dataset (.bin, .idx and manifest) from JSONL, parquet or text files. See docs/data.md.
+
+A build that was stopped goes on when the same command runs again. With --mpi, ranks share the work:
+
+    mpirun -n 4 python scripts/preprocess_data.py --mpi --input ...
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,27 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.build import BuildConfig, build_corpus
+from data_utils.build import build_corpus
+from data_utils.build_config import DEFAULT_SHARD_BYTES, BuildConfig
 from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
+from data_utils.indexed_dataset import IndexedDataset
+from data_utils.ranks import Ranks
 from data_utils.tokenizers import KINDS, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import run_command
+from megatron_lite.errors import USER_ERROR_STATUS, UserError, run_command
 
 INTERRUPTED_STATUS = 130
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files or globs: .jsonl .txt (each also .gz .zst) .parquet")
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
@@ -37,7 +48,20 @@ def parse_arguments() -> argparse.Namespace:
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
     add("--split-seed", type=int, default=0, help="another seed gives other splits (default: 0)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes, for each rank (default: all cores)",
+    )
+    add("--mpi", action="store_true", help="share the work with the other MPI ranks (mpirun, srun)")
+    add(
+        "--shard-megabytes",
+        type=int,
+        default=DEFAULT_SHARD_BYTES >> 20,
+        help="input, as stored, that is done or redone as one; does not change the output "
+        f"(default: {DEFAULT_SHARD_BYTES >> 20})",
+    )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
     add(
         "--max-bad-records",
@@ -45,13 +69,22 @@ def parse_arguments() -> argparse.Namespace:
         default=DEFAULT_MAX_BAD_RECORDS,
         help=f"with skip: stop beyond this many (default: {DEFAULT_MAX_BAD_RECORDS})",
     )
+    add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
+    add(
+        "--decontaminate",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="report documents that share sequences of 13 words with these evaluation texts",
+    )
     add("--overwrite", action="store_true", help="replace existing output")
+    add("--restart", action="store_true", help="discard what a stopped build left, and start anew")
+    add("--verify", action="store_true", help="read the finished output again and check all of it")
     return parser.parse_args()
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    config = BuildConfig(
+def make_config(arguments: argparse.Namespace) -> BuildConfig:
+    return BuildConfig(
         inputs=arguments.input,
         output=arguments.output,
         text_key=arguments.text_key,
@@ -61,21 +94,55 @@ def main() -> int:
         workers=arguments.workers,
         on_bad_record=arguments.on_bad_record,
         max_bad_records=arguments.max_bad_records,
+        deduplicate=arguments.deduplicate,
+        evaluation_inputs=arguments.decontaminate,
+        shard_bytes=arguments.shard_megabytes << 20,
         overwrite=arguments.overwrite,
+        restart=arguments.restart,
     )
+
+
+def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     tokenizer = TokenizerConfig(
         kind=arguments.tokenizer_kind,
         path=arguments.tokenizer_path,
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
     )
+    report = build_corpus(make_config(arguments), partial(load_tokenizer, tokenizer), ranks)
+    if ranks.rank == 0:
+        print("\n".join(report.lines()))
+        for prefix in report.documents if arguments.verify else ():
+            IndexedDataset(prefix, sequential=True).verify()
+            print(f"  {prefix}: verified")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.mpi:
+        return main_of_rank(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
     try:
-        report = build_corpus(config, partial(load_tokenizer, tokenizer))
+        make_dataset(arguments, Ranks())
     except KeyboardInterrupt:
-        print("interrupted before the output was complete; run the command again", file=sys.stderr)
+        print("interrupted before the output was complete; run the command again to go on", file=sys.stderr)
         return INTERRUPTED_STATUS
-    print("\n".join(report.lines()))
+    return 0
+
+
+def main_of_rank(arguments: argparse.Namespace) -> int:
+    """Every rank ends with the same status; the error is printed once, by rank 0."""
+    from mpi4py import MPI
+
+    try:
+        make_dataset(arguments, Ranks(MPI.COMM_WORLD))
+    except UserError as error:
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_STATUS
+    except BaseException:  # the others would wait for this rank
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)
     return 0
 
 

@@ -55,3 +55,19 @@ class SlowTokenizer(ByteTokenizer):
     def encode_batch(self, texts):
         time.sleep(0.05)
         return super().encode_batch(texts)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts that it is given."""
+
+    texts = 0
+
+    def encode_batch(self, texts):
+        CountingTokenizer.texts += len(texts)
+        return super().encode_batch(texts)
+
+
+class OtherTokenizer(ByteTokenizer):
+    """Gives the same ids, but says that it is another."""
+
+    fingerprint = "bytes-2"

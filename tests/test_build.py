@@ -1,33 +1,35 @@
 import json
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import ByteTokenizer, DyingTokenizer, NarrowTokenizer, SilentTokenizer
+from byte_tokenizer import ByteTokenizer, NarrowTokenizer, SilentTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils import build
-from data_utils.build import BuildConfig, build_corpus, parse_split, split_rule
-from data_utils.documents import read_blocks
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.build import BuildConfig, build_corpus
+from data_utils.build_config import parse_split, split_rule
+from data_utils.indexed_dataset import SUFFIXES, IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import ConfigError, DataError
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"
+SPLIT_NAMES = ("train", "validation", "test")
+
+
+def to_jsonl(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def write_corpus(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text(to_jsonl(texts))
     return str(path)
 
 
 def make(tmp_path, texts, make_tokenizer=ByteTokenizer, name="corpus", **options):
-    path = write_corpus(tmp_path / "input.jsonl", texts)
+    path = str(tmp_path / "input.jsonl")
+    if not Path(path).exists() or Path(path).read_text() != to_jsonl(texts):
+        write_corpus(Path(path), texts)
+    options.setdefault("shard_bytes", 500)
     config = BuildConfig(inputs=[path], output=str(tmp_path / "out" / name), **options)
     return build_corpus(config, make_tokenizer)
 
@@ -39,12 +41,6 @@ def texts_of(prefix):
 
 def files(directory):
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Many blocks from a small corpus."""
-    monkeypatch.setattr(build, "read_blocks", lambda *arguments: read_blocks(*arguments, block_bytes=500))
 
 
 def test_documents_in_order_each_with_eos(tmp_path):
@@ -64,13 +60,16 @@ def test_documents_in_order_each_with_eos(tmp_path):
     ]
 
 
-def test_any_number_of_workers_gives_the_same_bytes(tmp_path, small_blocks):
+def test_any_number_of_workers_and_shards_gives_the_same_bytes(tmp_path):
     texts = [f"document {i} " * (i % 7 + 1) for i in range(400)] + ["", "  "]
-    for workers in (1, 2, 3):
-        make(tmp_path, texts, split=SPLIT, workers=workers)
-        (tmp_path / "out").rename(tmp_path / str(workers))
-    assert len(files(tmp_path / "1")) == 9
-    assert files(tmp_path / "1") == files(tmp_path / "2") == files(tmp_path / "3")
+    expected = {}
+    for workers, shard_bytes in ((1, 500), (3, 3000), (1, 1 << 20), (2, 7777)):
+        make(tmp_path, texts, split=SPLIT, workers=workers, shard_bytes=shard_bytes)
+        made = files(tmp_path / "out")
+        assert set(made) == {f"corpus_{name}{suffix}" for name in SPLIT_NAMES for suffix in SUFFIXES}
+        expected = expected or made
+        assert made == expected
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_splits_share_the_documents(tmp_path):
@@ -120,7 +119,13 @@ def test_split_names_and_fractions():
 
 
 def test_options_are_checked():
-    for options in ({"workers": 0}, {"output": "a/"}, {"output": ""}, {"on_bad_record": "maybe"}):
+    for options in (
+        {"workers": 0},
+        {"shard_bytes": 0},
+        {"output": "a/"},
+        {"output": ""},
+        {"on_bad_record": "maybe"},
+    ):
         with pytest.raises(ConfigError):
             BuildConfig(**{"inputs": ["x"], "output": "x", **options})
 
@@ -171,6 +176,12 @@ def test_a_crash_between_two_splits_never_mixes_two_builds(tmp_path, monkeypatch
     assert texts_of(tmp_path / "out/corpus_a")[0].startswith("new")
     with pytest.raises(DataError, match="does not exist"):
         IndexedDataset(tmp_path / "out/corpus_b")
+    monkeypatch.undo()
+    report = make(
+        tmp_path, [f"new {i}" for i in range(50)], split="a=0.5,b=0.5"
+    )  # goes on, without overwrite
+    assert report.finished_before == report.shards
+    assert texts_of(tmp_path / "out/corpus_b")[0].startswith("new")
 
 
 def test_an_input_is_never_overwritten(tmp_path):
@@ -181,82 +192,66 @@ def test_an_input_is_never_overwritten(tmp_path):
     assert list(files(tmp_path)) == ["corpus.json"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_record_stops_or_is_counted(tmp_path, small_blocks, workers):
+def test_a_bad_record_stops_or_is_counted(tmp_path):
     path = tmp_path / "bad.jsonl"
-    good = b'{"text": "fine and long enough for some blocks"}\n' * 50
+    good = b'{"text": "fine and long enough for some shards"}\n' * 50
     path.write_bytes(good + b"{nonsense\n" + good + b'{"text": 1}\n')
-    options = {"inputs": [str(path)], "output": str(tmp_path / "out/corpus"), "workers": workers}
+    options = {"inputs": [str(path)], "output": str(tmp_path / "out/corpus"), "shard_bytes": 500}
     with pytest.raises(DataError, match=r"bad\.jsonl:51: malformed JSON"):
         build_corpus(BuildConfig(**options), ByteTokenizer)
-    assert files(tmp_path / "out") == {}
+    with pytest.raises(
+        DataError, match=r"2 bad records .*max_bad_records \(1\); the first is .*bad\.jsonl:51:"
+    ):
+        build_corpus(BuildConfig(**options, on_bad_record="skip", max_bad_records=1), ByteTokenizer)
     report = build_corpus(BuildConfig(**options, on_bad_record="skip"), ByteTokenizer)
     assert report.counts.bad == {"malformed_json": 1, "field_not_text": 1}
+    assert [place.line for place in report.counts.examples] == [51, 102]
     manifest = IndexedDataset(tmp_path / "out/corpus").manifest
     assert manifest["bad_records"] == report.counts.bad and manifest["num_documents"] == 100
     assert any("malformed_json" in line for line in report.lines())
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(tmp_path, small_blocks):
-    with pytest.raises(DataError, match="worker process died"):
-        make(tmp_path, ["x" * 100] * 50 + ["die"] + ["x" * 100] * 50, DyingTokenizer, workers=2)
+def test_a_failed_build_without_a_finished_shard_leaves_nothing(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{nonsense\n")
+    config = BuildConfig(inputs=[str(tmp_path / "bad.jsonl")], output=str(tmp_path / "out/corpus"))
+    with pytest.raises(DataError, match="malformed"):
+        build_corpus(config, ByteTokenizer)
     assert files(tmp_path / "out") == {}
-    assert multiprocessing.active_children() == []
 
 
-SLOW_BUILD = """
-import sys
-from functools import partial
-from byte_tokenizer import SlowTokenizer
-from data_utils import build
-if __name__ == "__main__":
-    build.read_blocks = partial(build.read_blocks, block_bytes=500)
-    config = build.BuildConfig(inputs=[sys.argv[1]], output=sys.argv[2], workers=2)
-    build.build_corpus(config, SlowTokenizer)
-"""
+def test_exact_duplicates_are_left_out(tmp_path):
+    texts = [f"document {i % 60}" for i in range(100)] + ["other"]
+    make(tmp_path, texts, name="all", split=SPLIT)
+    report = make(tmp_path, texts, split=SPLIT, deduplicate=True, workers=2)
+    for name in SPLIT_NAMES:
+        kept = texts_of(tmp_path / f"out/corpus_{name}")
+        assert kept == list(dict.fromkeys(texts_of(tmp_path / f"out/all_{name}")))
+        IndexedDataset(tmp_path / f"out/corpus_{name}").verify()
+    assert report.duplicates == 40 and sum(report.documents.values()) == 61
+    assert IndexedDataset(tmp_path / "out/corpus_test").manifest["duplicates"] == 40
+    assert "duplicates" not in IndexedDataset(tmp_path / "out/all_test").manifest
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_build_shows_no_dataset_and_leaves_no_process(tmp_path, signal_number):
-    path = write_corpus(tmp_path / "input.jsonl", ["x" * 400] * 2000)
-    script = tmp_path / "slow_build.py"
-    script.write_text(SLOW_BUILD)
-    repository = Path(__file__).resolve().parents[1]
-    process = subprocess.Popen(
-        [sys.executable, str(script), path, str(tmp_path / "out/corpus")],
-        env={**os.environ, "PYTHONPATH": f"{repository}:{repository / 'tests'}"},
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+def test_contamination_is_reported(tmp_path):
+    words = [f"w{i}" for i in range(1000)]
+    texts = [" ".join(words[i : i + 50]) for i in range(0, 1000, 50)]
+    evaluation = write_corpus(
+        tmp_path / "eval.jsonl",
+        [" ".join(["Foreign,", *words[300:320]]).upper(), "short", " ".join(words[::-1])],
     )
-    partial_lengths = tmp_path / "out/corpus.bin.partial"
-    _wait_until(lambda: partial_lengths.exists() and partial_lengths.stat().st_size)  # workers have answered
-    if signal_number == signal.SIGINT:
-        os.killpg(process.pid, signal_number)  # as a terminal does
-    else:
-        process.kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal_number, errors
-    _wait_until(lambda: not _alive(process.pid))
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert not names & {"corpus.bin", "corpus.idx", "corpus.json"}
-    assert signal_number == signal.SIGKILL or not names
-
-
-def _wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _alive(group):
-    """The processes of a group that still run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # gone in between
-            continue
-        if int(process_group) == group and state != "Z":
-            found.append(path.parent.name)
-    return found
+    reports = [
+        make(tmp_path, texts, name=f"c{shard_bytes}", evaluation_inputs=[evaluation], shard_bytes=shard_bytes)
+        for shard_bytes in (100, 10000)
+    ]
+    found = reports[0].contamination
+    assert (
+        found == reports[1].contamination == IndexedDataset(tmp_path / "out/c100").manifest["contamination"]
+    )
+    assert (found["documents"], found["evaluation_texts_found"], found["evaluation_texts_too_short"]) == (
+        1,
+        1,
+        1,
+    )
+    assert found["evaluation_ngrams_found"] == 20 - 13 + 1
+    assert found["examples"] == [f"{tmp_path}/input.jsonl:7: shares 8 word sequences with evaluation texts"]
+    assert len(IndexedDataset(tmp_path / "out/c100")) == len(texts)

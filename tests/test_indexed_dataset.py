@@ -1,6 +1,7 @@
 import json
 import pickle
 import struct
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import indexed_dataset
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset, token_dtype
+from data_utils.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    index_pieces,
+    remove_dataset,
+    token_dtype,
+)
+from data_utils.sampler import WindowIndex
 from megatron_lite.errors import DataError
 
 
@@ -116,8 +124,8 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
             patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
-            patch.setattr(indexed_dataset, "_sync", counted(indexed_dataset._sync))
-            patch.setattr(indexed_dataset, "_sync_directory", counted(indexed_dataset._sync_directory))
+            patch.setattr(indexed_dataset, "sync_file", counted(indexed_dataset.sync_file))
+            patch.setattr(indexed_dataset, "sync_directory", counted(indexed_dataset.sync_directory))
             try:
                 writer.finish({})
                 finished = True
@@ -272,3 +280,102 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
     for other in (("xyz", 1000, 9), ("abc", 1001, 9), ("abc", 1000, 8)):
         with pytest.raises(DataError, match=r"bert_wordpiece.*abc.*but the model's has"):
             dataset.require_tokenizer(*other)
+
+
+def refuse_to_map(monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(indexed_dataset.mmap, "mmap", refuse)
+
+
+def test_where_mapping_is_refused_files_are_read(tmp_path, monkeypatch, caplog):
+    documents = [[1, 2, 3], [4], [5, 9]]
+    build(tmp_path / "d", documents, eos=9)
+    refuse_to_map(monkeypatch)
+    dataset = IndexedDataset(tmp_path / "d")
+    assert [dataset.document(i).tolist() for i in range(3)] == documents
+    assert dataset.tokens[np.array([5, 0])].tolist() == [9, 1]
+    dataset.verify()
+    dataset.prefetch(np.array([0, 2]), 3)
+    assert "cannot be mapped" in caplog.text
+    with open(tmp_path / "d.bin", "r+b") as file:
+        file.truncate(4)
+    with pytest.raises(DataError, match="became shorter"):
+        dataset.document(2)
+
+
+def test_prefetch_takes_any_place(tmp_path):
+    dataset = build(tmp_path / "d", [list(range(999))] * 20)
+    dataset.prefetch(np.array([0, 1, 9000, dataset.num_tokens - 1]), 5000)
+    dataset.prefetch(np.empty(0, np.int64), 5000)
+    dataset.verify()
+
+
+def test_a_view_keeps_its_file_mapped(tmp_path):
+    view = build(tmp_path / "d", [[1, 2, 3]]).document(0)  # the dataset object is gone
+    remove_dataset(tmp_path / "d")
+    assert view.tolist() == [1, 2, 3]
+
+
+def read_as_published(prefix):
+    """A reader written from the published format alone: sequences, and the documents they belong to."""
+    with open(f"{prefix}.idx", "rb") as file:
+        assert file.read(9) == b"MMIDIDX\x00\x00"
+        (version,) = struct.unpack("<Q", file.read(8))
+        (code,) = struct.unpack("<B", file.read(1))
+        (num_sequences,) = struct.unpack("<Q", file.read(8))
+        (num_boundaries,) = struct.unpack("<Q", file.read(8))
+        lengths = struct.unpack(f"<{num_sequences}i", file.read(4 * num_sequences))
+        pointers = struct.unpack(f"<{num_sequences}q", file.read(8 * num_sequences))
+        boundaries = struct.unpack(f"<{num_boundaries}q", file.read(8 * num_boundaries))
+        assert not file.read()
+    assert version == 1
+    kind, size = {4: ("i", 4), 8: ("H", 2)}[code]
+    with open(f"{prefix}.bin", "rb") as file:
+        data = file.read()
+    sequences = [
+        list(struct.unpack(f"<{length}{kind}", data[pointer : pointer + length * size]))
+        for length, pointer in zip(lengths, pointers, strict=True)
+    ]
+    return [sequences[start:stop] for start, stop in pairwise(boundaries)]
+
+
+@pytest.mark.parametrize("vocab_size", [65499, 65500])
+def test_another_reader_of_the_format_agrees(tmp_path, vocab_size):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, vocab_size, rng.integers(1, 50)).tolist() for _ in range(200)]
+    build(tmp_path / "d", documents, vocab_size)
+    assert read_as_published(tmp_path / "d") == [[document] for document in documents]
+
+
+def test_more_tokens_than_an_int32_can_count(tmp_path):
+    """Three documents of a billion tokens, holes in a file except for the last few."""
+    length = 1_000_000_000
+    with open(tmp_path / "d.idx", "wb") as file:
+        file.writelines(index_pieces(np.full(3, length), np.dtype("<u2")))
+    with open(tmp_path / "d.bin", "wb") as file:
+        file.truncate(3 * length * 2)
+        file.seek(3 * length * 2 - 6)
+        file.write(np.array([7, 8, 9], "<u2").tobytes())
+    dataset = IndexedDataset(tmp_path / "d")
+    assert dataset.num_tokens == 3 * length > 2**31
+    assert dataset.document(2)[-3:].tolist() == [7, 8, 9] and dataset.document(1)[-1] == 0
+    index = WindowIndex(dataset, 1000, 1)
+    tokens, lengths, _ = index.gather(np.array([index.num_windows - 1]))
+    assert tokens[-3:].tolist() == [7, 8, 9] and lengths.sum() == len(tokens)
+
+
+def test_more_documents_than_an_int32_can_count(tmp_path):
+    """All documents are empty but the last one, so that nearly the whole index is a hole in its file."""
+    count = 2**31 + 5
+    header, _ = index_pieces(np.zeros(0), np.dtype("<u2"))
+    with open(tmp_path / "d.idx", "wb") as file:
+        file.write(header[:18] + struct.pack("<QQ", count, count + 1))
+        file.seek(34 + 4 * (count - 1))
+        file.write(struct.pack("<i", 3))
+        file.truncate(34 + 12 * count + 8 * (count + 1))
+    (tmp_path / "d.bin").write_bytes(np.array([7, 8, 9], "<u2").tobytes())
+    dataset = IndexedDataset(tmp_path / "d")
+    assert len(dataset) == count and dataset.document(count - 1).tolist() == [7, 8, 9]
+    assert WindowIndex(dataset, 1000).gather(np.array([0]))[0].tolist() == [7, 8, 9]

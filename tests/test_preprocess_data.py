@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from data_utils.indexed_dataset import IndexedDataset
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "preprocess_data.py"
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "again"]
 
 
@@ -24,10 +26,10 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def run(directory, *arguments):
+def run(directory, *arguments, launcher=()):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     tokenizer = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt"]
-    command = [sys.executable, str(SCRIPT), *tokenizer, *arguments]
+    command = [*launcher, sys.executable, str(SCRIPT), *tokenizer, *arguments]
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -69,3 +71,24 @@ def test_existing_output_is_kept(corpus):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--overwrite" in done.stderr
     assert run(corpus, *arguments, "--overwrite").returncode == 0
     assert json.loads((corpus / "out.json").read_text()) == before
+
+
+def test_options_of_large_corpora(corpus):
+    lines = [f'{{"text": "hello world {word}"}}\n' for word in ("hello", "world", "hello", "again")]
+    (corpus / "big.jsonl").write_text("".join(lines))
+    (corpus / "eval.txt").write_text("hello " * 20 + "\n")
+    arguments = ["--input", "big.jsonl", "--output", "out", "--deduplicate", "--decontaminate", "eval.txt"]
+    done = run(corpus, *arguments, "--shard-megabytes", "1", "--verify", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 exact duplicates" in done.stdout and "0 of 1 evaluation texts" in done.stdout
+    assert "out: verified" in done.stdout
+    assert len(IndexedDataset(corpus / "out")) == 3
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun")
+def test_mpi_ranks(corpus):
+    arguments = ["--mpi", "--workers", "1", "--output", "out", "--input"]
+    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    assert done.returncode == 0 and done.stdout.count("2 documents") == 2, done.stderr  # total and dataset
+    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--overwrite" in done.stderr

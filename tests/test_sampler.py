@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
 from data_utils.sampler import WindowIndex, derive_key, permute
 from megatron_lite.errors import ConfigError
 
@@ -153,3 +153,29 @@ def test_lengths_are_checked(tmp_path):
     for window_length, overhead in ((0, 0), (2, 2), (5, -1)):
         with pytest.raises(ConfigError, match="window_length"):
             WindowIndex(dataset, window_length, overhead)
+
+
+def test_files_that_cannot_be_mapped_give_the_same_samples(tmp_path, monkeypatch):
+    dataset = make_dataset(tmp_path / "d", [3, 50, 1, 1, 20, 7])
+    windows = np.array([4, 0, 2, 2, 8])
+    expected = WindowIndex(dataset, 10, 1).gather(windows)
+    monkeypatch.setattr(IndexedDataset, "_map", lambda dataset, suffix: None)
+    index = WindowIndex(IndexedDataset(tmp_path / "d"), 10, 1)
+    index.prefetch(windows)
+    assert isinstance(index.dataset.tokens, FileTokens)
+    for array, same in zip(index.gather(windows), expected, strict=True):
+        assert array.tolist() == same.tolist()
+
+
+@given(DOCUMENT_LENGTHS, st.integers(1, 50), st.integers(0, 4))
+@settings(max_examples=30, deadline=None)
+def test_prefetch_covers_the_windows(tmp_path_factory, lengths, extra, overhead):
+    dataset = make_dataset(tmp_path_factory.mktemp("prefetch") / "d", lengths)
+    index = WindowIndex(dataset, overhead + extra, overhead)
+    asked = []
+    dataset.prefetch = lambda starts, num_tokens: asked.append((starts.tolist(), num_tokens))
+    index.prefetch(np.arange(index.num_windows))
+    ((starts, num_tokens),) = asked
+    for window, start in enumerate(starts):
+        pieces = index.pieces(window)
+        assert start <= pieces[0, 0] and pieces[-1, 1] <= start + num_tokens

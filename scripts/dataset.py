@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Look at finished datasets, check them, join them. See docs/data.md.
+
+python scripts/dataset.py inspect data/corpus_train
+python scripts/dataset.py verify data/corpus_train data/corpus_validation
+python scripts/dataset.py merge data/books data/news --output data/all
+python scripts/dataset.py stats data/all --histogram lengths.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from data_utils.dataset_tools import length_statistics, merge_datasets, token_counts
+from data_utils.indexed_dataset import IndexedDataset
+from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite.errors import DataError, run_command
+
+TEXT_CHARACTERS = 600  # of a sample document
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    inspect = commands.add_parser("inspect", help="the manifest in short, and some documents as text")
+    inspect.add_argument("prefix")
+    inspect.add_argument("--documents", type=int, default=3, help="sample documents to show (default: 3)")
+    inspect.add_argument(
+        "--document", type=int, nargs="+", help="show the documents of these numbers instead"
+    )
+
+    verify = commands.add_parser("verify", help="read everything: checksums, index, ids, document ends")
+    verify.add_argument("prefix", nargs="+")
+
+    merge = commands.add_parser("merge", help="join datasets of one tokenizer, without tokenizing again")
+    merge.add_argument("prefix", nargs="+")
+    merge.add_argument("--output", required=True, help="prefix of the files to write")
+    merge.add_argument("--overwrite", action="store_true", help="replace existing output")
+
+    stats = commands.add_parser("stats", help="numbers of documents and tokens, document lengths")
+    stats.add_argument("prefix")
+    stats.add_argument("--histogram", metavar="PNG", help="write a picture of the document lengths")
+    stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
+
+    for command in (inspect, stats):
+        command.add_argument("--tokenizer-path", help="where its files are now (default: as in the manifest)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    {"inspect": inspect, "verify": verify, "merge": merge, "stats": stats}[arguments.command](arguments)
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    dataset = IndexedDataset(arguments.prefix)
+    print_size(dataset)
+    manifest = dataset.manifest or {}
+    for key in ("tokenizer", "split", "sources", "merged", "bad_records", "duplicates", "contamination"):
+        if manifest.get(key):
+            text = str(manifest[key])
+            print(f"  {key}: {text if len(text) <= TEXT_CHARACTERS else text[:TEXT_CHARACTERS] + ' ...'}")
+    count = min(max(arguments.documents, 0), len(dataset))
+    numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
+    tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
+    for number in numbers:
+        print_document(dataset, number, tokenizer)
+
+
+def print_size(dataset: IndexedDataset) -> None:
+    size = dataset.num_tokens * dataset.dtype.itemsize / 1e6
+    print(
+        f"{dataset.prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
+        f"{dataset.dtype.name}, {size:,.1f} MB"
+    )
+
+
+def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
+    tokens = dataset.document(number)
+    print(f"--- document {number}, {len(tokens):,} tokens")
+    if tokenizer is None:
+        print(" ".join(map(str, tokens[: TEXT_CHARACTERS // 6])))
+        return
+    text = tokenizer.decode(tokens[:TEXT_CHARACTERS])  # a token is rarely shorter than a character
+    print(text if len(tokens) <= TEXT_CHARACTERS >= len(text) else text[:TEXT_CHARACTERS] + " ...")
+
+
+def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | None:
+    """The tokenizer that the manifest names; None, with a word of why, if its files are not there."""
+    recorded = (dataset.manifest or {}).get("tokenizer", {}).get("config")
+    if recorded is None:
+        print("  the manifest names no tokenizer: ids are shown", file=sys.stderr)
+        return None
+    try:
+        tokenizer = load_tokenizer(TokenizerConfig(**{**recorded, **({"path": path} if path else {})}))
+    except (DataError, TypeError) as error:
+        if path:
+            raise
+        print(f"  ids are shown, because {error} (--tokenizer-path says where it is)", file=sys.stderr)
+        return None
+    dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
+    return tokenizer
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    for prefix in arguments.prefix:
+        dataset = IndexedDataset(prefix, sequential=True)
+        dataset.verify()
+        note = "" if dataset.manifest else " (no manifest: there are no checksums)"
+        print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good{note}")
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    print_size(merge_datasets(arguments.prefix, arguments.output, arguments.overwrite))
+
+
+def stats(arguments: argparse.Namespace) -> None:
+    dataset = IndexedDataset(arguments.prefix, sequential=True)
+    print_size(dataset)
+    lengths = length_statistics(dataset)
+    print("\n".join(lengths.lines()))
+    if arguments.histogram:
+        lengths.save_histogram(arguments.histogram, str(dataset.prefix))
+        print(f"  {arguments.histogram} written")
+    if arguments.tokens:
+        print_token_counts(dataset, find_tokenizer(dataset, arguments.tokenizer_path))
+
+
+def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> None:
+    counts = token_counts(dataset)
+    used = int(np.count_nonzero(counts))
+    vocabulary = (dataset.manifest or {}).get("vocab_size", len(counts))
+    print(f"{used:,} of {vocabulary:,} ids occur; the most frequent:")
+    for token in np.argsort(-counts, kind="stable")[: min(20, used)].tolist():
+        name = repr(tokenizer.token_to_text(token)) if tokenizer else ""
+        print(f"  {token:>7} {counts[token]:>16,} {counts[token] / dataset.num_tokens:7.2%}  {name}")
+    if tokenizer and tokenizer.special.unk < len(counts):
+        share = counts[tokenizer.special.unk] / dataset.num_tokens
+        print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
+
+
+if __name__ == "__main__":
+    run_command(main)
