@@ -20,7 +20,7 @@ only. Numbers are int64 save for hashes and keys, which are uint64: numba makes 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -85,14 +85,16 @@ def new_pair_table(entries: int) -> PairTable:
     return PairTable(np.full(size, _FREE, np.uint64), np.zeros(2 * size, np.int32))
 
 
-@intrinsic
-def _pointer(typing_context, array):
+def _type_pointer(typing_context, array):
     """The address of an array's first element, to be indexed like the array."""
 
     def generate(context, builder, signature, arguments):
         return arrayobj.make_array(signature.args[0])(context, builder, arguments[0]).data
 
     return types.CPointer(array.dtype)(array), generate
+
+
+_pointer: Any = intrinsic(_type_pointer)
 
 
 # ---- hash tables ----
