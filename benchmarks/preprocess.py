@@ -305,11 +305,8 @@ def measure(family: str, language: str, path: Path, arguments: argparse.Namespac
     """One line of the table."""
     work, workers = Path(arguments.work), arguments.workers
     tokenizer = Path(getattr(arguments, family))
-    shorter, _, head_bytes = head(path, arguments.yardstick_megabytes)
-    text_bytes = (
-        head(path, float("inf"))[2] if arguments.yardstick_megabytes < arguments.megabytes else head_bytes
-    )
-    shorter, _, head_bytes = head(path, arguments.yardstick_megabytes)
+    shorter, head_bytes = head(path, arguments.yardstick_megabytes)
+    text_bytes = bytes_of_text(path)
     output, ids = work / "dataset", work / "yardstick.npz"
     command = [sys.executable, str(Path(__file__).resolve()), "--work", str(work), "--yardstick", family]
     command += ["--tokenizer", str(tokenizer), "--input", str(shorter), "--output", str(ids)]
