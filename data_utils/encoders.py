@@ -22,7 +22,6 @@ that consist of one word, or of ever new words, gain little.
 from __future__ import annotations
 
 import abc
-import json
 import logging
 import threading
 import unicodedata
@@ -31,6 +30,7 @@ from typing import Any, Protocol
 
 import numba
 import numpy as np
+import orjson
 import sentencepiece
 import tokenizers
 from tokenizers import normalizers
@@ -99,17 +99,17 @@ class SentencePieceEncoder:
 
 
 class CheckedEncoder:
-    """The library for the first texts, then the fast encoder, if it agrees with the library."""
+    """The library for the first texts, then the fast encoder, if there is one and it agrees."""
 
     def __init__(
         self,
         library: Encoder,
-        make_fast: Callable[[], Encoder],
+        make_fast: Callable[[], Encoder | None],
         sample: Sequence[str] = SAMPLE,
         fast_from_characters: int = FAST_FROM_CHARACTERS,
     ):
         self._encoder = library
-        self._make_fast: Callable[[], Encoder] | None = make_fast
+        self._make_fast: Callable[[], Encoder | None] | None = make_fast
         self._sample = sample
         self._characters_left = fast_from_characters
         self._lock = threading.Lock()
@@ -127,15 +127,15 @@ class CheckedEncoder:
             if self._make_fast is None:
                 return self._encoder
             fast = self._make_fast()
-            wrong = first_difference(fast, self._encoder, self._sample)
-            if wrong is None:
-                self._encoder = fast
-            else:
+            wrong = None if fast is None else first_difference(fast, self._encoder, self._sample)
+            if wrong is not None:
                 log.warning(
                     "%s and the library disagree on %r; the library is used, which is slower",
                     type(fast).__name__,
                     wrong[:100],
                 )
+            elif fast is not None:
+                self._encoder = fast
             self._make_fast = None
             return self._encoder
 
@@ -157,20 +157,25 @@ def library_or_faster(backend: tokenizers.Tokenizer, names: Sequence[str] = ()) 
 
     Args: names: further strings for the check, such as those of the special tokens.
     """
-    library = LibraryEncoder(backend)
+    return CheckedEncoder(LibraryEncoder(backend), lambda: fast_encoder(backend), (*SAMPLE, *names))
+
+
+def fast_encoder(backend: tokenizers.Tokenizer) -> CompiledEncoder | None:
+    """The compiled encoder for a pipeline, None if there is none."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        return library  # the loops are for the compiler only
-    pipeline = json.loads(backend.to_str())
+        return None  # the loops are for the compiler only
+    pipeline = orjson.loads(backend.to_str())
     for family in (ByteLevelEncoder, WordPieceEncoder):
         if family.supports(pipeline):
-            return CheckedEncoder(library, lambda: family(backend), (*SAMPLE, *names))  # noqa: B023
-    return library
+            return family(backend, pipeline)
+    return None
 
 
 class CompiledEncoder(abc.ABC):
     """What the two fast encoders share: documents as bytes, pages of characters, words for the library."""
 
-    def __init__(self, backend: tokenizers.Tokenizer):
+    def __init__(self, backend: tokenizers.Tokenizer, pipeline: dict[str, Any]):
+        """Args: pipeline: the description of `backend`, as in a tokenizer.json."""
         self._backend = backend
         self._classes = np.full(kernels.CODE_POINTS, kernels.UNKNOWN, np.uint8)
         self._cache = kernels.new_word_cache(CACHE_SLOTS)
@@ -179,7 +184,7 @@ class CompiledEncoder(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
-        """Whether this class gives the ids of a pipeline, described as in a tokenizer.json."""
+        """Whether this class gives the ids of a pipeline."""
 
     @abc.abstractmethod
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
@@ -225,9 +230,9 @@ class CompiledEncoder(abc.ABC):
 class ByteLevelEncoder(CompiledEncoder):
     """GPT-2's byte-level BPE: its pre-tokenizer, merges over bytes, nothing else."""
 
-    def __init__(self, backend: tokenizers.Tokenizer):
-        super().__init__(backend)
-        model = json.loads(backend.to_str())["model"]
+    def __init__(self, backend: tokenizers.Tokenizer, pipeline: dict[str, Any]):
+        super().__init__(backend, pipeline)
+        model = pipeline["model"]
         vocab = model["vocab"]
         self._byte_ids = np.array([vocab[symbol] for symbol in _byte_symbols()], np.int32)
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -282,9 +287,9 @@ _CLASS_OF_MARK = {"a": kernels.LETTER, "1": kernels.NUMBER, " ": kernels.SPACE}
 class WordPieceEncoder(CompiledEncoder):
     """BERT's WordPiece, cased or not."""
 
-    def __init__(self, backend: tokenizers.Tokenizer):
-        super().__init__(backend)
-        model = json.loads(backend.to_str())["model"]
+    def __init__(self, backend: tokenizers.Tokenizer, pipeline: dict[str, Any]):
+        super().__init__(backend, pipeline)
+        model = pipeline["model"]
         self._vocab: dict[str, int] = model["vocab"]
         self._unknown = self._vocab[model["unk_token"]]
         prefix = model["continuing_subword_prefix"]
@@ -323,15 +328,18 @@ class WordPieceEncoder(CompiledEncoder):
         )  # fmt: skip
 
     def _fill_page(self, points: list[int]) -> None:
-        """What a character does between two letters: part them, stand alone, or become part of their word."""
+        """What a character does between two letters: part them, stand alone, or join their word."""
+        text = "".join(f"a{chr(point)}a zz " for point in points)
+        normalised = self._backend.normalizer.normalize_str(text)
+        pieces = [piece for piece, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]
         images: list[int] = []
         for point in points:
-            self._classes[point], self._values[point] = self._class_and_value(point, images)
+            end = pieces.index("zz")
+            self._classes[point], self._values[point] = self._class_and_value(point, pieces[:end], images)
+            del pieces[: end + 1]
         self._images = np.concatenate([self._images, np.array(images, np.int32)])
 
-    def _class_and_value(self, point: int, images: list[int]) -> tuple[int, int]:
-        normalised = self._backend.normalizer.normalize_str(f"a{chr(point)}a")
-        pieces = [piece for piece, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]
+    def _class_and_value(self, point: int, pieces: list[str], images: list[int]) -> tuple[int, int]:
         if pieces == ["a", "a"]:
             return kernels.BLANK, 0
         if len(pieces) == 3 and pieces[0] == pieces[2] == "a" and len(pieces[1]) == 1:
