@@ -6,11 +6,12 @@ the literal "[MASK]" or "<|endoftext|>" in a document is spelled with ordinary p
 plant a mask or end a document. Only `encode_with_specials`, meant for generation prompts, gives [MASK],
 [sMASK] and [gMASK] their ids.
 
-Trade-offs: the libraries `tokenizers` and `sentencepiece` do the encoding, so ids agree with other users of
-the same files. A tokenizer holds native objects and does not pickle: a worker calls `load_tokenizer` itself.
-`encode_batch` works outside the GIL. SentencePiece then uses one thread; the `tokenizers` library uses all
-cores unless the caller sets TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before the
-first encode, which a program that runs one worker per core should do.
+Trade-offs: the libraries `tokenizers` and `sentencepiece` define the ids, so they agree with other users of
+the same files; encoders.py gives the same ids faster where it can. A tokenizer holds native objects and does
+not pickle: a worker calls `load_tokenizer` itself. `encode_batch` works outside the GIL, in one thread. Only
+the `tokenizers` library, where it is still what encodes, uses all cores, unless the caller sets
+TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before the first encode, which a
+program that runs one worker per core should do.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from data_utils.encoders import Encoder, SentencePieceEncoder, library_or_faster
 from data_utils.objectives.base import SpecialTokens
 from megatron_lite.errors import DataError
 from megatron_lite.settings import REQUIRED, choice, setting
@@ -115,6 +117,7 @@ class Tokenizer(abc.ABC):
     vocab_size: int
     fingerprint: str  # equal for equal kind, options and file contents, wherever the files lie
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
+    _encoder: Encoder
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, never a special token (but WordPiece and tokenizer.json may give `special.unk`)."""
@@ -126,9 +129,7 @@ class Tokenizer(abc.ABC):
         Returns: the ids of all texts in one int32 array, and the number of ids of each text as int64.
         A lone surrogate, which UTF-8 cannot hold, is encoded as U+FFFD.
         """
-        rows = self._encode_rows([_without_lone_surrogates(text) for text in texts])
-        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        return (np.concatenate(rows) if rows else np.empty(0, np.int32)), lengths
+        return self._encoder.encode(texts)
 
     def encode_with_specials(self, text: str) -> list[int]:
         """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
@@ -187,9 +188,6 @@ class Tokenizer(abc.ABC):
     _separator = ""  # between text and special names when decoding
 
     @abc.abstractmethod
-    def _encode_rows(self, texts: list[str]) -> list[np.ndarray]: ...
-
-    @abc.abstractmethod
     def _decode_text(self, ids: list[int], at_start: bool) -> str: ...
 
     @abc.abstractmethod
@@ -229,6 +227,7 @@ class HuggingFaceTokenizer(Tokenizer):
         names = {ids[name]: name for name in (*hidden, *found.values())}
         self.special_names = _all_special_names(self.special, names, self.vocab_size, set(ids.values()))
         self._backend = backend
+        self._encoder = library_or_faster(backend, [*names.values(), *map(str, hidden)])
         self._is_forbidden = np.zeros(self.vocab_size, dtype=bool)
         self._is_forbidden[list(names)] = True
         if backend.decoder is None or isinstance(
@@ -236,15 +235,11 @@ class HuggingFaceTokenizer(Tokenizer):
         ):  # decoded words have spaces
             self._separator = " "
 
-    def _encode_rows(self, texts: list[str]) -> list[np.ndarray]:
-        rows = []
-        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
-            row = np.array(encoding.ids, dtype=np.int32)
-            forbidden = self._is_forbidden[row]
-            if forbidden.any():  # [UNK], or text that spells a hidden name, prefix included
-                row[forbidden] = self.special.unk
-            rows.append(row)
-        return rows
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = self._encoder.encode(texts)
+        # [UNK], or text that spells a hidden name, prefix included
+        ids[self._is_forbidden[ids]] = self.special.unk
+        return ids, lengths
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._backend.decode(ids, skip_special_tokens=False)
@@ -451,15 +446,13 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files["model"])
         except RuntimeError:
             raise DataError(f"{config.path} is not a SentencePiece model; give the .model file.") from None
+        self._encoder = SentencePieceEncoder(self._model)
         base_size = self._model.get_piece_size()
         if base_size == 0:
             raise DataError(f"{config.path} is an empty SentencePiece model; give the .model file.")
         self.special, self.vocab_size = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
         control = {i: self._model.id_to_piece(i) for i in range(base_size) if self._model.is_control(i)}
         self.special_names = _all_special_names(self.special, control, self.vocab_size, set(range(base_size)))
-
-    def _encode_rows(self, texts: list[str]) -> list[np.ndarray]:
-        return self._model.encode(texts, return_type="numpy", num_threads=1)
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._model.decode(ids)
@@ -586,14 +579,6 @@ def _fingerprint(config: TokenizerConfig, files: Mapping[str, bytes]) -> str:
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()
-
-
-def _without_lone_surrogates(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,401 @@
+#!/usr/bin/env python3
+"""How fast text becomes a token dataset: whole runs of scripts/preprocess_data.py beside the libraries.
+
+    python benchmarks/preprocess.py --work DIR [--megabytes 200] [--json]
+
+The text is real: documentation and dictionaries from Debian packages, fetched with `apt-get download` into
+DIR/packages (or put there by hand), unpacked, freed of markup, cut into documents and shuffled. Tokenizers
+of 30,000 pieces are trained on a part of it unless --bpe, --wordpiece or --sentencepiece names one.
+
+Each line is one whole run, start-up, reading and writing included, on --workers processes. Yardsticks, in
+processes of their own on the first --yardstick-megabytes of the same documents:
+
+- tokenizers: one process that reads JSON lines, encodes with the `tokenizers` library on one core and writes
+  ids, start-up included;
+- sentencepiece: the library alone with --workers threads, only the time inside `encode`.
+
+Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for; CPU
+time says more on a machine that others use as well. Memory is the peak of the whole process tree, pages
+shared between processes counted once. Compilation happens once per machine and is reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import html
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import orjson
+import sentencepiece
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
+from tqdm import tqdm
+
+from megatron_lite.errors import DataError, run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "english": (
+        *("python3.11-doc", "dict-gcide", "perl-doc", "dict-wn", "postgresql-doc-15", "manpages-dev"),
+        *("dict-foldoc", "openjdk-17-doc", "linux-doc-6.1"),
+    ),
+    "chinese": ("debian-reference-zh-cn", "manpages-zh", "libreoffice-help-zh-cn"),
+}
+# Family: (kind of TokenizerConfig, --kind of train_tokenizer.py, file).
+FAMILIES = {
+    "bpe": ("hf_json", "byte_bpe", "tokenizer.json"),
+    "wordpiece": ("bert_wordpiece", "wordpiece", "vocab.txt"),
+    "sentencepiece": ("sentencepiece", "sentencepiece", "tokenizer.model"),
+}
+TARGETS = {  # times the yardstick
+    ("bpe", "english"): 35.0,
+    ("wordpiece", "english"): 15.0,
+    ("wordpiece", "chinese"): 5.0,
+    ("sentencepiece", "english"): 0.85,
+    ("sentencepiece", "chinese"): 0.85,
+}
+VOCABULARY = 30_000
+TRAINING_BYTES = 6_000_000
+DOCUMENT_CHARACTERS = 4_000  # a file is cut at the next empty line after so many
+TEXT_SUFFIXES = (".html", ".htm", ".txt", ".pod", ".rst", ".dict.dz", ".xhp")
+MAN_PAGE = re.compile(r"\.\d[a-z]*(\.gz)?$")
+POLL_SECONDS = 0.05
+
+
+# ---- the text ----
+
+
+def corpus(work: Path, language: str, megabytes: float) -> Path:
+    """JSON lines of about `megabytes` of text; made once."""
+    path = work / f"{language}-{megabytes:g}.jsonl"
+    if path.exists():
+        return path
+    wanted = int(megabytes * 1e6)
+    documents: list[str] = []
+    size, names = 0, PACKAGES[language]
+    for i, name in enumerate(tqdm(names, desc=f"{language} packages", disable=None)):
+        # A package may fill half of what is missing, the last one all of it: variety in small corpora.
+        share = wanted if i == len(names) - 1 else size + (wanted - size) // 2
+        for document in package_documents(work, name):
+            if size >= share:
+                break
+            documents.append(document)
+            size += len(document.encode())
+    random.Random(0).shuffle(documents)  # so that the head resembles the whole
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.writelines(orjson.dumps({"text": document}) + b"\n" for document in documents)
+    partial.rename(path)
+    return path
+
+
+def package_documents(work: Path, name: str) -> Iterator[str]:
+    root = unpacked(work, name)
+    for path in sorted(root.rglob("*")):
+        is_man = "/man/" in str(path) and MAN_PAGE.search(path.name)
+        is_text = path.name.removesuffix(".gz").endswith(TEXT_SUFFIXES)
+        if path.is_symlink() or not path.is_file() or not (is_man or is_text):
+            continue
+        data = path.read_bytes()
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        text = data.decode("utf-8", "replace")
+        text = from_man(text) if is_man else from_html(text) if "htm" in path.name else text
+        yield from documents_of(text)
+
+
+def unpacked(work: Path, name: str) -> Path:
+    root = work / "unpacked" / name
+    if root.exists():
+        return root
+    packages = work / "packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    if not list(packages.glob(f"{name}_*.deb")):
+        run_quietly(["apt-get", "download", name], packages, f"put the .deb of {name} into {packages}")
+    (archive, *_) = sorted(packages.glob(f"{name}_*.deb"))
+    partial = root.with_name(f"{name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    run_quietly(["dpkg-deb", "-x", str(archive), str(partial)], work, f"remove {archive} and try again")
+    partial.rename(root)
+    return root
+
+
+def run_quietly(command: Sequence[str], directory: Path, remedy: str) -> None:
+    try:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    except OSError as error:
+        raise DataError(f"{command[0]}: {error.strerror}; {remedy}.") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise DataError(f"{' '.join(command[:3])} failed ({reason}); {remedy}.")
+
+
+def from_html(text: str) -> str:
+    text = re.sub(r"(?is)<(script|style)\b.*?</\1>", " ", text)
+    text = html.unescape(re.sub(r"(?s)<[^>]*>", "", text))
+    return re.sub(r"\n\s*\n", "\n\n", text)
+
+
+def from_man(text: str) -> str:
+    text = re.sub(r"(?m)^[.'](\\\".*|[A-Za-z]+ ?)", "", text)
+    return re.sub(r"\\(f.|[&-])", lambda match: "-" if match[1] == "-" else "", text)
+
+
+def documents_of(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n\n", start + DOCUMENT_CHARACTERS)
+        if end < 0 or end > start + 10 * DOCUMENT_CHARACTERS:
+            end = start + 10 * DOCUMENT_CHARACTERS
+        if document := text[start:end].strip("\n"):
+            yield document
+        start = end
+
+
+def head(path: Path, megabytes: float) -> tuple[Path, int]:
+    """The first documents of a corpus as a file of their own, and their bytes of text."""
+    shorter = path.with_suffix(f".head-{megabytes:g}.jsonl")
+    size = 0
+    with path.open("rb") as source, shorter.open("wb") as target:
+        for line in source:
+            target.write(line)
+            size += len(orjson.loads(line)["text"].encode())
+            if size >= megabytes * 1e6:
+                break
+    return shorter, size
+
+
+def bytes_of_text(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(len(orjson.loads(line)["text"].encode()) for line in file)
+
+
+# ---- runs ----
+
+
+class Run:
+    """One command: wall and CPU seconds, peak memory of its process tree, standard output."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (environment or {}),
+        )
+        self.peak_bytes = 0
+        watcher = threading.Thread(target=self._watch, args=(process,), daemon=True)
+        watcher.start()
+        self.output, errors = process.communicate()
+        self.seconds = time.perf_counter() - start
+        watcher.join()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if process.returncode:
+            reason = (errors.strip().splitlines() or ["no message"])[-1]
+            raise DataError(f"{' '.join(command[1:3])} ended with status {process.returncode}: {reason}")
+
+    def _watch(self, process: subprocess.Popen) -> None:
+        while process.poll() is None:
+            self.peak_bytes = max(self.peak_bytes, tree_bytes(process.pid))
+            time.sleep(POLL_SECONDS)
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; a page of several processes counts once (PSS)."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        children = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has ended
+        return 0
+    own = sum(int(size) for size in re.findall(r"(?m)^Pss: +(\d+) kB", rollup)) * 1024
+    return own + sum(tree_bytes(int(child)) for child in " ".join(children).split())
+
+
+def preprocess(path: Path, output: Path, family: str, tokenizer: Path, workers: int) -> Run:
+    return Run(
+        [
+            *(sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--input", str(path)),
+            *("--output", str(output), "--overwrite", "--workers", str(workers)),
+            *("--tokenizer-kind", FAMILIES[family][0], "--tokenizer-path", str(tokenizer)),
+        ]
+    )
+
+
+def train(work: Path, family: str, inputs: Sequence[Path]) -> Path:
+    """A tokenizer of the family, trained on the heads of all corpora; made once."""
+    _, kind, name = FAMILIES[family]
+    if not (work / family / name).exists():
+        command = [sys.executable, str(ROOT / "scripts" / "train_tokenizer.py"), "--kind", kind]
+        command += ["--input", *map(str, inputs), "--vocab-size", str(VOCABULARY)]
+        Run([*command, "--output", str(work / family)])
+    return work / family / name
+
+
+# ---- yardsticks: run in a process of their own ----
+
+
+def yardstick(family: str, tokenizer: Path, path: Path, output: Path, threads: int) -> int:
+    """Encode with the library, save the ids, print the seconds that the encoding took."""
+    seconds, rows = 0.0, []
+    encode = library(family, tokenizer, threads)
+    with path.open("rb") as file:
+        while lines := list(itertools.islice(file, 1000)):
+            texts = [orjson.loads(line)["text"] for line in lines]
+            start = time.perf_counter()
+            encoded = encode(texts)
+            seconds += time.perf_counter() - start
+            rows += [np.array(row, np.int32) for row in encoded]
+    np.savez(output, ids=np.concatenate(rows), lengths=np.array([len(row) for row in rows]))
+    print(seconds)
+    return 0
+
+
+def library(family: str, path: Path, threads: int):
+    """The plain library's encode function for a list of texts."""
+    if family == "sentencepiece":
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        return lambda texts: model.encode(texts, num_threads=threads)
+    if family == "bpe":
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.encode_special_tokens = True
+    else:
+        backend = tokenizers.Tokenizer(models.WordPiece.from_file(str(path), unk_token="[UNK]"))
+        backend.normalizer = normalizers.BertNormalizer()
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return lambda texts: [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def equal_documents(dataset_prefix: Path, ids_path: Path) -> tuple[int, int]:
+    """How many of the yardstick's documents, and of how many, have the same ids in the dataset."""
+    from data_utils.indexed_dataset import IndexedDataset  # not above: yardsticks would pay for numba too
+
+    dataset = IndexedDataset(dataset_prefix)
+    expected = np.load(ids_path)
+    ends = np.cumsum(expected["lengths"])
+    rows = [
+        row for row in np.split(expected["ids"], ends[:-1]) if len(row)
+    ]  # documents without ids are left out
+    equal = sum(np.array_equal(dataset.document(i)[:-1], row) for i, row in enumerate(rows))
+    return equal, len(rows)
+
+
+# ---- the table ----
+
+
+def measure(family: str, language: str, path: Path, arguments: argparse.Namespace) -> dict:
+    """One line of the table."""
+    work, workers = Path(arguments.work), arguments.workers
+    tokenizer = Path(getattr(arguments, family))
+    shorter, head_bytes = head(path, arguments.yardstick_megabytes)
+    text_bytes = bytes_of_text(path)
+    output, ids = work / "dataset", work / "yardstick.npz"
+    command = [sys.executable, str(Path(__file__).resolve()), "--work", str(work), "--yardstick", family]
+    command += ["--tokenizer", str(tokenizer), "--input", str(shorter), "--output", str(ids)]
+    command += ["--workers", str(workers)]
+    alone = Run(command, {"TOKENIZERS_PARALLELISM": "false"})
+    library_seconds = float(alone.output) if family == "sentencepiece" else alone.seconds
+    library_cpu = float(alone.output) * workers if family == "sentencepiece" else alone.cpu_seconds
+    ours = preprocess(path, output, family, tokenizer, workers)
+    equal, compared = equal_documents(output, ids)
+    rate, library_rate = text_bytes / 1e6 / ours.seconds, head_bytes / 1e6 / library_seconds
+    cpu_rate, library_cpu_rate = text_bytes / 1e6 / ours.cpu_seconds, head_bytes / 1e6 / library_cpu
+    return {
+        "family": family,
+        "language": language,
+        "megabytes": round(text_bytes / 1e6, 1),
+        "megabytes_per_second": round(rate, 2),
+        "library_megabytes_per_second": round(library_rate, 2),
+        "ratio": round(rate / library_rate, 2),
+        "cpu_ratio": round(cpu_rate / library_cpu_rate, 2),
+        "target": TARGETS.get((family, language)),
+        "peak_megabytes": round(ours.peak_bytes / 1e6),
+        "library_peak_megabytes": round(alone.peak_bytes / 1e6),
+        "equal_documents": equal,
+        "compared_documents": compared,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--work",
+        required=True,
+        help="directory for packages, corpora and datasets (several times --megabytes)",
+    )
+    add("--megabytes", type=float, default=200, help="text per language (default: 200)")
+    add("--yardstick-megabytes", type=float, default=20, help="of it for the libraries (default: 20)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
+    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="(default: all)")
+    add("--languages", nargs="+", choices=PACKAGES, default=list(PACKAGES), help="(default: all)")
+    for family, (_, _, name) in FAMILIES.items():
+        add(f"--{family}", metavar=name, help="use this tokenizer instead of training one")
+    add("--json", action="store_true", help="also print the results as one JSON line")
+    for name in ("--yardstick", "--tokenizer", "--input", "--output"):
+        add(name, help=argparse.SUPPRESS)  # of the processes that this one starts
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.yardstick:
+        files = Path(arguments.tokenizer), Path(arguments.input), Path(arguments.output)
+        return yardstick(arguments.yardstick, *files, arguments.workers)
+    work = Path(arguments.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    paths = {name: corpus(work, name, arguments.megabytes) for name in arguments.languages}
+    results = []
+    for family in arguments.families:
+        if getattr(arguments, family) is None:
+            samples = [head(path, TRAINING_BYTES / 1e6)[0] for path in paths.values()]
+            setattr(arguments, family, train(work, family, samples))
+        # Compiles what has not been compiled on this machine; the later runs find it in the cache.
+        sample = head(next(iter(paths.values())), 1)[0]
+        first = preprocess(sample, work / "dataset", family, Path(getattr(arguments, family)), 1)
+        print(f"{family}: first run of 1 MB {first.seconds:.1f} s")
+        results += [measure(family, language, path, arguments) for language, path in paths.items()]
+    print_table(results, arguments)
+    if arguments.json:
+        print(json.dumps(results))
+    return 0
+
+
+def print_table(results: Sequence[dict], arguments: argparse.Namespace) -> None:
+    print(f"\n{arguments.workers} processes, whole runs, MB of text per second; ratio to the library")
+    columns = (
+        f"{'MB':>7} {'MB/s':>7} {'library':>8} {'ratio':>7} {'CPU ratio':>10} {'target':>7} {'peak MB':>8}"
+    )
+    print(f"{'family':14}{'language':9}{columns}  equal documents")
+    for line in results:
+        target = f"{line['target']:.2f}" if line["target"] else "-"
+        print(
+            f"{line['family']:14}{line['language']:9}{line['megabytes']:7.1f} "
+            f"{line['megabytes_per_second']:7.2f} {line['library_megabytes_per_second']:8.2f} "
+            f"{line['ratio']:7.2f} {line['cpu_ratio']:10.2f} {target:>7} {line['peak_megabytes']:8}  "
+            f"{line['equal_documents']} of {line['compared_documents']}"
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)
