@@ -13,8 +13,12 @@ from pathlib import Path
 
 import yaml
 
+from data_utils.loader import open_datasets
+from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
+from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.launch import Launch
 from megatron_lite.settings import describe, to_tree
 
 
@@ -65,15 +69,6 @@ def main() -> None:
 
 
 def train(config: Config, local_rank: int | None) -> None:
-    # Imported here: --help, --print-config and configuration errors should not wait for torch.
-    from data_utils.loader import open_datasets
-    from data_utils.tokenizers import load_tokenizer
-    from megatron_lite.deepspeed_options import check_agreement
-    from megatron_lite.engine import Engine
-    from megatron_lite.model import build_model
-    from megatron_lite.parallel_context import Launch, initialize
-    from megatron_lite.trainer import Trainer
-
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -81,9 +76,14 @@ def train(config: Config, local_rank: int | None) -> None:
     check_agreement(config, launch.world_size)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+
+    from megatron_lite.engine import Engine
+    from megatron_lite.model import build_model
+    from megatron_lite.parallel_context import initialize
+    from megatron_lite.trainer import Trainer
 
     context = initialize(launch, config.run.timeout_seconds)
     if context.is_main:

@@ -2,13 +2,13 @@
 
     DIRECTORY/step_00000100/
         rank_00000.safetensors   the runs of flattened parameters this rank owned: fp32 weights and Adam moments
-        rank_00000.json          what they are: name, kind, first element, count (written beside, folded into the manifest)
+        rank_00000.json          what they are: name, kind, first element, count; folded into the manifest
         manifest.json            every piece, size and SHA-256 of every file, parameter shapes, training state
 
 Every rank writes what it owns under ZeRO; a piece says where it lies in the whole parameter, not who owned it. Rank 0
-writes the manifest last, and the directory gets its name by an atomic rename after everything is on disk, so a name that
-exists is a complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and sizes hold is it.
-Whether a save or load went well is decided by all ranks together.
+writes the manifest last, and the directory gets its name by an atomic rename after everything is on disk, so a name
+that exists is a complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums
+hold is it. Whether a save or load went well is decided by all ranks together.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def save(directory: Path, step: int, engine: Engine, state: dict[str, Any], cont
         if context.is_main:
             _write_manifest(partial, step, engine, state, context.world_size)
             _sync_directory(partial)
-            if final.exists():  # the same step saved again, for example after a fallback to an older checkpoint
+            if (
+                final.exists()
+            ):  # the same step saved again, for example after a fallback to an older checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             _sync_directory(directory)
@@ -128,15 +130,30 @@ def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> No
         for kind, values in fragment.tensors.items():
             key = f"{fragment.name}/{kind}/{fragment.start}"
             tensors[key] = values.detach().cpu().contiguous()
-            pieces.append({"key": key, "name": fragment.name, "kind": kind, "start": fragment.start, "count": values.numel()})
+            pieces.append(
+                {
+                    "key": key,
+                    "name": fragment.name,
+                    "kind": kind,
+                    "start": fragment.start,
+                    "count": values.numel(),
+                }
+            )
     path = directory / f"rank_{rank:05d}.safetensors"
     save_file(tensors, path)
     _sync_file(path)
-    described = {"bytes": path.stat().st_size, "sha256": file_sha256(path), "shapes": shapes, "pieces": pieces}
+    described = {
+        "bytes": path.stat().st_size,
+        "sha256": file_sha256(path),
+        "shapes": shapes,
+        "pieces": pieces,
+    }
     write_json(directory / f"rank_{rank:05d}.json", described)
 
 
-def _write_manifest(directory: Path, step: int, engine: Engine, state: dict[str, Any], world_size: int) -> None:
+def _write_manifest(
+    directory: Path, step: int, engine: Engine, state: dict[str, Any], world_size: int
+) -> None:
     files, pieces, shapes = {}, [], {}
     for rank in range(world_size):
         described = json.loads((directory / f"rank_{rank:05d}.json").read_text(encoding="utf-8"))
@@ -194,7 +211,9 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         step = int(path.name.removeprefix("step_"))
         if keep_every and step % keep_every == 0:
             continue
-        doomed = path.with_name(f"{path.name}.deleted")  # renamed first: a half-deleted checkpoint has no valid name
+        doomed = path.with_name(
+            f"{path.name}.deleted"
+        )  # renamed first: a half-deleted checkpoint has no valid name
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -211,13 +230,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         shapes = {name: tuple(int(n) for n in shape) for name, shape in manifest["shapes"].items()}
         pieces = tuple(
-            Piece(p["file"], p["key"], p["name"], p["kind"], int(p["start"]), int(p["count"])) for p in manifest["pieces"]
+            Piece(p["file"], p["key"], p["name"], p["kind"], int(p["start"]), int(p["count"]))
+            for p in manifest["pieces"]
         )
         checkpoint = Checkpoint(
-            path, int(manifest["step"]), shapes, pieces, manifest["files"], manifest["optimizer"], manifest["state"]
+            path,
+            int(manifest["step"]),
+            shapes,
+            pieces,
+            manifest["files"],
+            manifest["optimizer"],
+            manifest["state"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error})."
+        ) from None
     _check_files(checkpoint)
     _check_coverage(checkpoint)
     return checkpoint
@@ -227,21 +255,31 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / "manifest.json"
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"checkpoint {path}: manifest.json is larger than {_MAX_MANIFEST_BYTES} bytes.")
+            raise CheckpointError(
+                f"checkpoint {path}: manifest.json is larger than {_MAX_MANIFEST_BYTES} bytes."
+            )
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: manifest.json: {error.strerror}.") from None
     except ValueError:
         raise CheckpointError(f"checkpoint {path}: manifest.json is damaged.") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path}: manifest.json is not of format {FORMAT} version {FORMAT_VERSION}.")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or manifest.get("version") != FORMAT_VERSION
+    ):
+        raise CheckpointError(
+            f"checkpoint {path}: manifest.json is not of format {FORMAT} version {FORMAT_VERSION}."
+        )
     return manifest
 
 
 def _check_files(checkpoint: Checkpoint) -> None:
     for name, described in checkpoint.files.items():
         if not re.fullmatch(r"rank_\d{5,}\.safetensors", name):
-            raise CheckpointError(f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind."
+            )
         try:
             size = (checkpoint.path / name).stat().st_size
         except OSError as error:
@@ -255,10 +293,18 @@ def _check_files(checkpoint: Checkpoint) -> None:
 def _check_coverage(checkpoint: Checkpoint) -> None:
     ends: dict[tuple[str, str], int] = {}
     for piece in sorted(checkpoint.pieces, key=lambda p: (p.name, p.kind, p.start)):
-        if piece.name not in checkpoint.shapes or piece.kind not in KINDS or piece.file not in checkpoint.files:
-            raise CheckpointError(f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file.")
+        if (
+            piece.name not in checkpoint.shapes
+            or piece.kind not in KINDS
+            or piece.file not in checkpoint.files
+        ):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
+            )
         if piece.start != ends.get((piece.name, piece.kind), 0):
-            raise CheckpointError(f"checkpoint {checkpoint.path}: {piece.name} ({piece.kind}) has a gap or overlap at {piece.start}.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {piece.name} ({piece.kind}) has a gap or overlap at {piece.start}."
+            )
         ends[piece.name, piece.kind] = piece.start + piece.count
     for name, shape in checkpoint.shapes.items():
         for kind in KINDS:
@@ -270,7 +316,9 @@ def verify(checkpoint: Checkpoint) -> None:
     """Compare every file with its checksum. Raises CheckpointError naming the damaged file."""
     for name, described in checkpoint.files.items():
         if file_sha256(checkpoint.path / name) != described["sha256"]:
-            raise CheckpointError(f"checkpoint {checkpoint.path}: {name} does not match its checksum; the file is damaged.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {name} does not match its checksum; the file is damaged."
+            )
 
 
 def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None:
@@ -284,12 +332,18 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
             with _agreement(context, f"checking {path}"):
                 checkpoint = read_checkpoint(path)
                 mine = sorted(checkpoint.files)[context.rank :: context.world_size]
-                verify(Checkpoint(**{**checkpoint.__dict__, "files": {name: checkpoint.files[name] for name in mine}}))
+                verify(
+                    Checkpoint(
+                        **{**checkpoint.__dict__, "files": {name: checkpoint.files[name] for name in mine}}
+                    )
+                )
             return checkpoint
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
     if paths:
-        raise CheckpointError(f"none of the {len(paths)} checkpoints in {directory} is valid; move them away to start afresh.")
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {directory} is valid; move them away to start afresh."
+        )
     return None
 
 
@@ -338,7 +392,9 @@ def _pieces_by_parameter(checkpoint: Checkpoint) -> dict[tuple[str, str], list[P
     return table
 
 
-def _fill(target: torch.Tensor, first: int, pieces: list[Piece], read: Callable[[Piece, int, int], torch.Tensor]) -> None:
+def _fill(
+    target: torch.Tensor, first: int, pieces: list[Piece], read: Callable[[Piece, int, int], torch.Tensor]
+) -> None:
     """Copy elements [first, first + numel) of a parameter from the pieces that overlap this range."""
     last = first + target.numel()
     for piece in pieces:

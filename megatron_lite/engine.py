@@ -55,7 +55,9 @@ class Fragment:
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # first element, in the flattened parameter
-    tensors: dict[str, torch.Tensor]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    tensors: dict[
+        str, torch.Tensor
+    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
 
 
 class Engine:
@@ -135,7 +137,7 @@ class Engine:
     def fragments(self) -> Iterator[Fragment]:
         """The fragments this rank owns, in parameter order; together the ranks own every element exactly once."""
         for name, parameter in self.module.named_parameters():
-            mapping = parameter._hp_mapping
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
             if mapping is None:
                 continue
             tensors = {"weight": mapping.get_hp_fragment()}
@@ -146,7 +148,9 @@ class Engine:
         """Adam's step count and the loss scaler, as JSON values."""
         optimizer = self._zero.optimizer
         first = next(iter(optimizer.state.values()))
-        scaler = {key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)}
+        scaler = {
+            key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)
+        }
         return {"adam_step": float(first["step"]), "loss_scaler": scaler}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:

@@ -34,7 +34,9 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     config = build(Config, found.state["config"])
     if config.tokenizer is None:
         raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
-    tokenizer_config = config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    tokenizer_config = (
+        config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    )
     tokenizer = load_tokenizer(tokenizer_config)
     config = config.with_vocab_size(tokenizer.vocab_size)
     with torch.device("meta"):
@@ -51,5 +53,7 @@ def _find(path: Path) -> checkpoint.Checkpoint:
     alone = ParallelContext(0, 1, 0, torch.device("cpu"))
     newest = checkpoint.newest_valid(path / "checkpoints", alone)
     if newest is None:
-        raise CheckpointError(f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories.")
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
+        )
     return newest

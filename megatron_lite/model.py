@@ -56,10 +56,16 @@ class ModelInput:
         targets = batch[:, TARGETS].reshape(-1)[rows].astype(np.int64)
         objectives = batch[:, OBJECTIVE].reshape(-1)[rows].astype(np.int64)
         inputs = torch.from_numpy(batch[:, [TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]).to(device)
+        tokens, position_ids, block_position_ids = inputs.unbind(1)
         return ModelInput(
-            *inputs.unbind(1),
-            plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel),
-            *(torch.from_numpy(x).to(device) for x in (rows, targets, weights[rows], objectives)),
+            tokens=tokens,
+            position_ids=position_ids,
+            block_position_ids=block_position_ids,
+            plan=plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel),
+            loss_rows=torch.from_numpy(rows).to(device),
+            targets=torch.from_numpy(targets).to(device),
+            weights=torch.from_numpy(weights[rows]).to(device),
+            objectives=torch.from_numpy(objectives).to(device),
         )
 
 
@@ -97,11 +103,17 @@ class Embedding(nn.Module):
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor
+    ) -> torch.Tensor:
         words = self.word_embeddings(tokens)
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
-        hidden = words + self.position_embeddings(position_ids) + self.block_position_embeddings(block_position_ids)
+        hidden = (
+            words
+            + self.position_embeddings(position_ids)
+            + self.block_position_embeddings(block_position_ids)
+        )
         return F.dropout(hidden, self.dropout, self.training)
 
 
@@ -166,7 +178,11 @@ class GLM(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
 
     def hidden_states(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor, plan: AttentionPlan
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        block_position_ids: torch.Tensor,
+        plan: AttentionPlan,
     ) -> torch.Tensor:
         """Output of the last block, before the final LayerNorm: [B, S, D]."""
         hidden = self.embedding(tokens, position_ids, block_position_ids)
@@ -179,10 +195,12 @@ class GLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]; the padding rows of the vocabulary do not take part."""
-        return linear(self.final_layernorm(hidden), self.embedding.word_embeddings.weight[: self.config.vocab_size])
+        return linear(
+            self.final_layernorm(hidden), self.embedding.word_embeddings.weight[: self.config.vocab_size]
+        )
 
     def forward(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted loss sum (fp32 scalar, nats) and, without gradient, fp32 [objectives, 2]: loss sum and weight of each.
+        """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2]: loss sum and weight of each.
 
         The head runs only on rows that carry loss.
         """

@@ -13,31 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher (deepspeed, torchrun, or none) told this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    @staticmethod
-    def from_environment(local_rank: int | None = None) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is rank 0 of 1.
-
-        Args:
-            local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
-        """
-        values = {}
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank or 0)):
-            text = os.environ.get(name, str(default))
-            if not text.isdigit():
-                raise ConfigError(f"environment variable {name} is {text!r}; it must be a whole number. Start through "
-                                  f"deepspeed or torchrun, or unset it.")
-            values[name] = int(text)
-        return Launch(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
+from megatron_lite.launch import Launch
 
 
 @dataclass(frozen=True)
@@ -85,17 +61,27 @@ class ParallelContext:
 def initialize(launch: Launch, timeout_seconds: int) -> ParallelContext:
     """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
     # A rank started by hand needs the rendezvous variables that a launcher would have set; localhost only.
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", str(launch.rank)), ("WORLD_SIZE", str(launch.world_size)),
-                        ("LOCAL_RANK", str(launch.local_rank))):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("RANK", str(launch.rank)),
+        ("WORLD_SIZE", str(launch.world_size)),
+        ("LOCAL_RANK", str(launch.local_rank)),
+    ):
         os.environ.setdefault(name, value)
     if launch.world_size == 1:
-        os.environ.setdefault("MASTER_PORT", "0")  # port 0: any free one, so that two runs by hand do not collide
+        os.environ.setdefault(
+            "MASTER_PORT", "0"
+        )  # port 0: any free one, so that two runs by hand do not collide
     elif "MASTER_PORT" not in os.environ:
-        raise ConfigError(f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun.")
+        raise ConfigError(
+            f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
+        )
 
     use_gpu = torch.cuda.is_available()
     if not use_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found no GPU
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else DeepSpeed warns on every rank that it found no GPU
 
     import deepspeed
     from deepspeed.ops import __compatible_ops__

@@ -1,7 +1,7 @@
 """The loop: train steps, evaluation, logging, checkpoints, and a clean stop when asked.
 
-A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far, its
-learning rate of the step: so the state to save is small, and a resumed run repeats the uninterrupted one bit for bit.
+A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
+its learning rate of the step: so the state to save is small, and a resumed run repeats the unbroken one bit for bit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Trainer:
         self.directory = Path(config.run.directory)
         self.checkpoints = self.directory / "checkpoints"
         self.accumulation_steps = config.batch.accumulation_steps(context.dp_size)
-        self.peak_tflops = peak_tflops(config.run.peak_tflops, DTYPES[config.training.precision], context.device)
+        self.peak_tflops = peak_tflops(
+            config.run.peak_tflops, DTYPES[config.training.precision], context.device
+        )
         self.step = 0
         self.consumed_samples = 0
         self.consumed_tokens = 0
@@ -81,7 +83,7 @@ class Trainer:
     # The run
 
     def fit(self) -> None:
-        """Train from the newest checkpoint (or from the start) to `training.steps` or a stop, then save and evaluate."""
+        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate."""
         self._resume()
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
@@ -101,10 +103,16 @@ class Trainer:
                 interval = self._outside(interval, self._save)
         if self._saved_step != self.step:
             self._save()
-        if self.step == self.config.training.steps and not self._is_multiple(self.config.training.eval_interval):
+        if self.step == self.config.training.steps and not self._is_multiple(
+            self.config.training.eval_interval
+        ):
             self.evaluate()
         if self.context.is_main and self.step < self.config.training.steps:
-            log.info("stopped at step %d of %d; start again with the same run.directory to continue.", self.step, self.config.training.steps)
+            log.info(
+                "stopped at step %d of %d; start again with the same run.directory to continue.",
+                self.step,
+                self.config.training.steps,
+            )
         self.metrics.close()
 
     def _request_stop(self, number: int, frame: Any) -> None:
@@ -136,7 +144,9 @@ class Trainer:
         local.append(sum(count_visible_keys(batch) for batch in batches))
         local.append(sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches))
         local.append(float(self.stop_requested))
-        totals = self.context.sum(torch.tensor(local, dtype=torch.float64, device=self.context.device)).tolist()
+        totals = self.context.sum(
+            torch.tensor(local, dtype=torch.float64, device=self.context.device)
+        ).tolist()
         loss_weight, tokens, visible_keys, loss_rows, stop = totals
 
         lr = self._learning_rate(self.step + 1)
@@ -190,7 +200,9 @@ class Trainer:
         )
 
     def _seed_dropout(self, micro: int) -> None:
-        torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp_rank))
+        torch.manual_seed(
+            derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp_rank)
+        )
 
     def _count_skip(self, result: StepResult) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
@@ -198,8 +210,9 @@ class Trainer:
         limit = self.config.training.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were left as they "
-                f"were before them. Lower optimizer.lr, or continue from an earlier checkpoint in {self.checkpoints}."
+                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
+                f"left as they were before them. Lower optimizer.lr, or continue "
+                f"from an earlier checkpoint in {self.checkpoints}."
             )
 
     # Reports
@@ -223,7 +236,9 @@ class Trainer:
             "seconds_per_step": elapsed / interval.steps,
             "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
         }
-        self.metrics.write("train", self.step, values, train_line(self.step, self.config.training.steps, values))
+        self.metrics.write(
+            "train", self.step, values, train_line(self.step, self.config.training.steps, values)
+        )
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -262,7 +277,9 @@ class Trainer:
         path = checkpoint.save(self.checkpoints, self.step, self.engine, self._state(), self.context)
         self._saved_step = self.step
         if self.context.is_main:
-            checkpoint.retain(self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
+            checkpoint.retain(
+                self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every
+            )
             log.info("saved %s in %.1f s", path, time.perf_counter() - start)
 
     def _resume(self) -> None:
@@ -271,24 +288,32 @@ class Trainer:
             return
         if self.config.checkpoint.resume == "never":
             raise CheckpointError(
-                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; choose "
-                f"another run.directory, or checkpoint.resume=auto to continue."
+                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; "
+                f"choose another run.directory, or checkpoint.resume=auto to continue."
             )
         checkpoint.load(found, self.engine, self.context)
         for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
             setattr(self, name, found.state[name])
         self._saved_step = self.step
         if self.context.is_main:
-            log.info("resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples)
+            log.info(
+                "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
+            )
             for change in config_changes(found.state["config"], to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
             if found.state["data"] != self.train_data.fingerprint():
-                log.warning("the training corpora are not those of the checkpoint: samples will differ from an uninterrupted run")
+                log.warning(
+                    "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
+                )
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
     """Dotted keys whose values differ, as `key: old -> new`."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(set(before) | set(after))
-        return [change for key in keys for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")]
+        return [
+            change
+            for key in keys
+            for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")
+        ]
     return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]

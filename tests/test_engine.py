@@ -55,7 +55,9 @@ def single():
     return run_ranks(train, 1, tree())[0]
 
 
-@pytest.mark.parametrize("world_size, zero_stage, micro", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    "world_size, zero_stage, micro", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1)]
+)
 def test_every_layout_equals_one_process(single, world_size, zero_stage, micro):
     settings = tree(parallel={"zero_stage": zero_stage}, batch={"micro_batch_size": micro})
     for records, weights in run_ranks(train, world_size, settings):
@@ -93,7 +95,10 @@ def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(precision, zero_sta
 
 
 def test_the_deepspeed_dictionary_is_derived():
-    config = build(Config, tree(deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}))
+    config = build(
+        Config,
+        tree(deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}),
+    )
     options = deepspeed_options(config, dp_size=2)
     assert options["gradient_accumulation_steps"] == 2 and options["gradient_clipping"] == 0.5
     assert options["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 1}
@@ -101,5 +106,7 @@ def test_the_deepspeed_dictionary_is_derived():
 
 
 def test_a_world_that_does_not_fit_the_batch_is_refused():
-    with pytest.raises(ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
+    ):
         deepspeed_options(build(Config, tree()), dp_size=3)

@@ -87,10 +87,14 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     loss, per_objective = model(inputs)
     hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch[:, TARGETS]).flatten().long(), reduction="none")
+    each = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(batch[:, TARGETS]).flatten().long(), reduction="none"
+    )
     expected = (each * torch.from_numpy(weights).flatten()).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(per_objective.sum(0), torch.stack([loss.detach(), torch.tensor(weights.sum())]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        per_objective.sum(0), torch.stack([loss.detach(), torch.tensor(weights.sum())]), rtol=1e-6, atol=0
+    )
     assert (per_objective[:2, 1] > 0).all() and per_objective[2].eq(0).all()
 
 
@@ -107,7 +111,7 @@ def test_padding_vocabulary_rows_take_no_part():
 
 
 def test_no_loss_row_sees_the_token_it_predicts():
-    """Changing the inputs after a row (in order) leaves its loss unchanged: causal within part B, no leak from padding."""
+    """Changing the inputs after a row (in order) leaves it unchanged: causal within part B."""
     model, batch = make(), prefix_batch(1, rows=1, documents=1)
     weights = batch[0, WEIGHTS].view(np.float32)
     rows = np.flatnonzero(weights)

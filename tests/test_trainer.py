@@ -35,7 +35,11 @@ def fit(context, tree):
 
 def records(directory, kind="train"):
     lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: {k: v for k, v in r.items() if k.startswith("loss") or k == "perplexity"} for r in lines if r["kind"] == kind}
+    return {
+        r["step"]: {k: v for k, v in r.items() if k.startswith("loss") or k == "perplexity"}
+        for r in lines
+        if r["kind"] == kind
+    }
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_path):
@@ -93,7 +97,9 @@ def poison(context, tree):
 
 def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):
     assert run_ranks(request_stop_on_one_rank, 2, settings) == [2, 2]
-    assert [p.name for p in (Path(settings["run"]["directory"]) / "checkpoints").iterdir()] == ["step_00000002"]
+    assert [p.name for p in (Path(settings["run"]["directory"]) / "checkpoints").iterdir()] == [
+        "step_00000002"
+    ]
 
 
 def test_non_finite_steps_are_bounded(settings):
@@ -121,11 +127,19 @@ def test_resume_never_refuses_a_directory_with_a_checkpoint(settings):
 
 def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):
     shutil.rmtree(settings["run"]["directory"], ignore_errors=True)
-    means = merge(settings, {"training": {"loss_normalization": "mean_of_means", "steps": 1}, "schedule": {"warmup_steps": 0}})
-    tokens = merge(means, {"training": {"loss_normalization": "global_tokens"}, "run": {"directory": str(tmp_path / "b")}})
+    means = merge(
+        settings,
+        {"training": {"loss_normalization": "mean_of_means", "steps": 1}, "schedule": {"warmup_steps": 0}},
+    )
+    tokens = merge(
+        means,
+        {"training": {"loss_normalization": "global_tokens"}, "run": {"directory": str(tmp_path / "b")}},
+    )
     a, b = run_ranks(fit, 1, means)[0], run_ranks(fit, 1, tokens)[0]
     assert any(not torch.equal(a[name], b[name]) for name in a)
-    assert records(means["run"]["directory"]) == records(tmp_path / "b")  # the reported loss is the token mean in both
+    assert records(means["run"]["directory"]) == records(
+        tmp_path / "b"
+    )  # the reported loss is the token mean in both
 
 
 def test_config_changes_are_named():
