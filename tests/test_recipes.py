@@ -15,8 +15,7 @@ from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text
 
 from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, Example
-from data_utils.objectives.base import FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL
-from data_utils.objectives.rows import DOCUMENT_OVERHEAD
+from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL
 from megatron_lite.errors import ConfigError, DataError
 
 CASES = 2000

@@ -22,7 +22,7 @@ def make_trainer(context, tree):
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     engine = Engine(build_model(config, num_objectives=len(data.objective_names)), config, context)
     return Trainer(config, context, engine, data.train, data.validation, data.objective_names)
 

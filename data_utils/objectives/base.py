@@ -12,7 +12,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     ord                 signed order (see megatron_lite/attention.py)
     grp                 0, or a private group whose members see each other
     objective           index of the objective that made the token (for per-objective losses)
-    segment_ids         which of two texts a token belongs to, or the kind of language model (UniLM); else 0
+    segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
 
 A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader hands over a single buffer.
 """
@@ -64,6 +64,9 @@ TOKEN, SENTENCE, DOCUMENT = range(3)
 # Objectives whose rows go to a two-class head on CLS instead of the vocabulary.
 SENTENCE_LEVEL = ("next_sentence", "sentence_order")
 PADDING_DOC = -1
+# Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling
+# need 3; every objective keeps to it.
+DOCUMENT_OVERHEAD = 4
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
 
 

@@ -30,6 +30,7 @@ from data_utils.objectives.base import (
     BLOCK_POSITION_IDS,
     DOC,
     DOCUMENT,
+    DOCUMENT_OVERHEAD,
     FIELDS,
     GRP,
     OBJECTIVE,
@@ -59,7 +60,6 @@ from data_utils.random_streams import (
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check, choice, setting
 
-DOCUMENT_OVERHEAD = 4  # row tokens that a window reserves for each document: CLS and one span need 3
 ATTEMPTS = 16  # draws of spans before falling back to the fewest
 EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than real text, only sizes rows without the token objective
 SHORTEST_CROP = 32  # tokens

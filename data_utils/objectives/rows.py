@@ -19,6 +19,7 @@ from data_utils import random_streams
 from data_utils.objectives import base, masking
 from data_utils.objectives.base import (
     DOC,
+    DOCUMENT_OVERHEAD,
     FIELDS,
     OBJECTIVE,
     ONE_AS_INT32,
@@ -35,8 +36,6 @@ from data_utils.objectives.masking import WORK_LINES
 from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check
-
-DOCUMENT_OVERHEAD = 4  # row tokens that a window reserves for each document that begins in it
 
 
 class RowSizes:

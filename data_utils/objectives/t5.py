@@ -3,7 +3,8 @@
 Part A (order 0) is the text with every noise span replaced by a sentinel; part B (order 1, 2, ...) is
 `sentinel span sentinel span ... eos`, shifted by a `sop` at its start. Numbers are T5's: round(0.15 n) noise
 tokens in round(noise / 3) spans; noise and rest are each divided into that many parts, every division
-equally likely, and alternate, the rest first. Positions count on from part A.
+equally likely, and alternate, the rest first. Positions of part B count from 0 again and its segment id is 1:
+it is a text of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from numba import njit
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
+from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
 from data_utils.objectives.masking import ENDS, STARTS
 from data_utils.objectives.rows import (
     RowObjective,
@@ -65,8 +66,8 @@ class T5Config(RowSizes):
         return 3
 
     def max_position_needed(self, sequence_length: int) -> int:
-        """Positions count the rows of a document."""
-        return self.least_row_length(sequence_length) - 1
+        """Neither part is longer than the text and its sop."""
+        return sequence_length
 
 
 @njit(nogil=True)
@@ -109,21 +110,23 @@ def _fill_piece(row, used, document, text, units, start, length, stream, w, cumu
         source += 1
     part_b = at
     if spans > 0:
-        put(row, at, s.sop, at - used, 1)
+        put(row, at, s.sop, 0, 1)
         source = start
         for span in range(spans):
             source += w[STARTS, span]
             sentinel = s.sentinel_first - s.sentinel_step * (span % s.sentinel_count)
             predict(row, at, sentinel)
             at += 1
-            put(row, at, sentinel, at - used, at - part_b + 1)
+            put(row, at, sentinel, at - part_b, at - part_b + 1)
             for _ in range(w[ENDS, span]):
                 predict(row, at, text[source])
                 at += 1
-                put(row, at, text[source], at - used, at - part_b + 1)
+                put(row, at, text[source], at - part_b, at - part_b + 1)
                 source += 1
         predict(row, at, s.eos)
         at += 1
+    for i in range(part_b, at):
+        row[SEGMENT_IDS, i] = 1
     mark_document(row, used, at, document, _SPAN_CORRUPTION)
     return at
 
