@@ -131,11 +131,11 @@ def unilmv2(example: Example) -> np.ndarray:
     return mask
 
 
-def xlnet(example: Example) -> np.ndarray:
+def xlnet(example: Example, parts: int = 2) -> np.ndarray:
     """Content sees the non-targets of its part, earlier targets and itself; a query not its own token."""
     content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
     text = content - 2
-    half = text // 2
+    half = text // 2 if parts == 2 else 0
     part = [0 if i < half else 1 for i in range(content)]
     queries = range(content, len(example.tokens))
     rank = {int(example.position_ids[row]): -int(example.ord[row]) for row in queries}

@@ -60,6 +60,8 @@ def _end_of_run(w, first, units, size, gap, budget):
         return -1
     end = first
     for _ in range(units):
+        if end == size:
+            return -1
         stop = end + 1
         while stop < size and not w[UNIT, stop]:
             stop += 1
@@ -69,8 +71,6 @@ def _end_of_run(w, first, units, size, gap, budget):
             if not w[FREE, i]:
                 return -1
         end = stop
-        if end == size:
-            break
     if end == first or (gap and end < size and w[TAKEN, end]):
         return -1
     return end

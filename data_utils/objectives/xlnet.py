@@ -66,7 +66,10 @@ class XlnetConfig(RowSizes):
 @njit(nogil=True)
 def _draw_targets(stream, w, first, last, goal, cumulative, s):
     """Mark `goal` of the text positions first..last - 1 in w[TAKEN]: n-grams in windows, then singles."""
+    spare = last - first - goal * s.tokens_per_target  # tokens that no window covers, before and behind
     at, chosen = first, 0
+    if spare > 0:
+        at += below(stream, spare + 1)
     while chosen < goal:
         longest = min(cumulative.shape[0] - 1, goal - chosen, (last - at) // s.tokens_per_target)
         if longest < 1:
