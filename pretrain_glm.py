@@ -78,7 +78,7 @@ def train(config: Config, local_rank: int | None) -> None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = config.with_vocab_size(tokenizer.vocab_size)
-    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
 
     from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.engine import make_engine

@@ -1,6 +1,6 @@
 """How fast tokens become padded batches: rows per second and core, one thread.
 
-    python benchmarks/collate.py [--json]
+    python benchmarks/collate.py [--json] [--case TEXT]
 
 Every number is the best of several rounds, in CPU time of this process, so that other work on the
 machine disturbs it little. Compilation is outside the timing and reported apart. Two yardsticks:
@@ -25,7 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_utils.collate import Collator
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, SpecialTokens
+from data_utils.objectives import (
+    OBJECTIVES,
+    BlankInfilling,
+    BlankInfillingConfig,
+    SpecialTokens,
+    Vocabulary,
+    make_one,
+)
 from data_utils.objectives.base import FIELDS
 from megatron_lite.errors import run_command
 
@@ -35,8 +42,9 @@ SPECIAL = SpecialTokens(
 ROWS = 64  # per batch
 VOCABULARY = 30000
 SENTENCE_LENGTH = 20  # tokens, mean
+WORDS_PER_TOKEN = 0.75
 
-# name: (sequence length, document length or None for one document per row, config)
+# name: (sequence length, document length or None for one document per row, config[, objective])
 CASES = {
     "token": (512, None, {}),
     "token, reference placement": (512, None, {"placement": "reference"}),
@@ -47,6 +55,20 @@ CASES = {
     "token, documents of 60": (512, 60, {}),
     "token, documents of 12": (512, 12, {}),
     "token, 2048": (2048, None, {}),
+    "causal": (512, None, {}, "causal"),
+    "prefix_lm": (512, None, {}, "prefix_lm"),
+    "masked_lm": (512, None, {}, "masked_lm"),
+    "masked_lm, whole words": (512, None, {"whole_words": True}, "masked_lm"),
+    "masked_lm, documents of 60": (512, 60, {}, "masked_lm"),
+    "spanbert": (512, None, {}, "spanbert"),
+    "albert": (512, None, {}, "albert"),
+    "ernie": (512, None, {}, "ernie"),
+    "t5": (512, None, {}, "t5"),
+    "bart": (512, None, {}, "bart"),
+    "mass": (512, None, {}, "mass"),
+    "unilm": (512, None, {}, "unilm"),
+    "unilmv2": (512, None, {}, "unilmv2"),
+    "xlnet": (512, None, {}, "xlnet"),
 }
 
 
@@ -74,9 +96,13 @@ def best_seconds(run: Callable[[int], object], rounds: int = 12, calls: int = 20
 
 def measure(name: str) -> dict:
     """One line of the table."""
-    sequence_length, document_length, config = CASES[name]
-    sentence_end = np.random.default_rng(1).random(VOCABULARY) < 1 / SENTENCE_LENGTH
-    made = BlankInfilling(BlankInfillingConfig(**config), SPECIAL, sentence_end, 1, sequence_length)
+    sequence_length, document_length, config, *objective = CASES[name]
+    rng = np.random.default_rng(1)
+    sentence_end = rng.random(VOCABULARY) < 1 / SENTENCE_LENGTH
+    word_start = rng.random(VOCABULARY) < WORDS_PER_TOKEN
+    vocabulary = Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+    kind = objective[0] if objective else "blank_infilling"
+    made = make_one(kind, OBJECTIVES[kind][0](**config), vocabulary, 1, sequence_length)
     collate = Collator(made)
     tokens, piece_lengths, per_sample = source(sequence_length, document_length)
     indices = np.arange(ROWS)
@@ -143,7 +169,7 @@ def numpy_row(text: np.ndarray, weights: list[float], rng: random.Random) -> lis
 
 def measure_numpy() -> float:
     """Seconds per row of the per-sample collator on the "token" case."""
-    sequence_length, document_length, _ = CASES["token"]
+    sequence_length, document_length, *_ = CASES["token"]
     texts = source(sequence_length, document_length)[0].reshape(ROWS, -1)
     weights = list(np.cumprod(3.0 / np.arange(1, 40)))
     rng = random.Random(0)
@@ -165,11 +191,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="also print the results as one JSON line")
+    parser.add_argument("--case", default="", help="only cases whose name contains this, and token")
     arguments = parser.parse_args()
     start = time.perf_counter()
     Collator(BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, 64))(np.arange(60), [60], [1], [0])
     first_call = time.perf_counter() - start
-    results = [measure(name) for name in CASES]
+    results = [measure(name) for name in CASES if name == "token" or arguments.case in name]
     numpy_seconds = measure_numpy()
     ratio = results[0]["rows_per_second"] * numpy_seconds
     print(f"{ROWS} rows per batch, one thread, CPU time")

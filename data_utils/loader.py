@@ -10,11 +10,12 @@ import numpy as np
 from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.mixture import Mixture
-from data_utils.objectives.base import OBJECTIVE_NAMES
-from data_utils.objectives.blank_infilling import DOCUMENT_OVERHEAD, BlankInfilling, BlankInfillingConfig
+from data_utils.objectives import ObjectiveChoice, make_objective
+from data_utils.objectives.base import DOCUMENT_OVERHEAD, OBJECTIVE_NAMES
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
+from data_utils.vocabulary import vocabulary_of
 from megatron_lite.config import CorpusConfig, DataConfig
 from megatron_lite.errors import ConfigError
 
@@ -55,24 +56,18 @@ class Datasets:
 
 
 def open_datasets(
-    data: DataConfig, objective: BlankInfillingConfig, tokenizer: Tokenizer, seed: int
+    data: DataConfig, objectives: Sequence[ObjectiveChoice], tokenizer: Tokenizer, seed: int
 ) -> Datasets:
     """Open the corpora of a run and check that `tokenizer` made them.
 
-    Raises: ConfigError without a training corpus; DataError for a missing, damaged or foreign dataset.
+    Args: objectives: `Config.objective_choices`.
+    Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
+        DataError for a missing, damaged or foreign dataset.
     """
     if not data.train:
         raise ConfigError("data.train is empty; give at least one corpus as [{prefix: PATH}].")
-    collator = Collator(
-        BlankInfilling(
-            objective,
-            tokenizer.special,
-            tokenizer.sentence_end_ids(),
-            derive_seed(seed, "objective"),
-            data.sequence_length,
-            data.row_length,
-        )
-    )
+    vocabulary = vocabulary_of(tokenizer)
+    collator = Collator(make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length))
     train = _open_mixture(data.train, data.sequence_length, tokenizer, derive_seed(seed, "train"))
     validation = None
     if data.validation:

@@ -13,7 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_utils.objectives import ObjectiveChoice, objective_classes
+from data_utils.objectives.albert import AlbertConfig
+from data_utils.objectives.bart import BartConfig
 from data_utils.objectives.blank_infilling import BlankInfillingConfig
+from data_utils.objectives.causal import CausalConfig
+from data_utils.objectives.ernie import ErnieConfig
+from data_utils.objectives.masked_lm import MaskedLmConfig
+from data_utils.objectives.mass import MassConfig
+from data_utils.objectives.prefix_lm import PrefixLmConfig
+from data_utils.objectives.spanbert import SpanBertConfig
+from data_utils.objectives.t5 import T5Config
+from data_utils.objectives.unilm import UniLmConfig
+from data_utils.objectives.unilmv2 import UniLmV2Config
+from data_utils.objectives.xlnet import XlnetConfig
 from data_utils.tokenizers import TokenizerConfig
 from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError
@@ -329,7 +342,26 @@ class Config:
         None, "the tokenizer the corpora were built with; required for training"
     )
     data: DataConfig = section(DataConfig)
+    objectives: dict[str, Any] = setting_mapping(
+        "objective -> share of the samples, relative to the others; empty = blank_infilling alone. The section "
+        "of the same name says how it works"
+    )
+    objective_starts: dict[str, Any] = setting_mapping(
+        "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
+    )
     blank_infilling: BlankInfillingConfig = section(BlankInfillingConfig)
+    causal: CausalConfig = section(CausalConfig)
+    prefix_lm: PrefixLmConfig = section(PrefixLmConfig)
+    masked_lm: MaskedLmConfig = section(MaskedLmConfig)
+    spanbert: SpanBertConfig = section(SpanBertConfig)
+    albert: AlbertConfig = section(AlbertConfig)
+    ernie: ErnieConfig = section(ErnieConfig)
+    t5: T5Config = section(T5Config)
+    bart: BartConfig = section(BartConfig)
+    mass: MassConfig = section(MassConfig)
+    unilm: UniLmConfig = section(UniLmConfig)
+    unilmv2: UniLmV2Config = section(UniLmV2Config)
+    xlnet: XlnetConfig = section(XlnetConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     run: RunConfig = section(RunConfig)
     deepspeed: dict[str, Any] = setting_mapping(
@@ -344,7 +376,9 @@ class Config:
             f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
             f"schedule ends ({self.decay_steps}); lower it or raise training.steps ({steps}).",
         )
-        needed = self.blank_infilling.max_position_needed(self.data.sequence_length)
+        self._check_objectives()
+        chosen = [choice.section for choice in self.objective_choices]
+        needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
         check(
             needed <= self.model.max_position,
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
@@ -360,12 +394,47 @@ class Config:
         length = self.data.row_length
         if length is None:
             return
-        least = self.blank_infilling.least_row_length(self.data.sequence_length)
+        chosen = [choice.section for choice in self.objective_choices]
+        least = max(section.least_row_length(self.data.sequence_length) for section in chosen)
+        usual = max(section.row_length_for(self.data.sequence_length) for section in chosen)
         check(
             length >= least,
             f"data.row_length ({length}) is too short for data.sequence_length ({self.data.sequence_length}) "
-            f"and its masks; it must be at least {least}, null chooses "
-            f"{self.blank_infilling.row_length_for(self.data.sequence_length)}.",
+            f"and its masks; it must be at least {least}, null chooses {usual}.",
+        )
+
+    def _check_objectives(self) -> None:
+        for name, weight in self.objectives.items():
+            objective_classes(name)
+            number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            check(
+                number and 0 <= weight < float("inf"),
+                f"objectives.{name} is {weight!r}; it must be a number, 0 or more.",
+            )
+        for name, first in self.objective_starts.items():
+            check(
+                name in self.objectives,
+                f"objective_starts names {name!r}, which is not among objectives; add it there or remove it.",
+            )
+            whole = isinstance(first, int) and not isinstance(first, bool)
+            check(
+                whole and first >= 0,
+                f"objective_starts.{name} is {first!r}; it must be a number of samples, 0 or more.",
+            )
+        check(
+            any(choice.first_sample == 0 for choice in self.objective_choices),
+            "no objective takes part from sample 0 on; give one in objectives a positive weight and no "
+            "entry in objective_starts.",
+        )
+
+    @property
+    def objective_choices(self) -> tuple[ObjectiveChoice, ...]:
+        """The objectives of the run that have a weight, with their sections."""
+        weights = self.objectives or {"blank_infilling": 1.0}
+        return tuple(
+            ObjectiveChoice(name, getattr(self, name), float(weight), self.objective_starts.get(name, 0))
+            for name, weight in weights.items()
+            if weight > 0
         )
 
     def _check_layout(self) -> None:
@@ -398,7 +467,7 @@ class Config:
         """Tokens of a row, padding included."""
         if self.data.row_length is not None:
             return self.data.row_length
-        return self.blank_infilling.row_length_for(self.data.sequence_length)
+        return max(choice.section.row_length_for(self.data.sequence_length) for choice in self.objective_choices)
 
     def _check_sentinels(self) -> None:
         first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size

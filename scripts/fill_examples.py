@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     run = load_run(args.checkpoint)
     config, tokenizer = run.config, run.tokenizer
-    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
     filler = BlankFiller(run.model, tokenizer.special, GenerationConfig(max_length=args.max_length))

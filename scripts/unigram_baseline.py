@@ -92,7 +92,7 @@ def unigram_losses(config: Config) -> dict[str, float]:
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
     tokenizer = load_tokenizer(config.tokenizer)
-    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
     shape = (len(data.objective_names), tokenizer.vocab_size)

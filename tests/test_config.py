@@ -153,6 +153,56 @@ def test_no_two_published_models_share_a_run_directory():
     assert len(set(directories)) == len(directories)
 
 
+# The other systems: layers, hidden size, heads, objective, row length, lr, sequences per step, steps.
+SYSTEMS = {
+    "bert-base": (12, 768, 12, "masked_lm", 512, 1e-4, 256, 1_000_000),
+    "bert-large": (24, 1024, 16, "masked_lm", 512, 1e-4, 256, 1_000_000),
+    "roberta-large": (24, 1024, 16, "masked_lm", 512, 4e-4, 8192, 500_000),
+    "spanbert-large": (24, 1024, 16, "spanbert", 512, 1e-4, 256, 2_400_000),
+    "albert-base": (12, 768, 12, "albert", 512, 4e-4, 4096, 125_000),
+    "ernie-base": (12, 768, 12, "ernie", 512, 1e-4, 256, 1_000_000),
+    "gpt": (12, 768, 12, "causal", 512, 2.5e-4, 64, 1_000_000),
+    "gpt2-xl": (48, 1600, 25, "causal", 1024, 1.5e-4, 512, 600_000),
+    "unilm-large": (24, 1024, 16, "unilm", 512, 3e-5, 330, 770_000),
+    "unilmv2-base": (12, 768, 12, "unilmv2", 664, 6e-4, 7680, 500_000),
+    "xlnet-large": (24, 1024, 16, "xlnet", 600, 4e-4, 8192, 500_000),
+    "mass-base": (12, 1024, 16, "mass", 768, 1e-4, 256, 500_000),
+    "t5-base": (24, 768, 12, "t5", 568, 4e-4, 128, 524_288),
+    "bart-large": (24, 1024, 16, "bart", 1024, 4e-4, 8000, 500_000),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_has_its_headline_recipe(name):
+    config = published(name)
+    model, (choice,) = config.model, config.objective_choices
+    assert (
+        *(model.num_layers, model.hidden_size, model.num_attention_heads, choice.name),
+        choice.section.row_length_for(config.data.sequence_length),
+        *(config.optimizer.lr, config.batch.global_batch_size, config.training.steps),
+    ) == SYSTEMS[name]
+
+
+def test_every_configuration_is_in_a_table():
+    named = {path.stem for path in MODELS.glob("*.yaml")}
+    assert named == {"tiny", *PUBLISHED, *SYSTEMS}
+
+
+def test_objectives_are_chosen_and_mixed():
+    assert [choice.name for choice in tiny().objective_choices] == ["blank_infilling"]
+    config = tiny(
+        "objectives={causal: 2, t5: 1, mass: 0}", "objective_starts={t5: 100}", "t5.noise_ratio=0.2"
+    )
+    causal, t5 = config.objective_choices
+    assert (causal.name, causal.weight, causal.first_sample, causal.section) == (
+        "causal",
+        2.0,
+        0,
+        config.causal,
+    )
+    assert (t5.name, t5.weight, t5.first_sample, t5.section.noise_ratio) == ("t5", 1.0, 100, 0.2)
+
+
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_survives_printing_and_reading(path):
     config = load_config([path])
@@ -296,6 +346,20 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),
         ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
+    ),
+    "unknown objective": (over("objectives.bert=1"), ("'bert'", "one of blank_infilling, causal")),
+    "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
+    "objective start without objective": (
+        over("objective_starts.causal=5"),
+        ("names 'causal'", "not among objectives", "add it"),
+    ),
+    "objective start": (
+        over("objectives={causal: 1}", "objective_starts={causal: soon}"),
+        ("objective_starts.causal is 'soon'", "number of samples"),
+    ),
+    "no objective from the start": (
+        over("objectives={causal: 1, t5: 0}", "objective_starts={causal: 5}"),
+        ("from sample 0 on", "give one"),
     ),
     "tokenizer": (
         lambda: tiny().with_vocab_size(301),

@@ -21,7 +21,7 @@ def make_trainer(context, tree):
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     engine = make_engine(config, context, len(data.objective_names))
     return Trainer(config, context, engine, data.train, data.validation, data.objective_names)
 

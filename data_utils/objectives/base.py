@@ -12,6 +12,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     ord                 signed order (see megatron_lite/attention.py)
     grp                 0, or a private group whose members see each other
     objective           index of the objective that made the token (for per-objective losses)
+    segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
 
 A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader hands over a single buffer.
 """
@@ -33,13 +34,39 @@ FIELDS = (
     "ord",
     "grp",
     "objective",
+    "segment_ids",
 )
-TOKENS, POSITION_IDS, BLOCK_POSITION_IDS, TARGETS, WEIGHTS, DOC, ORD, GRP, OBJECTIVE = range(len(FIELDS))
+(
+    TOKENS,
+    POSITION_IDS,
+    BLOCK_POSITION_IDS,
+    TARGETS,
+    WEIGHTS,
+    DOC,
+    ORD,
+    GRP,
+    OBJECTIVE,
+    SEGMENT_IDS,
+) = range(len(FIELDS))
 
 # The `objective` plane holds an index into these names. Append only: the order is part of every log and test.
-OBJECTIVE_NAMES = ("token", "sentence", "document")
+OBJECTIVE_NAMES = (
+    *("token", "sentence", "document"),  # blank infilling
+    *("causal", "prefix"),
+    *("masked", "masked_spans", "masked_ngrams", "masked_units"),  # BERT and RoBERTa, SpanBERT, ALBERT, ERNIE
+    *("next_sentence", "sentence_order"),  # the row of CLS: its target is a class, 0 or 1, and not a token
+    *("bidirectional", "seq2seq", "left_to_right", "right_to_left"),  # UniLM
+    *("span_corruption", "denoising", "fragment"),  # T5, BART, MASS
+    *("autoencoding", "partially_autoregressive"),  # UniLMv2
+    "permutation",  # XLNet
+)
 TOKEN, SENTENCE, DOCUMENT = range(3)
+# Objectives whose rows go to a two-class head on CLS instead of the vocabulary.
+SENTENCE_LEVEL = ("next_sentence", "sentence_order")
 PADDING_DOC = -1
+# Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling
+# need 3; every objective keeps to it.
+DOCUMENT_OVERHEAD = 4
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
 
 
@@ -61,6 +88,17 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """What objectives need to know of a vocabulary; `data_utils/vocabulary.py` makes it from a tokenizer."""
+
+    special: SpecialTokens
+    size: int
+    sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
+    word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
+    token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
+
+
+@dataclass(frozen=True)
 class Example:
     """A row, or a stretch of one, in readable form: arrays of one length, int32 (weights: float32)."""
 
@@ -73,6 +111,7 @@ class Example:
     ord: np.ndarray
     grp: np.ndarray
     objective: np.ndarray
+    segment_ids: np.ndarray
 
     @classmethod
     def from_planes(cls, planes: np.ndarray) -> Example:

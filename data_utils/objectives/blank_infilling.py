@@ -25,11 +25,12 @@ import numpy as np
 from numba import njit
 
 from data_utils import random_streams
-from data_utils.objectives import base
+from data_utils.objectives import base, masking
 from data_utils.objectives.base import (
     BLOCK_POSITION_IDS,
     DOC,
     DOCUMENT,
+    DOCUMENT_OVERHEAD,
     FIELDS,
     GRP,
     OBJECTIVE,
@@ -37,6 +38,7 @@ from data_utils.objectives.base import (
     ORD,
     PADDING_DOC,
     POSITION_IDS,
+    SEGMENT_IDS,
     SENTENCE,
     TARGETS,
     TOKEN,
@@ -45,6 +47,7 @@ from data_utils.objectives.base import (
     Example,
     SpecialTokens,
 )
+from data_utils.objectives.masking import cumulative_table, draw_length
 from data_utils.random_streams import (
     below,
     chance,
@@ -57,7 +60,6 @@ from data_utils.random_streams import (
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check, choice, setting
 
-DOCUMENT_OVERHEAD = 4  # row tokens that a window reserves for each document: CLS and one span need 3
 ATTEMPTS = 16  # draws of spans before falling back to the fewest
 EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than real text, only sizes rows without the token objective
 SHORTEST_CROP = 32  # tokens
@@ -213,14 +215,11 @@ class BlankInfillingConfig:
 def _length_cumulative(mean: float, longest: int) -> np.ndarray:
     """Truncated Poisson of span lengths, cumulative in units of 2**-32: int64 `[longest + 1]`, from 0.
 
-    Entry k is the weight of lengths 1..k, so a draw below entry k is a draw from the distribution
-    restricted to 1..k. Every length keeps a weight, or nothing could be drawn where only it fits.
+    See `cumulative_table`. Every length keeps a weight, or nothing could be drawn where only it fits.
     """
     lengths = np.arange(1, longest + 1)
     log_weights = lengths * math.log(mean) - np.array([math.lgamma(length + 1) for length in lengths])
-    weights = np.exp(log_weights - log_weights.max())
-    cumulative = np.cumsum(weights) / weights.sum() * (2**32 - longest)
-    return np.concatenate([[0], np.round(cumulative).astype(np.int64) + lengths])
+    return cumulative_table(np.exp(log_weights - log_weights.max()))
 
 
 def _span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
@@ -286,16 +285,6 @@ def _least_length(length, s):
 
 
 @njit(nogil=True)
-def _draw_length(stream, longest, cumulative):
-    """A span length from the truncated Poisson, restricted to 1..longest."""
-    draw = below(stream, cumulative[longest])
-    length = 1
-    while draw >= cumulative[length]:
-        length += 1
-    return length
-
-
-@njit(nogil=True)
 def _place_spans(stream, w, count, total, maskable, uniform):
     """Turn the lengths in `w[ORDER]` into spans with at least one token between them.
 
@@ -340,7 +329,7 @@ def _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s):
         if fewest and not single:
             length = min(longest, target - total)
         else:
-            length = _draw_length(stream, min(longest, room), cumulative)
+            length = draw_length(stream, min(longest, room), cumulative)
         w[ORDER, count] = length
         count += 1
         total += length
@@ -548,6 +537,7 @@ def _write_example(row, used, document, text, start, length, count, objective, t
     _set(row, DOC, used, end, document)
     _set(row, GRP, used, end, 0)
     _set(row, OBJECTIVE, used, end, objective)
+    _set(row, SEGMENT_IDS, used, end, 0)
     return end
 
 
@@ -675,7 +665,9 @@ def _cached_entry_points(digest: int):
 
 
 _fill_rows, _write_given = _cached_entry_points(
-    random_streams.source_digest(random_streams.__file__, base.__file__, str(Path(__file__)))
+    random_streams.source_digest(
+        random_streams.__file__, base.__file__, masking.__file__, str(Path(__file__))
+    )
 )
 
 

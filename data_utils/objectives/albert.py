@@ -1,0 +1,58 @@
+"""ALBERT (arXiv:1909.11942): n-grams of whole words with p(n) ~ 1/n, and sentence-order prediction.
+
+Both halves of a piece keep their text; with probability one half they change places, and CLS predicts whether
+they did. ALBERT's factorised embedding and cross-layer sharing are matters of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.objectives.base import Vocabulary
+from data_utils.objectives.masked_text import (
+    NO_PAIR,
+    SENTENCE_ORDER,
+    MaskedSizes,
+    MaskedText,
+    check_treatment,
+)
+from data_utils.objectives.masking import cumulative_table
+from megatron_lite.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlbertConfig(MaskedSizes):
+    """N-grams and the sentence-order label."""
+
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    max_ngram: int = setting(3, "longest n-gram, words; n has probability ~ 1/n")
+    whole_words: bool = setting(True, "count and mask words; false: tokens")
+    sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
+
+    def __post_init__(self) -> None:
+        check_treatment("albert", self)
+        check(self.max_ngram >= 1, f"albert.max_ngram is {self.max_ngram}; it must be at least 1.")
+
+
+class Albert(MaskedText):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: AlbertConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            *("albert", config, vocabulary, seed, sequence_length, row_length),
+            objective="masked_ngrams",
+            cumulative=cumulative_table(1.0 / np.arange(1, config.max_ngram + 1)),
+            units="words" if config.whole_words else None,
+            pairing=SENTENCE_ORDER if config.sentence_order else NO_PAIR,
+        )

@@ -1,0 +1,198 @@
+"""BART's denoising (arXiv:1910.13461) on one stack: corrupted text as context, the whole text as target.
+
+Part A (order 0) is the text with its sentences in random order and spans of Poisson(3) tokens each replaced
+by one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself, shifted by a
+`sop` at its start. Positions of part B count from 0 again: it is a text of its own.
+
+Differences: spans of text keep a token between them, so that each mask stands for one span; there are at most
+as many inserted masks as tokens removed, so that part A is never longer than the text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, TOKENS, Vocabulary
+from data_utils.objectives.masking import (
+    FREE,
+    PLACES,
+    STARTS,
+    TAKEN,
+    UNIT,
+    cumulative_table,
+    draw_runs,
+    masked_target,
+)
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    check_ratios,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict,
+    put,
+)
+from data_utils.random_streams import below, chance, chance_threshold, shuffle
+from megatron_lite.settings import check, setting
+
+_DENOISING = OBJECTIVE_NAMES.index("denoising")
+LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BartConfig(RowSizes):
+    """Text infilling and sentence permutation."""
+
+    masked_ratio: float = setting(0.3, "part of the tokens that is removed")
+    mean_span_length: float = setting(3.0, "mean of the Poisson distribution of span lengths, tokens")
+    permute_sentences: bool = setting(True, "put the sentences of the context into random order")
+
+    def __post_init__(self) -> None:
+        check_ratios("bart", self, "masked_ratio")
+        mean = self.mean_span_length
+        check(0.0 < mean < math.inf, f"bart.mean_span_length is {mean}; it must be positive.")
+
+    @property
+    def growth(self) -> float:
+        """Context and target."""
+        return 2.0
+
+    @property
+    def overhead(self) -> int:
+        """CLS; sop takes the place of the last token, which is never an input."""
+        return 1
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the context, CLS included."""
+        return sequence_length
+
+
+@njit(nogil=True)
+def _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s):
+    """Write CLS and the text, its sentences in random order, to the context. `units`: a sentence begins."""
+    sentences = 0
+    for i in range(maskable):
+        if i == 0 or (s.permute_sentences and units[start + i]):
+            w[PLACES, sentences] = i
+            w[STARTS, sentences] = sentences
+            sentences += 1
+    w[PLACES, sentences] = maskable
+    shuffle(stream, w[STARTS], sentences)
+    put(row, used, s.cls, 0, 0)
+    at = used + 1
+    for k in range(sentences):
+        sentence = w[STARTS, k]
+        for i in range(w[PLACES, sentence], w[PLACES, sentence + 1]):
+            put(row, at, text[start + i], at - used, 0)
+            at += 1
+    for i in range(maskable, length):
+        put(row, at, text[start + i], at - used, 0)
+        at += 1
+
+
+@njit(nogil=True)
+def _infill(row, used, maskable, length, stream, w, cumulative, s):
+    """Replace runs of the context by one mask each, insert further masks. Returns its new end.
+
+    For every run drawn, each length-0 span before it in the stream of lengths inserts a mask.
+    """
+    for i in range(maskable):
+        w[FREE, i] = 1
+        w[UNIT, i] = 1
+    target = masked_target(s.masked_ratio, maskable)
+    count = draw_runs(stream, w, maskable, target, True, cumulative)
+    removed, inserted = 0, 0
+    for i in range(maskable):
+        removed += w[TAKEN, i]
+        w[FREE, i] = 0  # from here on: masks to be inserted before this token
+    for _ in range(count):
+        while inserted < removed - count and chance(stream, s.empty_below):
+            w[FREE, below(stream, maskable)] += 1
+            inserted += 1
+    for i in range(maskable):
+        w[UNIT, i] = row[TOKENS, used + 1 + i]  # the text, which is about to be overwritten
+    w[UNIT, maskable] = row[TOKENS, used + length]
+    at = used + 1
+    for i in range(length):
+        if i < maskable:
+            for _ in range(w[FREE, i]):
+                put(row, at, s.mask, at - used, 0)
+                at += 1
+            if w[TAKEN, i]:
+                if i > 0 and w[TAKEN, i - 1]:
+                    continue
+                put(row, at, s.mask, at - used, 0)
+                at += 1
+                continue
+        put(row, at, w[UNIT, i], at - used, 0)
+        at += 1
+    return at
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    maskable = maskable_length(text, start, length, s)
+    _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s)
+    part_b = used + 1 + length
+    if maskable > 0:
+        part_b = _infill(row, used, maskable, length, stream, w, cumulative, s)
+    for i in range(length):
+        put(row, part_b + i, text[start + i - 1] if i > 0 else s.sop, i, i + 1)
+        predict(row, part_b + i, text[start + i])
+        row[SEGMENT_IDS, part_b + i] = 1
+    end = part_b + length
+    mark_document(row, used, end, document, _DENOISING)
+    return end
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class Bart(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: BartConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        lengths = np.arange(1, LONGEST_SPAN + 1)
+        weights = np.cumprod(config.mean_span_length / lengths)
+        values = {
+            "masked_ratio": float(config.masked_ratio),
+            "permute_sentences": bool(config.permute_sentences),
+            "empty_below": chance_threshold(math.exp(-config.mean_span_length)),
+        }
+        check(
+            not config.permute_sentences or vocabulary.sentence_end is not None,
+            "bart.permute_sentences needs to know which tokens end a sentence, which is not known for this "
+            "vocabulary; set it to false.",
+        )
+        sizes = (sequence_length, row_length)
+        tables = (cumulative_table(weights), self._sentence_starts if config.permute_sentences else None)
+        super().__init__("bart", config, vocabulary, seed, *sizes, _fill_rows, values, *tables)
+
+    def _sentence_starts(self, piece: np.ndarray) -> np.ndarray:
+        """Bool for each token of a piece: does a sentence begin there?"""
+        return np.concatenate([[True], self.vocabulary.sentence_end[piece[:-1]]])

@@ -1,0 +1,77 @@
+"""Causal language modelling: GPT and GPT-2. Every token is predicted from those before it in its document.
+
+Row i holds token i - 1 and predicts token i; the first row holds eos, as where documents follow each other in
+GPT-2's training. So every token of the text is predicted exactly once, at no extra row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import njit
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    predict,
+    put,
+)
+
+_CAUSAL = OBJECTIVE_NAMES.index("causal")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalConfig(RowSizes):
+    """There is nothing to choose."""
+
+    @property
+    def overhead(self) -> int:
+        """No row token beyond the text."""
+        return 0
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the rows of a document."""
+        return sequence_length - 1
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    for i in range(length):
+        put(row, used + i, text[start + i - 1] if i > 0 else s.eos, i, i)
+        predict(row, used + i, text[start + i])
+    mark_document(row, used, used + length, document, _CAUSAL)
+    return used + length
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class Causal(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: CausalConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        sizes = (sequence_length, row_length)
+        super().__init__("causal", config, vocabulary, seed, *sizes, _fill_rows, {})

@@ -1,0 +1,104 @@
+"""ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
+
+Where units begin is the business of a segmenter: "words" takes whole words from the vocabulary, "jieba" cuts
+the text of a piece with the package of that name (Chinese), and any function of a piece will do. A segmenter
+in Python costs far more than everything else a sample costs; "words" costs nothing.
+
+ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
+schedule of tasks is `objective_starts` in the configuration (see mixed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.objectives.base import Vocabulary
+from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
+from data_utils.objectives.masking import cumulative_table
+from megatron_lite.errors import ConfigError
+from megatron_lite.settings import choice, setting
+
+SEGMENTERS = ("tokens", "words", "jieba")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErnieConfig(MaskedSizes):
+    """What is masked, and what counts as a unit."""
+
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    segmenter: str = setting(
+        "words",
+        "units masked as one: tokens, words, or jieba (words of Chinese text; needs the package jieba)",
+    )
+
+    def __post_init__(self) -> None:
+        check_treatment("ernie", self)
+        choice("ernie.segmenter", self.segmenter, SEGMENTERS)
+
+
+class Ernie(MaskedText):
+    """See `RowObjective` for the arguments; `segmenter` overrules the config's."""
+
+    def __init__(
+        self,
+        config: ErnieConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+        segmenter: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        units: str | Callable[[np.ndarray], np.ndarray] | None = segmenter
+        if units is None and config.segmenter == "words":
+            units = "words"
+        elif units is None and config.segmenter == "jieba":
+            units = jieba_segmenter(vocabulary)
+        super().__init__(
+            *("ernie", config, vocabulary, seed, sequence_length, row_length),
+            objective="masked_units",
+            cumulative=cumulative_table([1.0]),
+            units=units,
+        )
+
+
+class TextSegmenter:
+    """Units of a piece from a segmenter of text.
+
+    Args:
+        token_texts: the text of every token id, spaces included, without the marks of word pieces.
+        cut: text -> its segments, in order and without loss, for example `jieba.cut`.
+    """
+
+    def __init__(self, token_texts: Sequence[str], cut: Callable[[str], Iterable[str]]) -> None:
+        self.token_texts = token_texts
+        self.cut = cut
+
+    def __call__(self, piece: np.ndarray) -> np.ndarray:
+        """Bool for each token of the piece: does a unit begin there? Only where a segment does."""
+        texts = [self.token_texts[token] for token in piece.tolist()]
+        segments = [len(segment) for segment in self.cut("".join(texts))]
+        starts = np.cumsum([0, *segments])
+        offsets = np.cumsum([0, *map(len, texts)])[:-1]
+        return np.isin(offsets, starts)
+
+
+def jieba_segmenter(vocabulary: Vocabulary) -> TextSegmenter:
+    """Chinese words by jieba. Raises: ConfigError if it is not installed or the token texts are not known."""
+    if vocabulary.token_texts is None:
+        raise ConfigError(
+            "ernie.segmenter jieba needs the texts of the tokens, which this vocabulary does not have; "
+            "choose words or tokens."
+        )
+    try:
+        import jieba
+    except ImportError:
+        raise ConfigError(
+            "ernie.segmenter jieba needs the package jieba, which is not installed; run "
+            "pip install jieba, or choose words."
+        ) from None
+    return TextSegmenter(vocabulary.token_texts, jieba.cut)

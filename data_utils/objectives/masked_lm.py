@@ -1,0 +1,61 @@
+"""Masked language modelling: BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692).
+
+15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, 10 %
+stay; all of them are predicted at their own row. BERT: pairs with next-sentence labels, and masks that were
+drawn a fixed number of times beforehand (`static_copies`). RoBERTa: no pairs, masks drawn for each sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_utils.objectives.base import Vocabulary
+from data_utils.objectives.masked_text import (
+    NEXT_SENTENCE,
+    NO_PAIR,
+    MaskedSizes,
+    MaskedText,
+    check_treatment,
+)
+from data_utils.objectives.masking import cumulative_table
+from megatron_lite.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedLmConfig(MaskedSizes):
+    """BERT without next-sentence prediction by default, that is RoBERTa."""
+
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    whole_words: bool = setting(False, "mask the tokens of a word together")
+    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
+    static_copies: int = setting(
+        0, "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample"
+    )
+
+    def __post_init__(self) -> None:
+        check_treatment("masked_lm", self)
+        copies = self.static_copies
+        check(copies >= 0, f"masked_lm.static_copies is {copies}; it must not be negative.")
+
+
+class MaskedLm(MaskedText):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: MaskedLmConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            *("masked_lm", config, vocabulary, seed, sequence_length, row_length),
+            objective="masked",
+            cumulative=cumulative_table([1.0]),
+            units="words" if config.whole_words else None,
+            pairing=NEXT_SENTENCE if config.next_sentence else NO_PAIR,
+            static_copies=config.static_copies,
+        )

@@ -1,0 +1,332 @@
+"""Text with tokens masked in place: the machinery of BERT, RoBERTa, SpanBERT, ALBERT, ERNIE and UniLM v1.
+
+An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` with some tokens masked, replaced or kept, each
+predicted at its own row. The recipes differ in what is masked together, in the pairs of texts and, for
+UniLM, in who sees whom; all of that are settings of one compiled function.
+
+A pair is one piece cut in two. For next-sentence prediction the second halves of the pieces that are to get
+a wrong one change places within the window, in a circle; where only one piece is to get a wrong one, its
+halves change places (what follows is then not the continuation either). So no text is lost or used twice,
+and the batch needs no second document from elsewhere. The label is the target of the row of CLS, whose
+`objective` says that a two-class head must read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.objectives.base import (
+    OBJECTIVE,
+    OBJECTIVE_NAMES,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    Vocabulary,
+)
+from data_utils.objectives.masking import (
+    ENDS,
+    FREE,
+    STARTS,
+    UNIT,
+    WORK_LINES,
+    draw_runs,
+    draw_treatment,
+    masked_target,
+    treated,
+)
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    begin_row,
+    check_ratios,
+    digest_of,
+    mark_document,
+    maskable_length,
+    predict,
+    treatment_thresholds,
+)
+from data_utils.random_streams import below, chance, chance_threshold, new_stream, next_word, open_stream
+from megatron_lite.settings import check
+
+BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
+NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)
+_LABELS = {
+    NEXT_SENTENCE: OBJECTIVE_NAMES.index("next_sentence"),
+    SENTENCE_ORDER: OBJECTIVE_NAMES.index("sentence_order"),
+}
+
+# Columns of a pair, int64: kind of language model, whether B is to be wrong, start and end of A and of B.
+KIND, WRONG, A, A_END, B, B_END = range(6)
+
+
+@njit(nogil=True)
+def _address(text, start, length, sample, s):
+    """The sample number; for static masks one of `static_copies` numbers that depend on the text alone."""
+    if s.static_copies == 0:
+        return sample
+    digest = np.uint64(0x811C9DC5)  # FNV-1a of 32 bits, token by token
+    for i in range(start, start + length):
+        digest = ((digest ^ np.uint64(text[i])) * np.uint64(0x01000193)) & np.uint64(0xFFFFFFFF)
+    return np.int64(digest) + ((sample % s.static_copies) << 32)
+
+
+@njit(nogil=True)
+def _split_point(stream, text, start, length, sentence_end):
+    """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
+    ends = 0
+    for i in range(start, start + length - 1):
+        ends += sentence_end[text[i]]
+    if ends == 0:
+        return 1 + below(stream, length - 1)
+    choice = below(stream, ends)
+    for i in range(start, start + length - 1):
+        choice -= sentence_end[text[i]]
+        if choice < 0:
+            return i + 1 - start
+    return 1
+
+
+@njit(nogil=True)
+def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, sentence_end, s):
+    """Kind and halves of every piece of a sample, wrong second halves exchanged."""
+    first, last = -1, -1  # pieces that get a wrong B; B of each goes to the one before
+    for number in range(len(lengths)):
+        length = lengths[number]
+        pair = pairs[number]
+        if length > 0:
+            open_stream(stream, s.key, _address(text, start, length, sample, s), first_piece + number, 0)
+        draw = next_word(stream)
+        kind = BIDIRECTIONAL
+        if draw >= s.bidirectional_below:
+            kind = SEQ2SEQ
+            if draw >= s.seq2seq_below:
+                kind = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
+        split = length
+        if s.pairing != NO_PAIR and length > 1:
+            split = _split_point(stream, text, start, length, sentence_end)
+        pair[KIND] = kind
+        pair[A], pair[A_END] = start, start + split
+        pair[B], pair[B_END] = start + split, start + length
+        labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER
+        wrong = labelled and kind == BIDIRECTIONAL and split < length and chance(stream, s.wrong_below)
+        pair[WRONG] = wrong
+        if wrong and s.pairing == NEXT_SENTENCE:
+            if first < 0:
+                first = number
+            else:
+                pairs[last, B], pairs[last, B_END], pair[B], pair[B_END] = (
+                    pair[B],
+                    pair[B_END],
+                    pairs[last, B],
+                    pairs[last, B_END],
+                )
+            last = number
+        elif wrong:
+            _swap_halves(pair)
+        start += length
+    if first >= 0 and first == last:
+        _swap_halves(pairs[first])
+
+
+@njit(nogil=True)
+def _swap_halves(pair):
+    pair[A], pair[A_END], pair[B], pair[B_END] = pair[B], pair[B_END], pair[A], pair[A_END]
+
+
+@njit(nogil=True)
+def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
+    """Text and [SEP] at row[at:], and for `draw_runs` what may be masked. Returns the end."""
+    maskable = maskable_length(text, begin, end - begin, s)
+    for i in range(begin, end):
+        row[TOKENS, at] = text[i]
+        w[FREE, at - used] = i - begin < maskable
+        w[UNIT, at - used] = i == begin or i - begin >= maskable or unit_start[i]
+        at += 1
+    row[TOKENS, at] = s.sep
+    w[FREE, at - used] = 0
+    w[UNIT, at - used] = 1
+    return at + 1
+
+
+@njit(nogil=True)
+def _write_structure(row, used, middle, end, kind, s):
+    """Positions, order and segments of `[CLS] A [SEP]` at row[used:middle] and `B [SEP]` at [middle:end]."""
+    for i in range(used, end):
+        in_b = i >= middle
+        row[POSITION_IDS, i] = i - used
+        segment, order = np.int64(in_b), 0
+        if kind == SEQ2SEQ:
+            segment, order = 4 + in_b, i - middle + 1 if in_b else 0
+        elif kind == LEFT_TO_RIGHT:
+            segment, order = 2, i - used
+        elif kind == RIGHT_TO_LEFT:
+            segment, order = 3, end - 1 - i
+        row[ORD, i] = order
+        row[SEGMENT_IDS, i] = segment
+
+
+@njit(nogil=True)
+def _mask_runs(row, used, size, stream, w, cumulative, s):
+    """Choose runs and treat their tokens, each for itself or all of a run alike."""
+    count = draw_runs(stream, w, size, masked_target(s.masked_ratio, size), s.gap, cumulative)
+    for run in range(count):
+        treatment = draw_treatment(stream, s)
+        for i in range(used + w[STARTS, run], used + w[ENDS, run]):
+            if not s.treat_runs_alike and i > used + w[STARTS, run]:
+                treatment = draw_treatment(stream, s)
+            token = np.int64(row[TOKENS, i])
+            predict(row, i, token)
+            row[TOKENS, i] = treated(stream, token, treatment, s)
+
+
+@njit(nogil=True)
+def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulative, s):
+    """Write the Example of one pair at `used`. Returns its end."""
+    row[TOKENS, used] = s.cls
+    w[FREE, 0] = 0
+    w[UNIT, 0] = 1
+    middle = _copy_text(row, w, used, used + 1, text, unit_start, pair[A], pair[A_END], s)
+    end = middle
+    if pair[B] < pair[B_END]:
+        end = _copy_text(row, w, used, middle, text, unit_start, pair[B], pair[B_END], s)
+    kind = pair[KIND]
+    if kind == SEQ2SEQ and end == middle:
+        kind = BIDIRECTIONAL  # a piece of one token has no second half
+    _write_structure(row, used, middle, end, kind, s)
+    mark_document(row, used, end, document, s.first_objective + kind)
+    _mask_runs(row, used, end - used, stream, w, cumulative, s)
+    if s.label_objective > 0 and kind == BIDIRECTIONAL and end > middle:
+        predict(row, used, pair[WRONG])
+        row[OBJECTIVE, used] = s.label_objective
+    return end
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(
+        batch,
+        text,
+        unit_start,
+        piece_lengths,
+        pieces_per_sample,
+        sample_indices,
+        first_piece,
+        sentence_end,
+        cumulative,
+        settings,
+        stream,
+    ):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        w = np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
+        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
+        piece, start = 0, 0
+        for i in range(len(batch)):
+            row, used = batch[i], 0
+            begin_row(row, s.pad)
+            lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+            sample = sample_indices[i]
+            _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, sentence_end, s)
+            for number in range(len(lengths)):
+                length = lengths[number]
+                if length > 0:
+                    address = _address(text, start, length, sample, s)
+                    open_stream(stream, s.key, address, first_piece + number, 1)
+                    pair = pairs[number]
+                    used = _fill_pair(
+                        row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
+                    )
+                start += length
+            piece += len(lengths)
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class MaskedSizes(RowSizes):
+    """Sizes and checks of the sections of this family: CLS, and a SEP after each text."""
+
+    __slots__ = ()
+
+    @property
+    def overhead(self) -> int:
+        """CLS and two SEP."""
+        return 3
+
+
+def check_treatment(section: str, config: Any) -> None:
+    """Raise ConfigError unless the ratio and the probabilities of mask and random token make sense."""
+    check_ratios(section, config, "masked_ratio", "mask_token_prob", "random_token_prob")
+    total = config.mask_token_prob + config.random_token_prob
+    check(
+        total <= 1.0 + 1e-9,
+        f"{section}.mask_token_prob ({config.mask_token_prob}) + random_token_prob "
+        f"({config.random_token_prob}) exceed 1; lower one of them (the rest is kept).",
+    )
+
+
+class MaskedText(RowObjective):
+    """An objective of this family.
+
+    Args (beyond `RowObjective`):
+        objective: name of the loss in OBJECTIVE_NAMES (of the bidirectional kind, where there are four).
+        cumulative: table of the lengths of runs, units.
+        pairing: NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, or PAIR_ONLY (two texts without a label).
+        kind_probs: probabilities of the four kinds of language model.
+        gap: keep a token between masked runs. treat_runs_alike: draw 80/10/10 once per run.
+        static_copies: masks depend on the text and on one of so many numbers; 0: on the sample alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None,
+        *,
+        objective: str,
+        cumulative: np.ndarray,
+        units: str | Callable[[np.ndarray], np.ndarray] | None = None,
+        pairing: int = NO_PAIR,
+        kind_probs: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0),
+        gap: bool = False,
+        treat_runs_alike: bool = False,
+        static_copies: int = 0,
+    ) -> None:
+        upto = [min(1.0, sum(kind_probs[: i + 1])) for i in range(3)]
+        values = {
+            **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
+            "masked_ratio": float(config.masked_ratio),
+            "first_objective": OBJECTIVE_NAMES.index(objective),
+            "label_objective": _LABELS.get(pairing, 0),
+            "pairing": pairing,
+            "wrong_below": chance_threshold(0.5),
+            "bidirectional_below": chance_threshold(upto[0]),
+            "seq2seq_below": chance_threshold(upto[1]),
+            "left_to_right_below": chance_threshold(upto[2]),
+            "gap": gap,
+            "treat_runs_alike": treat_runs_alike,
+            "static_copies": static_copies,
+        }
+        super().__init__(
+            name, config, vocabulary, seed, sequence_length, row_length, _fill_rows, values, cumulative, units
+        )
+        ends = vocabulary.sentence_end
+        self._sentence_end = np.zeros(vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        if not len(batch):
+            return
+        units = self._unit_starts(tokens, piece_lengths)
+        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        tables = (self._sentence_end, self._cumulative, self._settings, new_stream())
+        self._entry(batch, tokens, units, *pieces, *tables)

@@ -1,0 +1,165 @@
+"""Which tokens to hide and what to put in their place: the compiled parts that several objectives share.
+
+A *run* is a stretch of consecutive units (tokens, words, phrases) that is masked together. Lengths of runs
+are drawn first and then looked for a place, so that they keep their distribution where text is crowded. The
+price is that a draw may need several tries; with 15 % of the text masked, one or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from data_utils.random_streams import below, next_word
+
+PLACES_TRIED = 32  # random places tried for a run before it is halved
+MASKED, REPLACED, KEPT = range(3)  # what becomes of a chosen token
+
+# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_runs`.
+FREE, UNIT, TAKEN, PLACES, STARTS, ENDS = range(6)
+WORK_LINES = 6
+
+
+def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    """A distribution over lengths 1, 2, ... for `draw_length`: int64 `[len(weights) + 1]`, from 0 to 2**32.
+
+    Entry k is the weight of lengths 1..k, so a draw below entry k is a draw from the distribution
+    restricted to 1..k. Every length keeps a weight of at least 2**-32.
+    """
+    shares = np.asarray(weights, np.float64)
+    cumulative = np.cumsum(shares) / shares.sum() * (2**32 - len(shares))
+    return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
+
+
+@njit(nogil=True)
+def draw_length(stream, longest, cumulative):
+    """A length from the distribution of `cumulative_table`, restricted to 1..longest."""
+    draw = below(stream, cumulative[longest])
+    length = 1
+    while draw >= cumulative[length]:
+        length += 1
+    return length
+
+
+@njit(nogil=True)
+def masked_target(ratio, size):
+    """round(ratio x size) tokens, at least one."""
+    return max(1, int(ratio * size + 0.5))
+
+
+@njit(nogil=True)
+def _end_of_run(w, first, units, size, gap, budget):
+    """Where a run of at most `units` units from `first` ends, or -1: it does not fit.
+
+    All units but those beyond the budget must be free; with `gap` so must the run's two neighbours be
+    unmasked.
+    """
+    if not w[FREE, first] or (gap and first > 0 and w[TAKEN, first - 1]):
+        return -1
+    end = first
+    for _ in range(units):
+        if end == size:
+            return -1
+        stop = end + 1
+        while stop < size and not w[UNIT, stop]:
+            stop += 1
+        if stop - first > budget:
+            break
+        for i in range(end, stop):
+            if not w[FREE, i]:
+                return -1
+        end = stop
+    if end == first or (gap and end < size and w[TAKEN, end]):
+        return -1
+    return end
+
+
+@njit(nogil=True)
+def draw_runs(stream, w, size, target, gap, cumulative):
+    """Disjoint runs of units until `target` of `size` tokens are chosen. Returns their number.
+
+    Args:
+        w: scratch; w[FREE, :size] says which tokens may be chosen, w[UNIT, :size] where units begin (a
+            token that is not free must be a unit of its own). Chosen tokens leave FREE.
+        gap: whether a token must stay between two runs.
+        cumulative: table of run lengths, units.
+    Runs are in w[STARTS] and w[ENDS] in the order they were drawn, the tokens of all in w[TAKEN]. A run that
+    exceeds what is left of the target loses its last units. Fewer than `target` tokens are chosen only where
+    no unit fits; where every unit is longer than the target, one is chosen.
+    """
+    places = 0
+    for i in range(size):
+        w[TAKEN, i] = 0
+        if w[FREE, i] and w[UNIT, i]:
+            w[PLACES, places] = i
+            places += 1
+    count, chosen = 0, 0
+    while chosen < target and places > 0:
+        units = draw_length(stream, cumulative.shape[0] - 1, cumulative)
+        first, end = 0, -1
+        while end < 0 and units > 0:
+            for _ in range(PLACES_TRIED):
+                first = w[PLACES, below(stream, places)]
+                end = _end_of_run(w, first, units, size, gap, target - chosen)
+                if end >= 0:
+                    break
+            units >>= 1
+        if end < 0:  # look at every place, from a random one on
+            at = below(stream, places)
+            budget = target - chosen if count > 0 else size
+            for i in range(places):
+                first = w[PLACES, (at + i) % places]
+                end = _end_of_run(w, first, 1, size, gap, budget)
+                if end >= 0:
+                    break
+        if end < 0:
+            break
+        for i in range(first, end):
+            w[TAKEN, i] = 1
+            w[FREE, i] = 0
+        w[STARTS, count] = first
+        w[ENDS, count] = end
+        count += 1
+        chosen += end - first
+    return count
+
+
+@njit(nogil=True)
+def draw_treatment(stream, s):
+    """MASKED, REPLACED or KEPT with the probabilities of the settings (80/10/10)."""
+    word = next_word(stream)
+    if word < s.mask_below:
+        return MASKED
+    return REPLACED if word < s.mask_or_replace_below else KEPT
+
+
+@njit(nogil=True)
+def _is_special(token, s):
+    return (
+        token == s.cls
+        or token == s.sep
+        or token == s.mask
+        or token == s.smask
+        or token == s.gmask
+        or token == s.sop
+        or token == s.eop
+        or token == s.eos
+        or token == s.pad
+        or token == s.unk
+        or token == s.dblock
+    )
+
+
+@njit(nogil=True)
+def treated(stream, token, treatment, s):
+    """What stands in place of a chosen token: [MASK], a uniformly drawn ordinary token, or itself."""
+    if treatment == MASKED:
+        return s.mask
+    if treatment == KEPT:
+        return token
+    while True:
+        other = below(stream, s.vocabulary_size)
+        if not _is_special(other, s):
+            return other

@@ -1,0 +1,137 @@
+"""MASS (arXiv:1905.02450) on one stack: a fragment is masked in the context and predicted by part B.
+
+The context is the text with one fragment of half its tokens treated 80/10/10 in place. What was not
+chosen has order 0, the chosen tokens -1, and all share group 1: the context sees itself in full, part B sees
+only what was not chosen. Part B predicts the fragment, each row from the token before (the first one from
+[MASK]), at the position of what it predicts. The fragment starts at the head of the text with probability
+0.2, ends at its tail with 0.2, and lies anywhere with 0.6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import njit
+
+from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
+from data_utils.objectives.masking import draw_treatment, treated
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    check_ratios,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict,
+    put,
+    treatment_thresholds,
+)
+from data_utils.random_streams import below, chance_threshold, next_word
+from megatron_lite.settings import check, setting
+
+_FRAGMENT = OBJECTIVE_NAMES.index("fragment")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MassConfig(RowSizes):
+    """The fragment: how long, where, and what stands in its place."""
+
+    fragment_ratio: float = setting(0.5, "length of the fragment as a part of the text")
+    head_prob: float = setting(0.2, "probability that the fragment is at the head of the text")
+    tail_prob: float = setting(0.2, "probability that it is at the tail; else anywhere")
+    mask_token_prob: float = setting(0.8, "probability that a token of the fragment becomes [MASK]")
+    random_token_prob: float = setting(0.1, "probability that it becomes a random one; the rest is kept")
+
+    def __post_init__(self) -> None:
+        names = ("fragment_ratio", "head_prob", "tail_prob", "mask_token_prob", "random_token_prob")
+        check_ratios("mass", self, *names)
+        for first, second in (("head_prob", "tail_prob"), ("mask_token_prob", "random_token_prob")):
+            total = getattr(self, first) + getattr(self, second)
+            check(total <= 1.0 + 1e-9, f"mass.{first} + {second} is {total:g}; it must not exceed 1.")
+
+    @property
+    def growth(self) -> float:
+        """The context and the fragment."""
+        return 1.0 + self.fragment_ratio
+
+    @property
+    def overhead(self) -> int:
+        """CLS, SEP, and what rounding adds to the fragment."""
+        return 3
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the context."""
+        return sequence_length + 1
+
+
+@njit(nogil=True)
+def _draw_start(stream, places, s):
+    """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
+    word = next_word(stream)
+    if word < s.head_below:
+        return 0
+    if word < s.head_or_tail_below:
+        return places - 1
+    return below(stream, places)
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    maskable = maskable_length(text, start, length, s)
+    size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)
+    first = _draw_start(stream, maskable - size + 1, s)
+    put(row, used, s.cls, 0, 0)
+    for i in range(length):
+        chosen = first <= i < first + size
+        token = text[start + i]
+        if chosen:
+            token = treated(stream, token, draw_treatment(stream, s), s)
+        put(row, used + 1 + i, token, 1 + i, -1 if chosen else 0)
+    part_b = used + 2 + length
+    put(row, part_b - 1, s.sep, length + 1, 0)
+    for i in range(used, part_b):
+        row[GRP, i] = 1
+    for i in range(size):
+        at, source = part_b + i, start + first + i
+        put(row, at, text[source - 1] if i > 0 else s.mask, first + i + 1, i + 1)
+        predict(row, at, text[source])
+        row[SEGMENT_IDS, at] = 1
+    mark_document(row, used, part_b + size, document, _FRAGMENT)
+    return part_b + size
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class Mass(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: MassConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        values = {
+            **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
+            "fragment_ratio": float(config.fragment_ratio),
+            "head_below": chance_threshold(config.head_prob),
+            "head_or_tail_below": chance_threshold(min(1.0, config.head_prob + config.tail_prob)),
+        }
+        sizes = (sequence_length, row_length)
+        super().__init__("mass", config, vocabulary, seed, *sizes, _fill_rows, values)

@@ -1,0 +1,114 @@
+"""Several objectives in one run: which one makes a sample is drawn from the sample's own stream.
+
+The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
+An objective can join later: `first_sample` of each says from which sample on it takes part, which is ERNIE
+2.0's cumulative schedule of tasks (arXiv:1907.12412): each stage trains the new task and all before it.
+
+Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the
+longest objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from data_utils import random_streams
+from data_utils.objectives.base import FIELDS, Objective
+from data_utils.random_streams import new_stream, open_stream, source_digest, uniform
+from megatron_lite.errors import ConfigError
+from megatron_lite.settings import check
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def choose(samples, weights, first_samples, key, stream, chosen):
+        _ = digest  # part of the cache key
+        for i in range(len(samples)):
+            total = 0.0
+            for k in range(len(weights)):
+                total += weights[k] if samples[i] >= first_samples[k] else 0.0
+            open_stream(stream, key, samples[i], 0, 0)
+            rest = uniform(stream) * total
+            for k in range(len(weights)):
+                if samples[i] >= first_samples[k] and weights[k] > 0:
+                    chosen[i] = k
+                    rest -= weights[k]
+                    if rest < 0:
+                        break
+
+    return choose
+
+
+_choose = _entry_point(source_digest(random_streams.__file__, str(Path(__file__))))
+
+
+class Mixed:
+    """Objectives mixed by weight.
+
+    Args:
+        objectives: with one sequence_length.
+        weights: shares of the samples, relative to each other; at least one of those that take part from
+            sample 0 on is positive.
+        first_samples: the sample from which each takes part.
+        seed: key of the choices.
+    Raises: ConfigError for weights that are negative, or none from the start.
+    """
+
+    def __init__(
+        self,
+        objectives: Sequence[Objective],
+        weights: Sequence[float],
+        first_samples: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.objectives = list(objectives)
+        self.weights = np.array(weights, np.float64)
+        self.first_samples = np.array(first_samples, np.int64)
+        self.row_length = max(objective.row_length for objective in objectives)
+        (self.sequence_length,) = {objective.sequence_length for objective in objectives}
+        check(
+            bool(np.isfinite(self.weights).all() and (self.weights >= 0).all()),
+            f"objective weights are {list(weights)}; they must be numbers, 0 or more.",
+        )
+        if not self.weights[self.first_samples <= 0].sum() > 0:
+            raise ConfigError(
+                "no objective takes part from sample 0 on; give one a positive weight and no later start."
+            )
+        self._key = np.uint64(seed)
+
+    def choose(self, sample_indices: np.ndarray) -> np.ndarray:
+        """The objective of each sample, int64 [B], as an index into `objectives`."""
+        chosen = np.empty(len(sample_indices), np.int64)
+        samples = np.ascontiguousarray(sample_indices, np.int64)
+        _choose(samples, self.weights, self.first_samples, self._key, new_stream(), chosen)
+        return chosen
+
+    def fill(
+        self,
+        batch: np.ndarray,
+        tokens: np.ndarray,
+        piece_lengths: np.ndarray,
+        pieces_per_sample: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> None:
+        """See `Objective.fill`."""
+        chosen = self.choose(sample_indices)
+        piece_sample = np.repeat(np.arange(len(sample_indices)), pieces_per_sample)
+        token_sample = np.repeat(piece_sample, piece_lengths)
+        for k, objective in enumerate(self.objectives):
+            rows = np.flatnonzero(chosen == k)
+            if not len(rows):
+                continue
+            part = np.empty((len(rows), len(FIELDS), batch.shape[2]), np.int32)
+            objective.fill(
+                part,
+                tokens[chosen[token_sample] == k],
+                piece_lengths[chosen[piece_sample] == k],
+                pieces_per_sample[rows],
+                sample_indices[rows],
+            )
+            batch[rows] = part

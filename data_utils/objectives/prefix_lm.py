@@ -1,0 +1,98 @@
+"""Prefix language modelling: the start of a document in both directions, the rest from left to right.
+
+`[CLS] prefix` has order 0, `sop` and the rest 1, 2, ...; the row of `sop` predicts the first token after the
+prefix. The length of the prefix is uniform (T5's prefix objective, arXiv:1910.10683, section 3.3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import njit
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    check_ratios,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    predict,
+    put,
+)
+from data_utils.random_streams import below
+from megatron_lite.settings import check, setting
+
+_PREFIX = OBJECTIVE_NAMES.index("prefix")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixLmConfig(RowSizes):
+    """How long the prefix is: uniform over a range, in parts of the piece."""
+
+    min_prefix_ratio: float = setting(0.0, "shortest prefix as a part of the piece")
+    max_prefix_ratio: float = setting(1.0, "longest prefix as a part of the piece; one token always is left")
+
+    def __post_init__(self) -> None:
+        check_ratios("prefix_lm", self, "min_prefix_ratio", "max_prefix_ratio")
+        low, high = self.min_prefix_ratio, self.max_prefix_ratio
+        check(
+            low <= high, f"prefix_lm.min_prefix_ratio ({low}) exceeds max_prefix_ratio ({high}); swap them."
+        )
+
+    @property
+    def overhead(self) -> int:
+        """CLS; the row of sop takes the place of the last token, which is never an input."""
+        return 1
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    high = min(length - 1, int(s.max_prefix_ratio * length))
+    low = min(high, int(s.min_prefix_ratio * length))
+    prefix = low + below(stream, high - low + 1)
+    put(row, used, s.cls, 0, 0)
+    for i in range(prefix):
+        put(row, used + 1 + i, text[start + i], 1 + i, 0)
+    for i in range(prefix, length):
+        at = used + 1 + i
+        put(row, at, text[start + i - 1] if i > prefix else s.sop, 1 + i, i - prefix + 1)
+        predict(row, at, text[start + i])
+    end = used + 1 + length
+    mark_document(row, used, end, document, _PREFIX)
+    return end
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class PrefixLm(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: PrefixLmConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        values = {
+            "min_prefix_ratio": float(config.min_prefix_ratio),
+            "max_prefix_ratio": float(config.max_prefix_ratio),
+        }
+        sizes = (sequence_length, row_length)
+        super().__init__("prefix_lm", config, vocabulary, seed, *sizes, _fill_rows, values)

@@ -1,0 +1,280 @@
+"""Rows of packed documents: what every objective but blank infilling shares around its own `fill_piece`.
+
+An objective of this kind is three things: a config section, a compiled function that writes the Example of
+one piece, and a bound on the row tokens a piece can need. The bound is linear in the piece and holds for
+every draw, so rows never overflow and nothing is ever drawn again. (Blank infilling, whose number of spans
+varies, has a tighter row and a loop of its own.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils import random_streams
+from data_utils.objectives import base, masking
+from data_utils.objectives.base import (
+    DOC,
+    DOCUMENT_OVERHEAD,
+    FIELDS,
+    OBJECTIVE,
+    ONE_AS_INT32,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+    Example,
+    Vocabulary,
+)
+from data_utils.objectives.masking import WORK_LINES
+from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
+from megatron_lite.errors import DataError
+from megatron_lite.settings import check
+
+
+class RowSizes:
+    """Mixin of config sections: row lengths from the bound `growth * tokens + overhead` of a piece.
+
+    A window holds pieces whose tokens, and DOCUMENT_OVERHEAD more for each but a continuing first one, fit
+    sequence_length; with `overhead <= DOCUMENT_OVERHEAD * growth` one long piece is then the worst case.
+    """
+
+    __slots__ = ()
+
+    @property
+    def growth(self) -> float:
+        """Row tokens per token of text, at most."""
+        return 1.0
+
+    @property
+    def overhead(self) -> int:
+        """Row tokens per piece on top, at most."""
+        return 2
+
+    def tokens_needed(self, lengths: Any) -> Any:
+        """Row tokens that pieces of these lengths need at most, int64."""
+        return np.floor(self.growth * np.asarray(lengths) + 1e-9).astype(np.int64) + self.overhead
+
+    def least_row_length(self, sequence_length: int) -> int:
+        """A row length that every window fits, tokens."""
+        return int(self.tokens_needed(sequence_length))
+
+    def row_length_for(self, sequence_length: int) -> int:
+        """The same as a multiple of 8."""
+        return -(-self.least_row_length(sequence_length) // 8) * 8
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Largest position id that can occur; the model needs one row more."""
+        return sequence_length + self.overhead - 1
+
+
+def check_ratios(section: str, config: Any, *names: str) -> None:
+    """Raise ConfigError unless the settings lie in 0..1."""
+    for name in names:
+        value = getattr(config, name)
+        check(0.0 <= value <= 1.0, f"{section}.{name} is {value}; it must lie in 0..1.")
+
+
+def digest_of(*files: str) -> int:
+    """Key of a cached entry point: the sources of this machinery and of the objective's own files."""
+    return source_digest(random_streams.__file__, base.__file__, masking.__file__, __file__, *files)
+
+
+@njit(nogil=True)
+def put(row, at, token, position, order):
+    """Write one row token. Planes not written are 0."""
+    row[TOKENS, at] = token
+    row[POSITION_IDS, at] = position
+    row[ORD, at] = order
+
+
+@njit(nogil=True)
+def predict(row, at, target):
+    """Give a row token a target with weight 1."""
+    row[TARGETS, at] = target
+    row[WEIGHTS, at] = ONE_AS_INT32
+
+
+@njit(nogil=True)
+def mark_document(row, used, end, document, objective):
+    """The doc and objective planes of an Example at row[used:end]."""
+    for i in range(used, end):
+        row[DOC, i] = document
+        row[OBJECTIVE, i] = objective
+
+
+@njit(nogil=True)
+def begin_row(row, pad):
+    """All padding."""
+    for plane in range(len(FIELDS)):
+        for i in range(row.shape[1]):
+            row[plane, i] = 0
+    for i in range(row.shape[1]):
+        row[TOKENS, i] = pad
+        row[DOC, i] = PADDING_DOC
+
+
+@njit(nogil=True)
+def maskable_length(text, start, length, s):
+    """Tokens of a piece without the eos at its end."""
+    return length - 1 if text[start + length - 1] == s.eos else length
+
+
+# Inlined, because numba can not cache a function that is given another one.
+@njit(nogil=True, inline="always")
+def fill_pieces(
+    fill_piece,
+    batch,
+    text,
+    unit_start,
+    piece_lengths,
+    pieces_per_sample,
+    sample_indices,
+    first_piece,
+    cumulative,
+    s,
+    stream,
+):
+    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`."""
+    w = np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
+    piece, start = 0, 0
+    for i in range(len(batch)):
+        row, used = batch[i], 0
+        begin_row(row, s.pad)
+        for number in range(first_piece, first_piece + pieces_per_sample[i]):
+            length = piece_lengths[piece]
+            if length > 0:
+                open_stream(stream, s.key, sample_indices[i], number, 0)
+                used = fill_piece(
+                    row, used, number, text, unit_start, start, length, stream, w, cumulative, s
+                )
+            piece += 1
+            start += length
+
+
+def settings_record(values: dict[str, Any]) -> np.ndarray:
+    """Settings as compiled code reads them: a record array of one, types from the values.
+
+    A record and not a tuple: it is passed as one pointer. An np.uint64 stays one (keys and thresholds).
+    """
+    dtypes = {bool: np.bool_, int: np.int64, float: np.float64, np.uint64: np.uint64}
+    record = np.recarray(1, np.dtype([(k, dtypes[type(v)]) for k, v in values.items()], align=True))
+    for name, value in values.items():
+        record[name] = value
+    return record
+
+
+def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> dict[str, np.uint64]:
+    """The settings that `masking.draw_treatment` reads."""
+    return {
+        "mask_below": chance_threshold(mask_token_prob),
+        "mask_or_replace_below": chance_threshold(min(1.0, mask_token_prob + random_token_prob)),
+    }
+
+
+class RowObjective:
+    """An objective around one compiled entry point (see `Objective` in base.py).
+
+    Args:
+        name: its section in the configuration.
+        fill_rows: the entry point: `fill_pieces` with the objective's own function.
+        values: its settings; the special tokens, the vocabulary size and the key are added here.
+        cumulative: table of run lengths, see `masking.cumulative_table`.
+        units: where units that are masked together begin: None: every token; "words": vocabulary.word_start;
+            or a function of one piece (int32 tokens) that returns a bool for each token.
+        row_length: tokens per row of the batch; None: the config's.
+    Raises: ConfigError when they do not go together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None,
+        fill_rows: Callable[..., None],
+        values: dict[str, Any],
+        cumulative: np.ndarray | None = None,
+        units: str | Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        check(sequence_length >= 2, f"sequence_length is {sequence_length}; it must be at least 2.")
+        assert config.overhead <= DOCUMENT_OVERHEAD * config.growth
+        least = config.least_row_length(sequence_length)
+        self.name = name
+        self.config = config
+        self.vocabulary = vocabulary
+        self.sequence_length = sequence_length
+        self.row_length = config.row_length_for(sequence_length) if row_length is None else row_length
+        check(
+            self.row_length >= least,
+            f"row_length {self.row_length} is too short for sequence_length {sequence_length} with "
+            f"{name}; it must be at least {least}.",
+        )
+        check(
+            units != "words" or vocabulary.word_start is not None,
+            f"{name} masks whole words, but which tokens begin a word is not known for this vocabulary; "
+            "choose a setting that masks tokens.",
+        )
+        self._units = units
+        self._entry = fill_rows
+        self._cumulative = np.zeros(1, np.int64) if cumulative is None else cumulative
+        special = {
+            field.name: int(getattr(vocabulary.special, field.name))
+            for field in dataclasses.fields(vocabulary.special)
+        }
+        record = special | {"vocabulary_size": int(vocabulary.size), "key": np.uint64(seed)} | values
+        self._settings = settings_record(record)
+
+    def fill(
+        self,
+        batch: np.ndarray,
+        tokens: np.ndarray,
+        piece_lengths: np.ndarray,
+        pieces_per_sample: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> None:
+        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        ends = np.cumsum(pieces_per_sample)
+        needed = np.concatenate([[0], np.cumsum(self.config.tokens_needed(piece_lengths))])
+        needed = needed[ends] - needed[ends - pieces_per_sample]
+        longest = piece_lengths.max(initial=0)
+        if needed.max(initial=0) > batch.shape[2] or longest > self.sequence_length:
+            worst = int(np.argmax(needed))
+            raise DataError(
+                f"sample {sample_indices[worst]} has {pieces_per_sample[worst]} pieces that can need "
+                f"{needed[worst]} row tokens, the longest piece {longest} tokens, too many for "
+                f"sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
+                f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+            )
+        self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
+
+    def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
+        """The Example of one piece (int32 tokens, not empty) as `fill` draws it when it is alone in a row."""
+        text = np.ascontiguousarray(piece, np.int32)
+        batch = np.empty((1, len(FIELDS), int(self.config.tokens_needed(len(text)))), np.int32)
+        one = np.ones(1, np.int64)
+        self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
+        return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        units = self._unit_starts(tokens, piece_lengths)
+        self._entry(batch, tokens, units, *pieces, self._cumulative, self._settings, new_stream())
+
+    def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:
+        """Bool for each token: does a unit begin there?"""
+        if self._units is None:
+            return np.ones(len(tokens), np.bool_)
+        if self._units == "words":
+            return self.vocabulary.word_start[tokens]
+        assert callable(self._units)
+        pieces = np.split(tokens, np.cumsum(piece_lengths)[:-1])
+        return np.concatenate([np.zeros(0, np.bool_), *map(self._units, pieces)])

@@ -1,0 +1,79 @@
+"""SpanBERT (arXiv:1907.10529): spans of whole words, predicted in place and from their borders.
+
+Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), 80/10/10 is drawn once per span, and the
+span-boundary objective predicts every token of a span from the hidden states just outside it and from its
+place in the span. A token always stays between two spans, so the spans can be read off the weights:
+`span_boundaries` does, and the Example needs no further arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.objectives.base import Example, Vocabulary
+from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
+from data_utils.objectives.masking import cumulative_table
+from megatron_lite.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanBertConfig(MaskedSizes):
+    """Spans and treatment. A single text, no next-sentence label."""
+
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = setting(0.8, "probability that a span becomes [MASK]s")
+    random_token_prob: float = setting(0.1, "probability that a span becomes random tokens")
+    geometric_p: float = setting(0.2, "parameter of the geometric distribution of span lengths, words")
+    max_span_length: int = setting(10, "longest span, words")
+    whole_words: bool = setting(True, "count and mask words; false: tokens")
+
+    def __post_init__(self) -> None:
+        check_treatment("spanbert", self)
+        check(
+            0.0 < self.geometric_p < 1.0,
+            f"spanbert.geometric_p is {self.geometric_p}; it must be between 0 and 1.",
+        )
+        longest = self.max_span_length
+        check(longest >= 1, f"spanbert.max_span_length is {longest}; it must be at least 1.")
+
+    @property
+    def length_weights(self) -> np.ndarray:
+        """Weights of the lengths 1..max_span_length, not normalised: what exceeds the maximum is redrawn."""
+        return (1 - self.geometric_p) ** np.arange(self.max_span_length)
+
+
+class SpanBert(MaskedText):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: SpanBertConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            *("spanbert", config, vocabulary, seed, sequence_length, row_length),
+            objective="masked_spans",
+            cumulative=cumulative_table(config.length_weights),
+            units="words" if config.whole_words else None,
+            gap=True,
+            treat_runs_alike=True,
+        )
+
+
+def span_boundaries(example: Example) -> np.ndarray:
+    """What the span-boundary objective needs, int64 `[rows with loss, 4]`.
+
+    Columns: the row, the row before its span, the row after its span, its place in the span (1, 2, ...).
+    The outer rows are never predicted themselves: CLS or SEP at the least stands there.
+    """
+    predicted = np.concatenate([[0], (example.weights > 0).astype(np.int64), [0]])
+    change = np.diff(predicted)
+    starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
+    rows = np.flatnonzero(predicted[1:-1])
+    span = np.searchsorted(starts, rows, side="right") - 1
+    return np.stack([rows, starts[span] - 1, ends[span], rows - starts[span] + 1], axis=1)

@@ -1,0 +1,169 @@
+"""T5's span corruption (arXiv:1910.10683) on one stack instead of an encoder and a decoder.
+
+Part A (order 0) is the text with every noise span replaced by a sentinel; part B (order 1, 2, ...) is
+`sentinel span sentinel span ... eos`, shifted by a `sop` at its start. Numbers are T5's: round(0.15 n) noise
+tokens in round(noise / 3) spans; noise and rest are each divided into that many parts, every division
+equally likely, and alternate, the rest first. Positions of part B count from 0 again and its segment id is 1:
+it is a text of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import njit
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
+from data_utils.objectives.masking import ENDS, STARTS
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    check_ratios,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict,
+    put,
+)
+from data_utils.random_streams import below
+from megatron_lite.settings import check, setting
+
+_SPAN_CORRUPTION = OBJECTIVE_NAMES.index("span_corruption")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5Config(RowSizes):
+    """How much is noise, and the ids of the sentinels."""
+
+    noise_ratio: float = setting(0.15, "part of the tokens that is noise")
+    mean_span_length: float = setting(3.0, "mean length of a noise span, tokens")
+    sentinel_first: int | None = setting(
+        None,
+        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = [MASK] for all, "
+        "the spans are then told apart by their order",
+    )
+    sentinel_count: int = setting(100, "sentinels; more spans start again at the first")
+
+    def __post_init__(self) -> None:
+        check_ratios("t5", self, "noise_ratio")
+        mean, first, count = self.mean_span_length, self.sentinel_first, self.sentinel_count
+        check(mean >= 1.0, f"t5.mean_span_length is {mean}; it must be at least 1.")
+        check(count >= 1, f"t5.sentinel_count is {count}; it must be at least 1.")
+        check(
+            first is None or first >= count - 1,
+            f"t5.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids count down.",
+        )
+
+    @property
+    def growth(self) -> float:
+        """Every noise span adds two sentinels."""
+        return 1.0 + 2.0 * self.noise_ratio / self.mean_span_length
+
+    @property
+    def overhead(self) -> int:
+        """sop, and what rounding adds to the number of spans."""
+        return 3
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Neither part is longer than the text and its sop."""
+        return sequence_length
+
+
+@njit(nogil=True)
+def _divide(stream, w, line, total, parts):
+    """Lengths >= 1 of `parts` parts of `total` to w[line], every division equally likely."""
+    rest, cuts = total - 1, parts - 1
+    part, length = 0, 1
+    for _ in range(total - 1):  # does a part end between this token and the next?
+        if below(stream, rest) < cuts:
+            w[line, part] = length
+            part += 1
+            length = 0
+            cuts -= 1
+        length += 1
+        rest -= 1
+    w[line, part] = length
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    maskable = maskable_length(text, start, length, s)
+    noise = min(max(1, int(s.noise_ratio * maskable + 0.5)), maskable - 1)
+    spans = 0
+    if noise > 0:
+        spans = min(max(1, int(noise / s.mean_span_length + 0.5)), noise, maskable - noise)
+        _divide(stream, w, STARTS, maskable - noise, spans)
+        _divide(stream, w, ENDS, noise, spans)
+    at, source = used, start
+    for span in range(spans):
+        for _ in range(w[STARTS, span]):
+            put(row, at, text[source], at - used, 0)
+            at += 1
+            source += 1
+        put(row, at, s.sentinel_first - s.sentinel_step * (span % s.sentinel_count), at - used, 0)
+        at += 1
+        source += w[ENDS, span]
+    while source < start + length:
+        put(row, at, text[source], at - used, 0)
+        at += 1
+        source += 1
+    part_b = at
+    if spans > 0:
+        put(row, at, s.sop, 0, 1)
+        source = start
+        for span in range(spans):
+            source += w[STARTS, span]
+            sentinel = s.sentinel_first - s.sentinel_step * (span % s.sentinel_count)
+            predict(row, at, sentinel)
+            at += 1
+            put(row, at, sentinel, at - part_b, at - part_b + 1)
+            for _ in range(w[ENDS, span]):
+                predict(row, at, text[source])
+                at += 1
+                put(row, at, text[source], at - part_b, at - part_b + 1)
+                source += 1
+        predict(row, at, s.eos)
+        at += 1
+    for i in range(part_b, at):
+        row[SEGMENT_IDS, i] = 1
+    mark_document(row, used, at, document, _SPAN_CORRUPTION)
+    return at
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class T5(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: T5Config,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        first = config.sentinel_first
+        values = {
+            "noise_ratio": float(config.noise_ratio),
+            "mean_span_length": float(config.mean_span_length),
+            "sentinel_first": int(vocabulary.special.mask if first is None else first),
+            "sentinel_step": int(first is not None),
+            "sentinel_count": int(config.sentinel_count),
+        }
+        sizes = (sequence_length, row_length)
+        super().__init__("t5", config, vocabulary, seed, *sizes, _fill_rows, values)

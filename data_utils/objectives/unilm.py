@@ -1,0 +1,75 @@
+"""UniLM v1 (arXiv:1905.03197): four kinds of language model with one cloze task.
+
+Each Example `[CLS] A [SEP] B [SEP]` is bidirectional, sequence-to-sequence (B sees A and what came before
+in B), left-to-right or right-to-left. Masked tokens are predicted at their own row, without a shift, whatever
+the kind; segment ids tell the kinds apart: 0 and 1 bidirectional, 2 left-to-right, 3 right-to-left, 4 and 5
+sequence-to-sequence. The kind is drawn per Example, the paper draws it per batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_utils.objectives.base import Vocabulary
+from data_utils.objectives.masked_text import (
+    NEXT_SENTENCE,
+    PAIR_ONLY,
+    MaskedSizes,
+    MaskedText,
+    check_treatment,
+)
+from data_utils.objectives.masking import cumulative_table
+from data_utils.objectives.rows import check_ratios
+from megatron_lite.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniLmConfig(MaskedSizes):
+    """The mixture of kinds, and what is masked."""
+
+    bidirectional_prob: float = setting(1 / 3, "probability of the bidirectional kind")
+    seq2seq_prob: float = setting(1 / 3, "probability of the sequence-to-sequence kind")
+    left_to_right_prob: float = setting(1 / 6, "probability of the left-to-right kind; the rest is reversed")
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    single_token_prob: float = setting(0.8, "probability of masking one token; else a bigram or trigram")
+    next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
+
+    def __post_init__(self) -> None:
+        check_treatment("unilm", self)
+        names = ("bidirectional_prob", "seq2seq_prob", "left_to_right_prob")
+        check_ratios("unilm", self, *names, "single_token_prob")
+        total = sum(getattr(self, name) for name in names)
+        check(
+            total <= 1.0 + 1e-9,
+            f"unilm.{', '.join(names)} add up to {total:g}; they must not exceed 1 (the rest "
+            "is right-to-left).",
+        )
+
+    @property
+    def kind_probs(self) -> tuple[float, float, float, float]:
+        """Bidirectional, sequence-to-sequence, left-to-right, right-to-left."""
+        given = (self.bidirectional_prob, self.seq2seq_prob, self.left_to_right_prob)
+        return (*given, max(0.0, 1.0 - sum(given)))
+
+
+class UniLm(MaskedText):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: UniLmConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        single = config.single_token_prob
+        super().__init__(
+            *("unilm", config, vocabulary, seed, sequence_length, row_length),
+            objective="bidirectional",
+            cumulative=cumulative_table([single, (1 - single) / 2, (1 - single) / 2]),
+            pairing=NEXT_SENTENCE if config.next_sentence else PAIR_ONLY,
+            kind_probs=config.kind_probs,
+        )

@@ -1,0 +1,142 @@
+"""UniLMv2's pseudo-masked language model (arXiv:2002.12804): autoencoding and autoregression in one pass.
+
+15 % of the tokens are chosen in blocks: with probability 0.4 a span of 2..6 tokens, else a single one. The
+order in which blocks are drawn is the order of factorisation. One pass holds three kinds of rows:
+
+    context and [M]   order 0. The text with [M] for the chosen tokens, which it predicts (autoencoding)
+    originals         order t for block t = 1, 2, ...; at the positions of their [M]
+    pseudo masks [P]  order -t, group t; at the same positions, predict block t from the blocks before it
+
+[M] and [P] are the same token, as in the paper's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import njit
+
+from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, TOKENS, Vocabulary
+from data_utils.objectives.masking import (
+    ENDS,
+    FREE,
+    STARTS,
+    UNIT,
+    cumulative_table,
+    draw_runs,
+    masked_target,
+)
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    check_ratios,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict,
+    put,
+)
+from megatron_lite.settings import check, setting
+
+_AUTOENCODING = OBJECTIVE_NAMES.index("autoencoding")
+_PARTIALLY_AUTOREGRESSIVE = OBJECTIVE_NAMES.index("partially_autoregressive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniLmV2Config(RowSizes):
+    """How much is chosen, and in which blocks."""
+
+    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    span_prob: float = setting(0.4, "probability that a block is a span; else it is one token")
+    max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely")
+
+    def __post_init__(self) -> None:
+        check_ratios("unilmv2", self, "masked_ratio", "span_prob")
+        longest = self.max_span_length
+        check(longest >= 2, f"unilmv2.max_span_length is {longest}; it must be at least 2.")
+
+    @property
+    def length_weights(self) -> list[float]:
+        """Probabilities of blocks of 1, 2, ... tokens."""
+        spans = self.max_span_length - 1
+        return [1.0 - self.span_prob, *([self.span_prob / spans] * spans)]
+
+    @property
+    def growth(self) -> float:
+        """An original and a pseudo mask for each chosen token."""
+        return 1.0 + 2.0 * self.masked_ratio
+
+    @property
+    def overhead(self) -> int:
+        """CLS, SEP, their share of the chosen tokens, and rounding."""
+        return 4 if self.masked_ratio <= 0.25 else 4 + int(4 * self.masked_ratio)
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the text with CLS and SEP."""
+        return sequence_length + 1
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    size = length + 2
+    maskable = maskable_length(text, start, length, s)
+    for i in range(size):
+        token = s.cls if i == 0 else s.sep if i == size - 1 else text[start + i - 1]
+        put(row, used + i, token, i, 0)
+        w[FREE, i] = 1 <= i <= maskable
+        w[UNIT, i] = 1
+    target = min(masked_target(s.masked_ratio, size), length)
+    blocks = draw_runs(stream, w, size, target, False, cumulative)
+    chosen = 0
+    for block in range(blocks):
+        chosen += w[ENDS, block] - w[STARTS, block]
+    end = used + size + 2 * chosen
+    mark_document(row, used, used + size, document, _AUTOENCODING)
+    mark_document(row, used + size, end, document, _PARTIALLY_AUTOREGRESSIVE)
+    original, pseudo = used + size, used + size + chosen
+    for block in range(blocks):
+        step = block + 1
+        for i in range(w[STARTS, block], w[ENDS, block]):
+            token = text[start + i - 1]
+            row[TOKENS, used + i] = s.mask
+            predict(row, used + i, token)
+            put(row, original, token, i, step)
+            put(row, pseudo, s.mask, i, -step)
+            row[GRP, pseudo] = step
+            predict(row, pseudo, token)
+            original += 1
+            pseudo += 1
+    return end
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class UniLmV2(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: UniLmV2Config,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        values = {"masked_ratio": float(config.masked_ratio)}
+        table = cumulative_table(config.length_weights)
+        sizes = (sequence_length, row_length)
+        super().__init__("unilmv2", config, vocabulary, seed, *sizes, _fill_rows, values, table)

@@ -1,0 +1,165 @@
+"""XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
+
+The text is cut in two halves, each with an order of its own; the second half sees all of the first. In each
+half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with probability ~ 1/n, in
+windows of K n tokens. Tokens that are no targets come first in the order, the targets follow in random order.
+The query stream has a row for each target: [MASK] (its embedding is the paper's w) at the target's position,
+which sees what comes before the target in the order and predicts it.
+
+Not here: the recurrence over segments and relative positions, which belong to the model; SEP and CLS are
+context, where the paper's code gives them a random place in the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, Vocabulary
+from data_utils.objectives.masking import PLACES, STARTS, TAKEN, cumulative_table, draw_length
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    digest_of,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict,
+    put,
+)
+from data_utils.random_streams import below, shuffle
+from megatron_lite.settings import check, setting
+
+_PERMUTATION = OBJECTIVE_NAMES.index("permutation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class XlnetConfig(RowSizes):
+    """How many targets, in which n-grams, and how many orders a piece has."""
+
+    tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)")
+    max_ngram: int = setting(5, "longest run of targets, tokens; n has probability ~ 1/n")
+    orders: int = setting(2, "equal parts of a piece, each with its own order; a part sees those before it")
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens_per_target", 1), ("max_ngram", 1), ("orders", 1)):
+            value = getattr(self, name)
+            check(value >= least, f"xlnet.{name} is {value}; it must be at least {least}.")
+
+    @property
+    def growth(self) -> float:
+        """A query row for each target."""
+        return 1.0 + 1.0 / self.tokens_per_target
+
+    @property
+    def overhead(self) -> int:
+        """CLS, SEP, and a target where there would be none."""
+        return 3
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the text with SEP and CLS."""
+        return sequence_length + 1
+
+
+@njit(nogil=True)
+def _draw_targets(stream, w, first, last, goal, cumulative, s):
+    """Mark `goal` of the text positions first..last - 1 in w[TAKEN]: n-grams in windows, then singles."""
+    spare = last - first - goal * s.tokens_per_target  # tokens that no window covers, before and behind
+    at, chosen = first, 0
+    if spare > 0:
+        at += below(stream, spare + 1)
+    while chosen < goal:
+        longest = min(cumulative.shape[0] - 1, goal - chosen, (last - at) // s.tokens_per_target)
+        if longest < 1:
+            break
+        ngram = draw_length(stream, longest, cumulative)
+        window = ngram * s.tokens_per_target
+        begin = at + below(stream, window - ngram + 1)
+        for i in range(begin, begin + ngram):
+            w[TAKEN, i] = 1
+        chosen += ngram
+        at += window
+    while chosen < goal:
+        i = first + below(stream, last - first)
+        if not w[TAKEN, i]:
+            w[TAKEN, i] = 1
+            chosen += 1
+
+
+@njit(nogil=True)
+def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+    maskable = maskable_length(text, start, length, s)
+    size = length + 2  # the text, then SEP and CLS, as in XLNet
+    for i in range(length):
+        put(row, used + i, text[start + i], i, 0)
+        w[TAKEN, i] = 0
+    put(row, used + length, s.sep, length, 0)
+    put(row, used + length + 1, s.cls, length + 1, 0)
+    goal = min(max(1, length // s.tokens_per_target), maskable)
+    query, done, order, begin = used + size, 0, 0, 0
+    for part in range(s.orders):
+        last_part = part == s.orders - 1
+        end = length * (part + 1) // s.orders
+        last = min(end, maskable)
+        shared = (goal * (part + 1) + s.orders - 1) // s.orders - done
+        goal_here = min(shared, max(0, last - begin))
+        _draw_targets(stream, w, begin, last, goal_here, cumulative, s)
+        for i in range(begin, size if last_part else end):
+            row[ORD, used + i] = order
+        count = 0
+        for i in range(begin, last):
+            if w[TAKEN, i]:
+                w[PLACES, count] = i
+                count += 1
+        for i in range(count):
+            w[STARTS, i] = i + 1
+        shuffle(stream, w[STARTS], count)
+        for i in range(count):
+            at = w[PLACES, i]
+            rank = order + w[STARTS, i]
+            row[ORD, used + at] = rank
+            put(row, query + i, s.mask, at, -rank)
+            predict(row, query + i, text[start + at])
+        query += count
+        done += count
+        order += count + 1
+        begin = end
+    mark_document(row, used, query, document, _PERMUTATION)
+    return query
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+        _ = digest  # part of the cache key
+        s = settings[0]
+        fill_pieces(
+            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
+        )
+
+    return fill_rows
+
+
+_fill_rows = _entry_point(digest_of(__file__))
+
+
+class Xlnet(RowObjective):
+    """See `RowObjective` for the arguments."""
+
+    def __init__(
+        self,
+        config: XlnetConfig,
+        vocabulary: Vocabulary,
+        seed: int,
+        sequence_length: int,
+        row_length: int | None = None,
+    ) -> None:
+        values = {
+            "tokens_per_target": int(config.tokens_per_target),
+            "orders": int(config.orders),
+        }
+        table = cumulative_table(1.0 / np.arange(1, config.max_ngram + 1))
+        sizes = (sequence_length, row_length)
+        super().__init__("xlnet", config, vocabulary, seed, *sizes, _fill_rows, values, table)

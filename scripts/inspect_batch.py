@@ -1,0 +1,243 @@
+"""Look at what an objective makes of text: tokens, roles, positions, targets, and the attention mask.
+
+    python scripts/inspect_batch.py --objective unilmv2 --text 'the cat sat on the mat and slept all day'
+    python scripts/inspect_batch.py --config configs/tiny.yaml --samples 0 7 --png mask.png
+    python scripts/inspect_batch.py --config configs/tiny.yaml --objective xlnet --text 'Some text.' xlnet.orders=1
+
+With --text and no --config every word is a token of its own and no file is needed. With --config and no --text
+the samples of the run's training corpora are shown, as training sees them.
+
+Roles: context (order 0), content (revealed later), predicts (has a target), query (has a target and is never
+revealed), hidden (never revealed, no target), label (CLS with a sentence-level class). In the mask a row is a
+query and a column a key; in the picture what is visible through a group alone is orange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from data_utils.collate import Collator
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
+from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
+from megatron_lite.config import Config, load_config
+from megatron_lite.errors import ConfigError, DataError, run_command
+from megatron_lite.settings import build, parse_override
+
+ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
+MOST_COLUMNS = 100  # of the mask in the terminal; a longer row is thinned
+SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Rows to show, and how to spell a token."""
+
+    rows: list[Example]
+    spell: Callable[[int], str]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    shown = rows_of_words(arguments) if not arguments.config else rows_of_config(arguments)
+    for number, row in zip(arguments.samples, shown.rows, strict=True):
+        print(f"sample {number}")
+        print(table(row, shown.spell))
+        seen, _ = masks(row)
+        print(f"\nattention of {len(seen)} rows (across: keys){thinned(len(seen))}")
+        print(drawing(seen))
+    if arguments.png:
+        save_picture(Path(arguments.png), *masks(shown.rows[0]))
+        print(f"wrote {arguments.png}: sample {arguments.samples[0]}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
+    parser.add_argument(
+        "--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}"
+    )
+    parser.add_argument("--text", help="show this text as one document")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[0], metavar="N", help="sample numbers (default 0)"
+    )
+    parser.add_argument("--png", metavar="FILE", help="save the mask of the first sample as a picture")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top")
+    arguments = parser.parse_intermixed_args()
+    if min(arguments.samples) < 0:
+        raise ConfigError(f"--samples {min(arguments.samples)}: sample numbers are 0 or more.")
+    if not arguments.config and arguments.text is None:
+        raise ConfigError("nothing to show; give --text TEXT, --config FILE, or both.")
+    return arguments
+
+
+def rows_of_words(arguments: argparse.Namespace) -> Shown:
+    """A text whose words are its vocabulary."""
+    words = arguments.text.split()
+    names = {
+        f"[{name}]" if name not in ("sop", "eop", "eos") else name: i for i, name in enumerate(ROLE_NAMES)
+    }
+    ids = dict(names)
+    for word in words:
+        ids.setdefault(word, len(ids))
+    spelled = list(ids)
+    special = SpecialTokens(**{name: i for i, name in enumerate(ROLE_NAMES)})
+    ends = np.array([word not in names and word.endswith((".", "?", "!")) for word in spelled])
+    vocabulary = Vocabulary(special, len(ids), ends, np.ones(len(ids), bool), tuple(spelled))
+    name = arguments.objective or "blank_infilling"
+    if name not in OBJECTIVES:
+        raise ConfigError(f"--objective {name!r} must be one of {', '.join(OBJECTIVES)}.")
+    tree: dict = {}
+    for override in arguments.overrides:
+        parsed = parse_override(override)
+        if set(parsed) != {name}:
+            raise ConfigError(f"override {override!r}: without --config only settings of {name} are used.")
+        tree.update(parsed[name])
+    section = build(OBJECTIVES[name][0], tree, f"{name}.")
+    tokens = np.array([ids[word] for word in words] + [special.eos], np.int32)
+    rows = rows_of_text(tokens, (ObjectiveChoice(name, section),), vocabulary, 0, arguments.samples)
+    return Shown(rows, spelled.__getitem__)
+
+
+def rows_of_config(arguments: argparse.Namespace) -> Shown:
+    """Samples of a run's corpora, or one text in the run's tokens."""
+    from data_utils.loader import open_datasets
+    from data_utils.tokenizers import load_tokenizer
+    from data_utils.vocabulary import vocabulary_of
+
+    overrides = list(arguments.overrides)
+    if arguments.objective:
+        overrides.append(f"objectives={{{arguments.objective}: 1}}")
+    config: Config = load_config(arguments.config, overrides)
+    choices = config.objective_choices
+    if arguments.objective:  # alone, whatever the files mix
+        choices = tuple(choice for choice in choices if choice.name == arguments.objective)
+    if config.tokenizer is None:
+        raise ConfigError("the configuration has no tokenizer; set tokenizer.kind and tokenizer.path.")
+    tokenizer = load_tokenizer(config.tokenizer)
+    seed = config.training.seed
+    if arguments.text is None:
+        data = open_datasets(config.data, choices, tokenizer, seed)
+        batch = data.train.batch(np.array(arguments.samples))
+        return Shown([Example.from_planes(row) for row in batch], tokenizer.token_to_text)
+    tokens = np.array([*tokenizer.encode(arguments.text), tokenizer.special.eos], np.int32)
+    rows = rows_of_text(tokens, choices, vocabulary_of(tokenizer), seed, arguments.samples)
+    return Shown(rows, tokenizer.token_to_text)
+
+
+def rows_of_text(
+    tokens: np.ndarray,
+    choices: Sequence[ObjectiveChoice],
+    vocabulary: Vocabulary,
+    seed: int,
+    samples: Sequence[int],
+) -> list[Example]:
+    """One document under several sample numbers, without padding."""
+    if len(tokens) < 2:
+        raise DataError("--text holds no token; give at least one word.")
+    made = make_objective(choices, vocabulary, seed, len(tokens) + DOCUMENT_OVERHEAD)
+    ones = np.ones(len(samples), np.int64)
+    batch = Collator(made)(np.tile(tokens, len(samples)), ones * len(tokens), ones, np.array(samples))
+    return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
+
+
+def role(row: Example, i: int) -> str:
+    """What the row token is for; see the top of this file."""
+    if row.doc[i] < 0:
+        return "padding"
+    if row.weights[i] > 0 and OBJECTIVE_NAMES[row.objective[i]] in SENTENCE_LEVEL:
+        return "label"
+    if row.ord[i] < 0:
+        return "query" if row.weights[i] > 0 else "hidden"
+    if row.weights[i] > 0:
+        return "predicts"
+    return "context" if row.ord[i] == 0 else "content"
+
+
+def table(row: Example, spell: Callable[[int], str]) -> str:
+    """One line per token; the padding at the end as a count."""
+    length = int((row.doc >= 0).sum())
+    words = [visible(spell(token)) for token in row.tokens[:length].tolist()]
+    lines = [
+        f"{'row':>4} {'token':16} {'role':9} {'target':16} {'pos0':>4} {'pos1':>4} {'seg':>3} {'doc':>3} "
+        f"{'ord':>4} {'grp':>3}  objective"
+    ]
+    for i in range(length):
+        target = ""
+        if row.weights[i] > 0:
+            is_label = role(row, i) == "label"
+            target = f"class {row.targets[i]}" if is_label else visible(spell(int(row.targets[i])))
+        lines.append(
+            f"{i:4} {words[i]:16} {role(row, i):9} {target:16} {row.position_ids[i]:4} "
+            f"{row.block_position_ids[i]:4} {row.segment_ids[i]:3} {row.doc[i]:3} {row.ord[i]:4} {row.grp[i]:3}  "
+            f"{OBJECTIVE_NAMES[row.objective[i]]}"
+        )
+    if length < len(row.doc):
+        lines.append(f"{'':4} and {len(row.doc) - length} of padding")
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """A token on one line, spaces shown, at most 16 characters."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text).replace(" ", "_")
+    return shown if len(shown) <= 16 else shown[:15] + "…"
+
+
+def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [rows, keys] without padding: what the attention rule allows, and what it allows by a group alone."""
+    import torch
+
+    from megatron_lite.attention import allowed
+
+    content = row.doc >= 0
+    doc, order, grp = (torch.from_numpy(plane[content][None].copy()) for plane in (row.doc, row.ord, row.grp))
+    seen = allowed(doc, order, grp)[0].numpy()
+    return seen, seen & ~allowed(doc, order, torch.zeros_like(grp))[0].numpy()
+
+
+def step_of(size: int) -> int:
+    return -(-size // MOST_COLUMNS)
+
+
+def thinned(size: int) -> str:
+    return f", every {step_of(size)}th of them" if step_of(size) > 1 else ""
+
+
+def drawing(seen: np.ndarray) -> str:
+    """The mask in characters, two rows to a line."""
+    step = step_of(len(seen))
+    small = seen[::step, ::step]
+    if len(small) % 2:
+        small = np.vstack([small, np.zeros((1, small.shape[1]), bool)])
+    upper, lower = small[::2], small[1::2]
+    return "\n".join(
+        "".join(" ▄▀█"[2 * a + b] for a, b in zip(*pair, strict=True))
+        for pair in zip(upper, lower, strict=True)
+    )
+
+
+def save_picture(path: Path, seen: np.ndarray, by_group: np.ndarray) -> None:
+    """The mask as PNG: visible dark blue, by group alone orange. Raises DataError if it can not be written."""
+    import matplotlib.image
+
+    picture = np.full((*seen.shape, 3), 255, np.uint8)
+    picture[seen] = (33, 62, 120)
+    picture[by_group] = (230, 140, 30)
+    factor = max(1, -(-SMALLEST_PICTURE // len(seen)))
+    try:
+        matplotlib.image.imsave(path, picture.repeat(factor, 0).repeat(factor, 1), format="png")
+    except OSError as error:
+        raise DataError(f"--png {path}: {error.strerror}; choose a writable file.") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

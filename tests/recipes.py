@@ -1,0 +1,245 @@
+"""Every objective for tests: how to make it, its mask as the paper has it, and how its text is rebuilt.
+
+The masks are written from the papers, row by row, from what a row is (context, decoder input, query, ...).
+Of `ord` and `grp` they use only the step numbers of UniLMv2 and XLNet, as the name of the drawn order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from data_utils.collate import Collator
+from data_utils.objectives import OBJECTIVES, Example, Objective, SpecialTokens, Vocabulary, make_one
+
+SPECIAL = SpecialTokens(
+    cls=101, sep=102, mask=103, smask=104, gmask=105, sop=106, eop=107, eos=0, pad=1, unk=100, dblock=99
+)
+SIZE = 3000
+FIRST_TEXT_TOKEN = 1000
+
+
+def vocabulary() -> Vocabulary:
+    """3,000 tokens; every third from 1000 on continues a word, every seventh ends a sentence."""
+    ids = np.arange(SIZE)
+    word_start = ~((ids >= FIRST_TEXT_TOKEN) & (ids % 3 == 2))
+    sentence_end = (ids >= FIRST_TEXT_TOKEN) & (ids % 7 == 0)
+    return Vocabulary(SPECIAL, SIZE, sentence_end, word_start)
+
+
+def text_of(length: int, with_eos: bool = True, first: int = FIRST_TEXT_TOKEN) -> np.ndarray:
+    """Distinct tokens, the last one eos if asked for."""
+    text = np.arange(first, first + length, dtype=np.int32)
+    if with_eos and length:
+        text[-1] = SPECIAL.eos
+    return text
+
+
+def make(
+    name: str, sequence_length: int, seed: int = 5, row_length: int | None = None, **config: Any
+) -> Objective:
+    return make_one(name, OBJECTIVES[name][0](**config), vocabulary(), seed, sequence_length, row_length)
+
+
+def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:
+    """The Examples of the same piece under sample indices 0, 1, ..."""
+    ones = np.ones(samples, np.int64)
+    batch = Collator(made)(np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
+    return [Example.from_planes(row[:, row[5] >= 0]) for row in batch]
+
+
+# Masks of one document, bool [rows, rows]: may the query row see the key row?
+
+
+def everything(example: Example) -> np.ndarray:
+    return np.ones((len(example.tokens), len(example.tokens)), bool)
+
+
+def causal(example: Example) -> np.ndarray:
+    return np.tri(len(example.tokens), dtype=bool)
+
+
+def encoder_decoder(size: int, context: int) -> np.ndarray:
+    """A context that sees itself, and a decoder that sees the context and what came before in the decoder."""
+    mask = np.zeros((size, size), bool)
+    for query in range(size):
+        mask[query, :context] = True
+        if query >= context:
+            mask[query, context : query + 1] = True
+    return mask
+
+
+def from_sop(example: Example) -> np.ndarray:
+    sop = np.flatnonzero(example.tokens == SPECIAL.sop)
+    return encoder_decoder(len(example.tokens), int(sop[0]) if len(sop) else len(example.tokens))
+
+
+def unilm(example: Example) -> np.ndarray:
+    segments = example.segment_ids
+    size = len(segments)
+    if segments[0] == 2:
+        return np.tri(size, dtype=bool)
+    if segments[0] == 3:
+        return np.tri(size, dtype=bool).T
+    if segments[0] == 4:
+        return encoder_decoder(size, int((segments == 4).sum()))
+    return np.ones((size, size), bool)
+
+
+def mass(example: Example) -> np.ndarray:
+    encoder = example.segment_ids == 0
+    fragment = set(example.position_ids[~encoder].tolist())
+    size = len(encoder)
+    mask = np.zeros((size, size), bool)
+    for query in range(size):
+        for key in range(size):
+            if encoder[query]:
+                mask[query, key] = encoder[key]
+            elif encoder[key]:
+                mask[query, key] = int(example.position_ids[key]) not in fragment
+            else:
+                mask[query, key] = key <= query
+    return mask
+
+
+def unilmv2(example: Example) -> np.ndarray:
+    """The paper's figure: blocks of chosen positions in the order of factorisation."""
+    step_of = {}  # position -> number of its block
+    context = int(np.argmax(example.tokens == SPECIAL.sep)) + 1
+    chosen = (len(example.tokens) - context) // 2
+    for row in range(context + chosen, len(example.tokens)):
+        step_of[int(example.position_ids[row])] = -int(example.ord[row])
+    kind = ["context"] * context + ["original"] * chosen + ["pseudo"] * chosen
+    size = len(kind)
+    mask = np.zeros((size, size), bool)
+    for query in range(size):
+        for key in range(size):
+            step_q = step_of.get(int(example.position_ids[query]), 0)
+            step_k = step_of.get(int(example.position_ids[key]), 0)
+            if kind[key] == "context":
+                seen = True
+            elif kind[query] == "context":
+                seen = False
+            elif kind[key] == "original":
+                seen = step_k <= step_q if kind[query] == "original" else step_k < step_q
+            else:
+                seen = kind[query] == "pseudo" and step_k == step_q
+            mask[query, key] = seen
+    return mask
+
+
+def xlnet(example: Example, parts: int = 2) -> np.ndarray:
+    """Content sees the non-targets of its part, earlier targets and itself; a query not its own token."""
+    content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
+    text = content - 2
+    half = text // 2 if parts == 2 else 0
+    part = [0 if i < half else 1 for i in range(content)]
+    queries = range(content, len(example.tokens))
+    rank = {int(example.position_ids[row]): -int(example.ord[row]) for row in queries}
+    order = sorted(rank, key=lambda position: rank[position])
+    place = {position: order.index(position) for position in order}
+    size = len(example.tokens)
+    mask = np.zeros((size, size), bool)
+    for query in range(size):
+        at = int(example.position_ids[query])
+        for key in range(content):
+            if part[key] != part[at]:
+                mask[query, key] = part[key] < part[at]
+            elif key not in place:
+                mask[query, key] = True
+            elif at in place:
+                mask[query, key] = place[key] < place[at] or (key == at and query < content)
+    return mask
+
+
+# The text of one document
+
+
+def from_targets(example: Example) -> np.ndarray:
+    return example.targets[example.weights > 0]
+
+
+def rebuilt_prefix(example: Example) -> np.ndarray:
+    return np.concatenate([example.tokens[1:][example.weights[1:] == 0], from_targets(example)])
+
+
+def rebuilt_in_place(example: Example) -> np.ndarray:
+    """Text and targets where they stand; a swapped pair is put back."""
+    predicted = (example.weights > 0) & (np.arange(len(example.tokens)) > 0)
+    whole = np.where(predicted, example.targets, example.tokens)
+    middle = int(np.argmax(whole == SPECIAL.sep))
+    first, second = whole[1:middle], whole[middle + 1 : -1]
+    swapped = example.weights[0] > 0 and example.targets[0] == 1
+    return np.concatenate([second, first] if swapped else [first, second])
+
+
+def rebuilt_t5(example: Example) -> np.ndarray:
+    spans, current = [], []
+    answers = from_targets(example)
+    for token in answers[1:-1].tolist():
+        if token == SPECIAL.mask:
+            spans.append(current)
+            current = []
+        else:
+            current.append(token)
+    spans.append(current)
+    text = []
+    for token in example.tokens[example.weights == 0].tolist():
+        text += spans.pop(0) if token == SPECIAL.mask else [token]
+    return np.array(text, np.int32)
+
+
+def rebuilt_mass(example: Example) -> np.ndarray:
+    text = example.tokens[example.segment_ids == 0].copy()
+    decoder = example.segment_ids == 1
+    text[example.position_ids[decoder]] = example.targets[decoder]
+    return text[1:-1]
+
+
+def rebuilt_unilmv2(example: Example) -> np.ndarray:
+    context = int(np.argmax(example.tokens == SPECIAL.sep)) + 1
+    text = np.where(example.weights > 0, example.targets, example.tokens)[:context]
+    for row in range(context, len(example.tokens)):
+        answer = example.targets[row] if example.weights[row] > 0 else example.tokens[row]
+        assert text[example.position_ids[row]] == answer
+    return text[1:-1]
+
+
+def rebuilt_xlnet(example: Example) -> np.ndarray:
+    content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
+    for row in range(content, len(example.tokens)):
+        assert example.tokens[example.position_ids[row]] == example.targets[row]
+    return example.tokens[: content - 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How one objective is tested."""
+
+    name: str
+    mask: Callable[[Example], np.ndarray]
+    rebuilt: Callable[[Example], np.ndarray]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answers_are_inputs: bool = True  # some row holds what another one predicts
+
+
+ALL_MASKED = {"mask_token_prob": 1.0, "random_token_prob": 0.0}  # a kept token is a leak by intention
+
+RECIPES = {
+    "causal": Recipe("causal", causal, from_targets),
+    "prefix_lm": Recipe("prefix_lm", from_sop, rebuilt_prefix),
+    "roberta": Recipe("masked_lm", everything, rebuilt_in_place, ALL_MASKED, False),
+    "bert": Recipe("masked_lm", everything, rebuilt_in_place, ALL_MASKED | {"next_sentence": True}, False),
+    "spanbert": Recipe("spanbert", everything, rebuilt_in_place, ALL_MASKED, False),
+    "albert": Recipe("albert", everything, rebuilt_in_place, ALL_MASKED, False),
+    "ernie": Recipe("ernie", everything, rebuilt_in_place, ALL_MASKED, False),
+    "unilm": Recipe("unilm", unilm, rebuilt_in_place, ALL_MASKED, False),
+    "t5": Recipe("t5", from_sop, rebuilt_t5),
+    "bart": Recipe("bart", from_sop, from_targets),
+    "mass": Recipe("mass", mass, rebuilt_mass, ALL_MASKED),
+    "unilmv2": Recipe("unilmv2", unilmv2, rebuilt_unilmv2),
+    "xlnet": Recipe("xlnet", xlnet, rebuilt_xlnet),
+}

@@ -1,0 +1,207 @@
+"""Every objective: its mask against the paper's, no leak, the text rebuilt, rows that never overflow."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mask_rule import allowed, leaks
+from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text_of
+
+from data_utils.collate import Collator
+from data_utils.objectives import OBJECTIVES, Example
+from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL
+from megatron_lite.errors import ConfigError, DataError
+
+CASES = 2000
+SEQUENCE_LENGTH = 20
+EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def windows(rows: int, sequence_length: int, seed: int) -> list[list[np.ndarray]]:
+    """Random windows of pieces with distinct tokens; half of them begin with the rest of a document."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for row in range(rows):
+        pieces, room, first = [], sequence_length, FIRST_TEXT_TOKEN
+        while True:
+            reserve = 0 if not pieces and row % 2 else DOCUMENT_OVERHEAD
+            if room - reserve < 1 or (pieces and rng.random() < 0.1):
+                break
+            length = int(rng.integers(1, room - reserve + 1))
+            pieces.append(text_of(length, bool(rng.random() < 0.7), first))
+            first += length
+            room -= length + reserve
+        made.append(pieces)
+    return made
+
+
+def collate(made, samples: list[list[np.ndarray]], first_index: int = 0) -> np.ndarray:
+    pieces = [piece for sample in samples for piece in sample]
+    lengths = np.array([len(piece) for piece in pieces])
+    counts = np.array([len(sample) for sample in samples])
+    return Collator(made)(np.concatenate(pieces), lengths, counts, np.arange(len(samples)) + first_index)
+
+
+def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
+    """The mask of a packed and padded row: every document for itself."""
+    mask = np.zeros((len(row.doc), len(row.doc)), bool)
+    for number in range(row.doc.max(initial=-1) + 1):
+        here = np.flatnonzero(row.doc == number)
+        document = Example.from_planes(np.stack([getattr(row, f).view(np.int32)[here] for f in FIELDS]))
+        mask[np.ix_(here, here)] = recipe.mask(document)
+    return mask
+
+
+def token_level(example: Example) -> np.ndarray:
+    """Weights of the rows that predict text: not a class at CLS, not eos or another special token."""
+    labels = [OBJECTIVE_NAMES.index(name) for name in SENTENCE_LEVEL]
+    special = np.isin(example.objective, labels) | (example.targets < FIRST_TEXT_TOKEN)
+    shown = np.zeros_like(special)
+    if (example.objective == OBJECTIVE_NAMES.index("denoising")).any():  # what BART's context shows is copied
+        shown = np.isin(example.targets, example.tokens[example.ord == 0])
+    return np.where(special | shown, 0.0, example.weights)
+
+
+@EACH
+def test_the_rule_gives_the_mask_of_the_paper_and_nothing_leaks(recipe):
+    """2,000 random packed and padded rows, at the tightest row length."""
+    made = make(recipe.name, SEQUENCE_LENGTH, **recipe.config)
+    made = make(
+        recipe.name,
+        SEQUENCE_LENGTH,
+        row_length=made.config.least_row_length(SEQUENCE_LENGTH),
+        **recipe.config,
+    )
+    samples = windows(CASES, SEQUENCE_LENGTH, 1)
+    padded = 0
+    for planes, pieces in zip(collate(made, samples), samples, strict=True):
+        row = Example.from_planes(planes)
+        mask = allowed(row.doc, row.ord, row.grp)
+        assert (mask == paper_mask(row, recipe)).all()
+        assert not leaks(row.tokens, row.targets, token_level(row), mask)
+        padding = row.doc < 0
+        padded += padding.any()
+        assert (np.diff(padding.astype(int)) >= 0).all() and (row.tokens[padding] == SPECIAL.pad).all()
+        for name in set(FIELDS) - {"tokens", "doc"}:
+            assert not getattr(row, name)[padding].any()
+        assert row.position_ids.max() <= made.config.max_position_needed(SEQUENCE_LENGTH)
+        assert row.doc.max() + 1 == len(pieces)
+    assert CASES // 10 < padded <= CASES
+
+
+@EACH
+def test_the_text_can_be_rebuilt(recipe):
+    """Nothing of a window is lost; for next-sentence pairs across documents, nothing is used twice."""
+    made = make(recipe.name, 40, **recipe.config)
+    samples = windows(300, 40, 2)
+    for planes, pieces in zip(collate(made, samples), samples, strict=True):
+        documents = Example.from_planes(planes).documents()
+        texts = [recipe.rebuilt(document) for document in documents]
+        if any(document.weights[0] > 0 and document.objective[0] == 9 for document in documents):
+            assert sorted(np.concatenate(texts)) == sorted(np.concatenate(pieces))
+            continue
+        for text, piece in zip(texts, pieces, strict=True):
+            assert (text == piece).all()
+
+
+@EACH
+def test_the_leak_test_fires_on_planted_leaks(recipe):
+    made = make(recipe.name, 60, **recipe.config)
+    rng = np.random.default_rng(3)
+    for sample in range(20):
+        example = made.example(text_of(60, False), sample)
+        weights = token_level(example)
+        mask = allowed(example.doc, example.ord, example.grp)
+        answer = int(rng.choice(np.flatnonzero(weights)))
+        shown = example.tokens.copy()
+        shown[rng.choice(np.flatnonzero(mask[answer]))] = example.targets[answer]
+        assert leaks(shown, example.targets, weights, mask)
+        if recipe.answers_are_inputs:
+            together = allowed(example.doc, np.zeros_like(example.ord), example.grp)
+            assert leaks(example.tokens, example.targets, weights, together)
+        if recipe.name in ("unilmv2", "xlnet"):  # queries one step too late
+            late = np.where(example.ord < 0, example.ord - 1, example.ord)
+            assert leaks(example.tokens, example.targets, weights, allowed(example.doc, late, example.grp))
+
+
+@EACH
+def test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed(recipe):
+    made = make(recipe.name, 40, **recipe.config)
+    samples = windows(12, 40, 4)
+    together = collate(made, samples)
+    for i in (0, 5, 11):
+        assert (collate(made, samples[i : i + 1], i)[0] == together[i]).all()
+    if recipe.name != "causal":
+        assert (collate(made, samples, 50) != together).any()
+        assert (collate(make(recipe.name, 40, seed=6, **recipe.config), samples) != together).any()
+
+
+@EACH
+def test_example_is_what_the_batch_holds(recipe):
+    made = make(recipe.name, 40, **recipe.config)
+    for sample, in_batch in enumerate(many(made, text_of(36), 5)):
+        alone = made.example(text_of(36), sample)
+        assert all((getattr(alone, name) == getattr(in_batch, name)).all() for name in FIELDS)
+
+
+@EACH
+def test_the_smallest_pieces(recipe):
+    """One token, a lone eos, two tokens: every sample has a row, whether or not it has a loss."""
+    made = make(recipe.name, 8, **recipe.config)
+    for piece in ([1000], [SPECIAL.eos], [1000, SPECIAL.eos], [1000, 1001]):
+        for sample in range(20):
+            example = made.example(np.array(piece), sample)
+            assert (recipe.rebuilt(example) == piece).all()
+            if len(piece) > 1 or recipe.name in ("causal", "prefix_lm", "bart"):
+                assert example.weights.sum() > 0 or recipe.name == "t5"
+
+
+def test_a_sample_that_does_not_fit_is_named():
+    made = make("masked_lm", 16)
+    with pytest.raises(DataError, match=r"sample 7 has 1 pieces.*sequence_length 16"):
+        Collator(made)(text_of(17), [17], [1], [7])
+    with pytest.raises(DataError, match="sample 3 has 9 pieces"):
+        Collator(made)(np.tile(text_of(1), 9), [1] * 9, [9], [3])
+
+
+@EACH
+def test_rows_that_are_too_short_are_refused(recipe):
+    config = OBJECTIVES[recipe.name][0](**recipe.config)
+    with pytest.raises(ConfigError, match=f"at least {config.least_row_length(64)}"):
+        make(recipe.name, 64, row_length=config.least_row_length(64) - 1, **recipe.config)
+
+
+def test_samples_without_pieces_are_padding():
+    for recipe in RECIPES.values():
+        batch = Collator(make(recipe.name, 16, **recipe.config))(np.zeros(0, np.int32), [], [0, 0], [4, 5])
+        assert (batch[:, FIELDS.index("doc")] == -1).all()
+
+
+def all_rows() -> bytes:
+    """A few rows of every objective with its defaults and its further code paths."""
+    more = {"masked_lm": {"static_copies": 3, "next_sentence": True}, "t5": {"sentinel_first": 500}}
+    parts = []
+    for recipe in RECIPES.values():
+        for config in ({}, recipe.config, more.get(recipe.name, {})):
+            parts.append(collate(make(recipe.name, 40, **config), windows(4, 40, 5), 2**35).tobytes())
+    return b"".join(parts)
+
+
+def test_compiled_and_plain_python_agree():
+    """Bit for bit, and without an overflow warning."""
+    root = Path(__file__).parents[1]
+    environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=str(root))
+    command = [sys.executable, "-W", "error::RuntimeWarning", __file__]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == hashlib.sha256(all_rows()).hexdigest()
+
+
+if __name__ == "__main__":  # the subprocess of test_compiled_and_plain_python_agree
+    print(hashlib.sha256(all_rows()).hexdigest())
