@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -320,15 +320,27 @@ def load(checkpoint: Checkpoint, engine: Engine, context: ParallelContext) -> No
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, for inference or conversion in one process."""
+    """The whole fp32 model weights, for inference in one process."""
+    return dict(iterate_weights(checkpoint))
+
+
+def iterate_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole fp32 weight of each parameter, one in memory at a time."""
+    read = weight_reader(checkpoint)
+    for name in checkpoint.shapes:
+        yield name, read(name)
+
+
+def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """A function that reads one whole fp32 weight by its parameter's name."""
     by_parameter = _pieces_by_parameter(checkpoint)
-    read = _reader(checkpoint)
-    weights = {}
-    for name, shape in checkpoint.shapes.items():
-        flat = torch.empty(torch.Size(shape).numel())
-        _fill(flat, 0, by_parameter[name, "weight"], read)
-        weights[name] = flat.view(shape)
-    return weights
+
+    def read(name: str) -> torch.Tensor:
+        flat = torch.empty(torch.Size(checkpoint.shapes[name]).numel())
+        _fill(flat, 0, by_parameter[name, "weight"], _reader(checkpoint))  # a new reader: an open file keeps its pages
+        return flat.view(checkpoint.shapes[name])
+
+    return read
 
 
 def _pieces_by_parameter(checkpoint: Checkpoint) -> dict[tuple[str, str], list[Piece]]:
