@@ -62,7 +62,7 @@ class GLMTokenizationMixin:
         texts = self._parts_a(encoded)
         spans = [[]] * len(texts) if spans is None else spans
         rows = [self._row(text, filled, open_next=True) for text, filled in zip(texts, spans, strict=True)]
-        inputs = self._pad(rows)
+        inputs = self._padded_rows(rows)
         del inputs["labels"]
         return inputs
 
@@ -79,7 +79,7 @@ class GLMTokenizationMixin:
             if len(strings) != blanks:
                 raise ValueError(f"a text has {blanks} blanks but {len(strings)} targets; give one for each.")
             rows.append(self._row(text, [self.encode(s, add_special_tokens=False) for s in strings]))
-        return self._pad(rows)
+        return self._padded_rows(rows)
 
     def build_inputs_for_multiple_choice(
         self, encoded: BatchEncoding, choices: Sequence[Sequence[str]]
@@ -95,7 +95,7 @@ class GLMTokenizationMixin:
             raise ValueError("give one list of choices per text, all of one length.")
         flat = [(text, option) for text, options in zip(texts, choices, strict=True) for option in options]
         rows = [self._row(text, [self.encode(option, add_special_tokens=False)]) for text, option in flat]
-        inputs = self._pad(rows)
+        inputs = self._padded_rows(rows)
         inputs["choice_labels"] = inputs.pop("labels")
         return BatchEncoding({name: x.view(len(texts), -1, x.shape[-1]) for name, x in inputs.items()})
 
@@ -138,7 +138,7 @@ class GLMTokenizationMixin:
             row["labels"] += [*part[1:], self.eop_token_id]
         return row
 
-    def _pad(self, rows: list[dict[str, list[int]]]) -> BatchEncoding:
+    def _padded_rows(self, rows: list[dict[str, list[int]]]) -> BatchEncoding:
         fill = {
             "input_ids": self.pad_token_id,
             "position_ids": 0,

@@ -144,8 +144,8 @@ def load_pickle(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_plain_globals()):
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; check the directory.") from None
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
     except Exception as error:  # a damaged or hostile pickle can raise anything
         raise CheckpointError(
             f"{path} is damaged, or holds more than plain data and was not opened: {_one_line(error)}"
