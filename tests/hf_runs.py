@@ -15,6 +15,8 @@ from megatron_lite.settings import build
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 
+END_OF_PIECE = len(WORDPIECE) + 1  # sop and eop follow the file's tokens
+
 
 def write_vocabulary(directory: Path) -> Path:
     path = directory / "vocab.txt"
@@ -53,6 +55,8 @@ def make_model(config: Config, seed: int = 3) -> GLM:
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "layernorm" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        model.embedding.block_position_embeddings.weight.mul_(4)  # so that generated spans vary, and end
+        model.embedding.word_embeddings.weight[END_OF_PIECE].mul_(1.5)
     return model
 
 

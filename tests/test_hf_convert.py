@@ -1,4 +1,4 @@
-"""Conversion both ways: layouts, bit-equal round trips, the released and model-parallel layouts, bad input."""
+"""Conversion both ways: layouts, bit-equal round trips, released and model-parallel layouts, bad input."""
 
 import json
 import runpy
@@ -538,7 +538,7 @@ print(total, peak() - footprint)
 
 
 def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
-    """Export and import of a model three times the bound, beyond what the interpreter and a tiny model need."""
+    """Export and import of a model three times the bound, beyond what a tiny model needs."""
     shard = 16_000_000
     places = {"root": str(ROOT), "tests": str(ROOT / "tests"), "vocabulary": str(vocabulary)}
     code = MEASURE.format(**places, directory=str(tmp_path), shard=shard)

@@ -141,7 +141,7 @@ def test_greedy_generation_is_that_of_the_training_model(made, use_cache):
     assert new_tokens(theirs, inputs, max_new_tokens=8, use_cache=use_cache) == [
         spans[0] for spans in expected
     ]
-    assert any(spans[0] for spans in expected)
+    assert any(0 < len(spans[0]) < 8 for spans in expected)  # some span ends by itself
     second = fast.build_inputs_for_generation(fast(TEXTS[:1]), [expected[0][:1]])
     assert new_tokens(theirs, second, max_new_tokens=8, use_cache=use_cache) == [expected[0][1]]
 
