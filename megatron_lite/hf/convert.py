@@ -171,7 +171,8 @@ def _write_released(directory: Path, weights: Weights, config: ModelConfig, opti
 
 def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
     """The transformers configuration of a training configuration."""
-    return GLMConfig(
+    assert config.vocab_size is not None
+    described = GLMConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
@@ -191,9 +192,10 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
         mask_token_ids=sorted({special.mask, special.smask, special.gmask}),
         architectures=["GLMForBlankInfilling"],
         dtype=dtype,
-        auto_map=dict(_AUTO_MAP),
-        custom_pipelines=_PIPELINES,
     )
+    described.auto_map = dict(_AUTO_MAP)
+    described.custom_pipelines = _PIPELINES
+    return described
 
 
 def generation_config(special: SpecialTokens) -> GenerationConfig:
@@ -282,8 +284,10 @@ def import_directory(
 def import_megatron(
     source: Path, output: Path, tree: Mapping[str, Any], **options: Any
 ) -> proof.Proof | None:
-    """The same from the reference's `mp_rank_XX_model_states.pt`. They do not say how many heads there are:
-    `tree` must."""
+    """The same from the reference's `mp_rank_XX_model_states.pt`.
+
+    These do not say how many attention heads there are: `tree` must, and no proof can notice a wrong number.
+    """
     shards = released.open_model_parallel(source)
     return import_source(_released_source(source, shards, {}), output, tree, **options)
 
@@ -301,11 +305,23 @@ def open_source(path: Path) -> Source:
     fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
               "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
     settings = {name: described[name] for name in fields if name in described}
-    base = read_json(path / TRAINING_JSON) if (path / TRAINING_JSON).exists() else {}
-    tree = base.get("config", {})
-    if (path / TRAINING_TOKENIZER).is_dir() and isinstance(base.get("tokenizer"), dict):
-        tree = {**tree, "tokenizer": {k: v for k, v in base["tokenizer"].items() if k != "fingerprint"}}
-    return Source(path, weights.renamed(names), None, settings, tree)
+    return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
+
+
+def _recorded_configuration(path: Path) -> dict[str, Any]:
+    """What an export of ours says about its training: a configuration tree, {} if nothing."""
+    if not (path / TRAINING_JSON).exists():
+        return {}
+    recorded = read_json(path / TRAINING_JSON)
+    tree, tokenizer = recorded.get("config"), recorded.get("tokenizer")
+    if not isinstance(tree, dict) or not isinstance(tokenizer, dict):
+        raise CheckpointError(
+            f"{path / TRAINING_JSON} has no config and tokenizer; fetch it again, or remove it."
+        )
+    if (path / TRAINING_TOKENIZER).is_dir():
+        options = {key: value for key, value in tokenizer.items() if key not in ("fingerprint", "path")}
+        tree = {**tree, "tokenizer": options}
+    return tree
 
 
 def _released_source(path: Path, shards: list[Weights], described: Mapping[str, Any]) -> Source:
@@ -349,30 +365,39 @@ def import_source(
         config, tokenizer = _import_config(source, output, directory, tree)
         weights = _fit_vocabulary(source, config.model)
         if copy_eop_to_gmask:
+            check(
+                source.shards is not None, "--copy-eop-to-gmask is for weights in the released layout only."
+            )
             weights = _with_copied_row(weights, tokenizer.special)
+            source = replace(source, shards=[_in_released_layout(weights)])
         shapes = parameter_shapes(config.model)
         check_shapes(weights, shapes, source.path)
         path = directory / "checkpoints" / checkpoint.checkpoint_name(0)
-        write_training_checkpoint(
-            path, Weights({name: shapes[name] for name in shapes}, weights.read), config
+        write_training_checkpoint(path, Weights(shapes, weights.read), config)
+        config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        (directory / "config.yaml").write_text(config_text, encoding="utf-8")
+        return _prove_import(source, path, config.model, tolerance) if verify else None
+
+
+def _in_released_layout(weights: Weights) -> Weights:
+    return weights.renamed({released.released_name(name): name for name in weights.shapes})
+
+
+def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: float) -> proof.Proof:
+    batch = proof.proof_batch(config)
+    if source.shards is None:
+        expected = proof.exported_logits(source.path, batch)
+    else:
+        check(
+            config.num_attention_heads % len(source.shards) == 0,
+            f"model.num_attention_heads ({config.num_attention_heads}) must be a multiple of the "
+            f"{len(source.shards)} shards of {source.path}; give the number the model was trained with.",
         )
-        (directory / "config.yaml").write_text(
-            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
-        )
-        if not verify:
-            return None
-        batch = proof.proof_batch(config.model)
-        if source.shards is None:
-            expected = proof.exported_logits(source.path, batch)
-        else:
-            shards = source.shards
-            if copy_eop_to_gmask:
-                shards = [weights.renamed({released.released_name(name): name for name in shapes})]
-            expected = proof.released_logits(shards, config.model, batch)
-        model = proof.load_training_model(checkpoint.read_checkpoint(path), config.model)
-        result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
-        result.require(tolerance, f"the import of {source.path}")
-        return result
+        expected = proof.released_logits(source.shards, config, batch)
+    model = proof.load_training_model(checkpoint.read_checkpoint(path), config)
+    result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
+    result.require(tolerance, f"the import of {source.path}")
+    return result
 
 
 def _import_config(

@@ -7,12 +7,14 @@ fixed seed. The models are loaded one after the other, so the proof needs the me
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.utils import logging as transformers_logging
 
 from data_utils.objectives.base import (
     BLOCK_POSITION_IDS,
@@ -114,6 +116,8 @@ def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
     """The same of a Hugging Face directory, loaded as its users load it, computed in fp32."""
+    if not sys.stderr.isatty():  # as our own progress bars
+        transformers_logging.disable_progress_bar()
     model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
     return model(
         input_ids=_tensor(batch, TOKENS),
@@ -129,8 +133,8 @@ def released_logits(shards: Sequence[Weights], config: ModelConfig, batch: np.nd
     """The same of weights in the released layout, by the reference's arithmetic."""
     doc, order = _tensor(batch, DOC), _tensor(batch, ORD)
     visible = allowed(doc, order, torch.zeros_like(doc))
-    planes = (_tensor(batch, plane) for plane in (TOKENS, POSITION_IDS, BLOCK_POSITION_IDS))
-    return reference_logits(shards, config, *planes, visible)
+    tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
+    return reference_logits(shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible)
 
 
 def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:
