@@ -13,6 +13,7 @@ import yaml
 from distributed import run_ranks
 from hf_runs import make_config, make_model, tree, write_run, write_vocabulary
 from safetensors.torch import load_file, save_file
+from test_trainer import fit
 
 from megatron_lite import checkpoint
 from megatron_lite.config import padded_vocab_size
@@ -173,6 +174,21 @@ def test_an_import_continues_in_any_layout(run, vocabulary, exports, tmp_path, r
     )
     for weights in run_ranks(load_and_check, ranks, settings, tmp_path / "back"):
         assert_same_weights(weights, weights_of(run), rows=72)
+
+
+def test_training_goes_on_from_an_import(settings, tmp_path):
+    """The trainer resumes at step 0 with the imported weights; a tiny learning rate leaves them there."""
+    write_run(tmp_path / "first", settings)
+    export_run(tmp_path / "first", tmp_path / "export", ExportOptions(verify=False))
+    change = {"training": {"stop_after_step": 1}, "optimizer": {"lr": 1e-12}, "run": {"directory": "ignored"}}
+    settings = merge(settings, change)
+    import_directory(tmp_path / "export", tmp_path / "back", settings, verify=False)
+    settings = merge(settings, {"run": {"directory": str(tmp_path / "back")}})
+    imported = weights_of(tmp_path / "back")
+    for name, weight in run_ranks(fit, 2, settings)[0].items():
+        torch.testing.assert_close(weight, imported[name], rtol=0, atol=1e-10)
+    saved = checkpoint.list_checkpoints(tmp_path / "back/checkpoints")
+    assert [path.name for path in saved] == ["step_00000000", "step_00000001"]
 
 
 def expected_released_names(layers):

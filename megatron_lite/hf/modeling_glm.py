@@ -16,7 +16,8 @@ row predicts, as in training.
 Shapes: B batch, S new tokens, K all tokens (cached and new), D hidden size, H heads, V vocabulary, C choices.
 """
 
-# mypy: ignore-errors - the base classes' signatures do not admit the subclasses they ask for
+# transformers annotates its base classes more narrowly than it lets them be used.
+# mypy: ignore-errors
 
 import math
 

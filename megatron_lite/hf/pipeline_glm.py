@@ -3,7 +3,8 @@
 Blanks are filled in text order; later ones see earlier answers. Copied beside exported weights.
 """
 
-# mypy: ignore-errors - the base classes' signatures do not admit the subclasses they ask for
+# transformers annotates its base classes more narrowly than it lets them be used.
+# mypy: ignore-errors
 
 from transformers import Pipeline
 

@@ -162,7 +162,7 @@ def _plain_globals() -> list[Any]:
     import numpy as np
 
     dtypes = [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64)]
-    return [argparse.Namespace, np._core.multiarray._reconstruct, np.ndarray, np.dtype, *dtypes]
+    return [argparse.Namespace, np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *dtypes]
 
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
@@ -220,7 +220,7 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             assert tuple(tensor.shape) == tuple(shape), name
-            file.write(memoryview(tensor.detach().to(dtype).contiguous().view(torch.uint8).flatten().numpy()))
+            file.write(tensor.detach().to(dtype).contiguous().view(torch.uint8).flatten().numpy().data)
 
 
 def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_shard_bytes: int) -> None:
