@@ -1,12 +1,15 @@
 """Conversion both ways: layouts, bit-equal round trips, released and model-parallel layouts, bad input."""
 
+import argparse
 import json
 import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,13 +23,18 @@ from megatron_lite.config import padded_vocab_size
 from megatron_lite.engine import Engine
 from megatron_lite.errors import CheckpointError, ConfigError, UserError
 from megatron_lite.hf import proof, released
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
-from megatron_lite.hf.weights import open_directory
+from megatron_lite.hf.convert import (
+    ExportOptions,
+    export_run,
+    import_directory,
+    import_megatron,
+    write_training_checkpoint,
+)
+from megatron_lite.hf.weights import WORDS, from_state_dict, open_directory
 from megatron_lite.inference import load_run
 from megatron_lite.settings import merge
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = "embedding.word_embeddings.weight"
 # Processes and ZeRO stage of the run that saved the checkpoint. Tensor and pipeline layouts belong here too.
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
@@ -90,6 +98,18 @@ def test_every_layout_exports_its_model(vocabulary, tmp_path, ranks, zero_stage)
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 3
     for name, weight in expected.items():
         assert torch.equal(exported.read(f"glm.{name}"), weight[:72] if name == WORDS else weight)
+
+
+def test_any_padding_of_the_vocabulary_is_left_out(vocabulary, tmp_path):
+    """Tensor-parallel runs pad to more rows."""
+    config = make_config(tree(vocabulary))
+    weights = dict(make_model(config).named_parameters())
+    weights[WORDS] = torch.cat([weights[WORDS], torch.ones(128, 32)])
+    source = from_state_dict(weights, tmp_path)
+    write_training_checkpoint(tmp_path / "run/checkpoints/step_00000000", source, config)
+    assert export_run(tmp_path / "run", tmp_path / "export", ExportOptions()).largest_difference <= 1e-5
+    exported = open_directory(tmp_path / "export").read(f"glm.{WORDS}")
+    assert torch.equal(exported, weights[WORDS][:72])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -287,14 +307,26 @@ def write_model_parallel(source, directory, size, change=lambda shards: None):
     change(shards)
     directory.mkdir()
     for rank, shard in enumerate(shards):
-        state = {"module": shard, "mp_world_size": size, "global_steps": 7, "args": {"lr": 0.1}}
+        state = {"module": shard, "mp_world_size": size, "args": argparse.Namespace(lr=0.1)}
+        state["np_rng_state"] = np.random.RandomState(0).get_state()
         torch.save(state, directory / f"mp_rank_{rank:02d}_model_states.pt")
     return directory
+
+
+def as_written_with_numpy_1(path):
+    """The same file, with the name that NumPy 1 had for its constructor of arrays."""
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    assert any(b"numpy._core.multiarray" in content for content in contents.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_model_parallel_shards_are_merged(run, vocabulary, exports, tmp_path, size):
     source = write_model_parallel(exports / "released", tmp_path / "shards", size)
+    as_written_with_numpy_1(source / "mp_rank_00_model_states.pt")
     found = import_megatron(source, tmp_path / "run", tree(vocabulary))
     assert found.largest_difference <= 1e-5 and found.agreement == 1.0
     assert_same_weights(weights_of(tmp_path / "run"), weights_of(run))

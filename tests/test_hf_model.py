@@ -220,7 +220,7 @@ def test_unusable_input_of_generate_is_refused(made):
         theirs.generate(**inputs, max_new_tokens=65)
     with pytest.raises(ValueError, match="dynamic caches"):
         theirs.generate(**inputs, max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="needs the position of its blank"):
+    with pytest.raises(ValueError, match="a span has the position of its blank"):
         theirs(inputs["input_ids"], block_position_ids=inputs["block_position_ids"])
 
 

@@ -43,6 +43,7 @@ from megatron_lite.hf.tokenizer_files import (
 )
 from megatron_lite.hf.weights import (
     DTYPES,
+    WORDS,
     Weights,
     check_shapes,
     open_directory,
@@ -56,7 +57,6 @@ from megatron_lite.settings import build, check, choice, merge, setting, to_tree
 
 LAYOUTS = ("huggingface", "released")
 TRAINING_JSON = "training.json"
-WORDS = "embedding.word_embeddings.weight"
 _PREFIX = "glm."
 _CODE = ("configuration_glm.py", "modeling_glm.py", "tokenization_glm.py", "pipeline_glm.py")
 _AUTO_MAP = {
@@ -113,6 +113,10 @@ def export_run(
     """
     with new_directory(output) as directory:
         found = find_checkpoint(path)
+        if not isinstance(found.state.get("config"), dict):
+            raise CheckpointError(
+                f"checkpoint {found.path} holds no configuration; it is not of a training run."
+            )
         config = build(Config, found.state["config"])
         if config.tokenizer is None:
             raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")

@@ -47,6 +47,8 @@ def visible_keys(
 ) -> torch.Tensor | None:
     """Which keys the new tokens may see: bool [B, 1, S, K]; None where each sees every key.
 
+    What the cache holds is seen by all new tokens, so a text goes in whole, not in pieces.
+
     Args:
         block_position_ids: int [B, S] of the new tokens; None = all are part A.
         attention_mask: [B, K], 0 = padding, or bool [B, 1, S, K], which is returned; None = no padding.
@@ -228,18 +230,15 @@ class GLMModel(GLMPreTrainedModel):
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and past_key_values.is_compileable:
             raise ValueError("GLM works with dynamic caches; leave cache_implementation at its default.")
-        length = words.shape[1]
-        visible = visible_keys(block_position_ids, attention_mask, length, past_length)
-        blind = None
+        visible = visible_keys(block_position_ids, attention_mask, words.shape[1], past_length)
+        blind = None  # bool [B, 1, S, 1]: rows without any key
         if visible is not None and attention_mask is not None:
             blind = ~visible.any(-1, keepdim=True)
-            visible = (
-                visible | blind
-            )  # a row without any key would be NaN: it sees all, and its result is dropped
+            visible = visible | blind  # their softmax would be NaN: they see all, and the result is dropped
         if position_ids is None:
             if block_position_ids is not None:
                 raise ValueError(
-                    "block_position_ids without position_ids: a span needs the position of its blank."
+                    "block_position_ids need position_ids: a span has the position of its blank."
                 )
             position_ids = self._positions_of_part_a(attention_mask, words, past_length)
         if block_position_ids is None:
@@ -262,11 +261,11 @@ class GLMModel(GLMPreTrainedModel):
         attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
     ) -> torch.Tensor:
         """Positions 0, 1, 2, ... of the tokens that are not padding: int [B, S]."""
+        rows, length, _ = words.shape
         if attention_mask is None or attention_mask.dim() != 2:
-            return torch.arange(past_length, past_length + words.shape[1], device=words.device).expand(
-                words.shape[0], -1
-            )
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -words.shape[1] :]
+            positions = torch.arange(past_length, past_length + length, device=words.device)
+            return positions.expand(rows, -1)
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
 class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):

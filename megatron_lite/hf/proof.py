@@ -32,7 +32,7 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.released import reference_logits
-from megatron_lite.hf.weights import Weights
+from megatron_lite.hf.weights import WORDS, Weights
 from megatron_lite.model import GLM, ModelInput
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
@@ -149,6 +149,7 @@ def load_training_model(
     """The fp32 model of a training checkpoint in eval mode; `rounding` is applied to each weight."""
     with torch.device("meta"):
         model = GLM(config)
-    weights = {name: rounding(weight) for name, weight in checkpoint.iterate_weights(found)}
-    model.load_state_dict(weights, assign=True)
+    rows = model.embedding.word_embeddings.num_embeddings
+    weights = Weights(found.shapes, checkpoint.weight_reader(found)).with_rows(WORDS, rows)
+    model.load_state_dict({name: rounding(weights.read(name)) for name in weights.shapes}, assign=True)
     return model.eval()

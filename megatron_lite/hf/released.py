@@ -39,7 +39,7 @@ _SPLITS = {
 
 def released_name(name: str) -> str:
     """The released layout's name of one of our parameters."""
-    if name == "embedding.word_embeddings.weight":
+    if name == f"embedding.{WORDS}":
         return WORDS
     return "transformer." + name.removeprefix("embedding.")
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from megatron_lite.errors import CheckpointError
 
+WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -161,8 +162,10 @@ def _plain_globals() -> list[Any]:
 
     import numpy as np
 
+    rebuild = np.empty(0).__reduce__()[0]
+    old_name = (rebuild, "numpy.core.multiarray._reconstruct")  # in files written with NumPy 1
     dtypes = [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64)]
-    return [argparse.Namespace, np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *dtypes]
+    return [argparse.Namespace, rebuild, old_name, np.ndarray, np.dtype, *dtypes]
 
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
