@@ -543,13 +543,16 @@ def test_the_commands_print_their_proof(run, vocabulary, exports, tmp_path, monk
         )
 
 
-def test_a_mistake_is_one_line_and_status_2(tmp_path):
-    script = [sys.executable, str(ROOT / "scripts/convert_checkpoint.py")]
-    arguments = ["export", "--checkpoint", str(tmp_path / "absent"), "--output", str(tmp_path / "x")]
-    result = subprocess.run([*script, *arguments], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert "holds no checkpoint" in result.stderr and not list(tmp_path.iterdir())
+def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+    absent = str(tmp_path / "absent")
+    arguments = ["export", "--checkpoint", absent, "--output", str(tmp_path / "x")]
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts/convert_checkpoint.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert "holds no checkpoint" in printed.err and not list(tmp_path.iterdir())
 
 
 # Memory
