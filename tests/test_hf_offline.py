@@ -59,6 +59,9 @@ for options in (dict(num_beams=3), dict(do_sample=True)):
 
 fill = pipeline("blank-infilling", model=path, max_new_tokens={length}, **trust)
 filled = [fill(text) for text in texts]
+fill.save_pretrained({saved!r} + "_pipeline")
+refill = pipeline("blank-infilling", model={saved!r} + "_pipeline", max_new_tokens={length}, **trust)
+assert refill(texts) == filled
 assert pipeline("feature-extraction", model=path, **trust)("word1")[0]
 AutoModelForMultipleChoice.from_pretrained(path, **trust)
 encoder = AutoModel.from_pretrained(path, **trust)

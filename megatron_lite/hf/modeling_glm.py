@@ -20,6 +20,7 @@ Shapes: B batch, S new tokens, K all tokens (cached and new), D hidden size, H h
 # mypy: ignore-errors
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,11 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_glm import GLMConfig
+
+if (
+    TYPE_CHECKING
+):  # never imported: transformers copies the files that are named so wherever the model is saved
+    from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
 
 
 def visible_keys(
