@@ -13,8 +13,12 @@ from pathlib import Path
 
 import yaml
 
+from data_utils.loader import open_datasets
+from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
+from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.launch import Launch
 from megatron_lite.settings import describe, to_tree
 
 
@@ -65,31 +69,28 @@ def main() -> None:
 
 
 def train(config: Config, local_rank: int | None) -> None:
-    # Imported here: --help, --print-config and configuration errors should not wait for torch.
-    from data_utils.loader import open_datasets
-    from data_utils.tokenizers import load_tokenizer
-    from megatron_lite.deepspeed_options import check_agreement
-    from megatron_lite.engine import Engine
-    from megatron_lite.model import build_model
-    from megatron_lite.parallel_context import Launch, initialize
-    from megatron_lite.trainer import Trainer
-
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
     launch = Launch.from_environment(local_rank)
-    check_agreement(config, launch.world_size)
+    check_agreement(config, config.parallel.data_parallel_size(launch.world_size))
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
 
-    context = initialize(launch, config.run.timeout_seconds)
+    from megatron_lite.cpu_memory import keep_freed_memory
+    from megatron_lite.engine import make_engine
+    from megatron_lite.parallel_context import initialize
+    from megatron_lite.trainer import Trainer
+
+    context = initialize(launch, config.parallel, config.run.timeout_seconds)
+    if context.device.type == "cpu":
+        keep_freed_memory()
     if context.is_main:
         save_resolved(config)
-    model = build_model(config, num_objectives=len(data.objective_names))
-    engine = Engine(model, config, context)
+    engine = make_engine(config, context, len(data.objective_names))
     Trainer(config, context, engine, data.train, data.validation, data.objective_names).fit()
     context.close()
 

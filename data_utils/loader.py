@@ -50,7 +50,9 @@ class Datasets:
     objective_names: Sequence[str]
 
 
-def open_datasets(data: DataConfig, objective: BlankInfillingConfig, tokenizer: Tokenizer, seed: int) -> Datasets:
+def open_datasets(
+    data: DataConfig, objective: BlankInfillingConfig, tokenizer: Tokenizer, seed: int
+) -> Datasets:
     """Open the corpora of a run and check that `tokenizer` made them.
 
     Raises: ConfigError without a training corpus; DataError for a missing, damaged or foreign dataset.
@@ -70,12 +72,16 @@ def open_datasets(data: DataConfig, objective: BlankInfillingConfig, tokenizer: 
     train = _open_mixture(data.train, data.sequence_length, tokenizer, derive_seed(seed, "train"))
     validation = None
     if data.validation:
-        mixture = _open_mixture(data.validation, data.sequence_length, tokenizer, derive_seed(seed, "validation"))
+        mixture = _open_mixture(
+            data.validation, data.sequence_length, tokenizer, derive_seed(seed, "validation")
+        )
         validation = SampleLoader(mixture, collator)
     return Datasets(SampleLoader(train, collator), validation, OBJECTIVE_NAMES)
 
 
-def _open_mixture(corpora: Sequence[CorpusConfig], sequence_length: int, tokenizer: Tokenizer, seed: int) -> Mixture:
+def _open_mixture(
+    corpora: Sequence[CorpusConfig], sequence_length: int, tokenizer: Tokenizer, seed: int
+) -> Mixture:
     windows = []
     for corpus in corpora:
         dataset = IndexedDataset(corpus.prefix)

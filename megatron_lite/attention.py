@@ -11,13 +11,14 @@ A plan is made once per batch and serves all layers. Two exist so far:
   PrefixPlan  every document is [ord 0 ... | ord 1, 2, 3, ...] and grp is 0 (GLM, prefix LM, causal, bidirectional):
               two calls per document on disjoint query rows, A x A in full and B x [A;B] causal from the bottom right.
               No mask is stored and no forbidden block is computed.
-  DensePlan   anything else, and rows of many short documents, where the calls would cost more than the mask saves.
+  DensePlan   anything else, and rows of very short documents, where the calls would cost more than the mask saves.
 
 Padding rows see nothing and get zeros.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,14 +29,18 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_lite.linear import widens
 
-# Mean document length from which PrefixPlan's calls beat one masked call on CPU (benchmarks/attention_plan.py).
-_PREFIX_MIN_MEAN_LENGTH = 128
+# Mean document length from which PrefixPlan's calls beat one masked call. CPU: measured by
+# benchmarks/attention_plan.py (with 4 heads it breaks even there, with more heads or longer rows earlier).
+# CUDA: not measured yet; a kernel's start is worth more work there.
+_PREFIX_MIN_MEAN_LENGTH = {"cpu": 16, "cuda": 128}
 
 
 class AttentionPlan(Protocol):
     """Computes attention for one batch; `layer` is the block's index, for plans that keep state per layer."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
         """q, k, v [B, S, H heads, D head dim] -> [B, S, H, D], scaled by D^-1/2."""
         ...
 
@@ -50,12 +55,23 @@ def allowed(doc: torch.Tensor, order: torch.Tensor, grp: torch.Tensor) -> torch.
     return same_doc & (by_time | by_group)
 
 
-def scaled_dot_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask=None) -> torch.Tensor:
-    """torch's attention on [B, S, H, D] tensors, in fp32 where the CPU has no half-precision matmul."""
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[..., S, H, D] -> [..., H, S, D]; on CPU a copy, in fp32 where half-precision matmuls are slow."""
+    x = x.transpose(-3, -2)
+    if x.device.type != "cpu":
+        return x
+    # torch's CPU kernel is 1.2 to 1.3 times faster when the rows of a head lie side by side.
+    if widens(x):
+        return x.to(torch.float32, memory_format=torch.contiguous_format)
+    return x.contiguous()
+
+
+def attend_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values, all of them or those of `mask` [B, 1, Sq, Sk]."""
     dtype = q.dtype
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if widens(q):
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = (_heads_first(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out.transpose(1, 2).to(dtype)
 
@@ -69,8 +85,10 @@ class DensePlan:
         # A row without any key would be NaN: let it see itself, and zero it afterwards.
         self.mask = (mask | torch.diag_embed(self.sees_nothing)).unsqueeze(1)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-        out = scaled_dot_product(q, k, v, dropout, self.mask)
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        out = attend_all(q, k, v, dropout, self.mask)
         return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0)
 
 
@@ -89,26 +107,36 @@ class PrefixPlan:
         self.segments = segments
         self.lengths = [segment.length for segment in segments]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-        shape = q.shape
+    def without_padding(self) -> PrefixPlan:
+        """The plan for the same documents in one row [1, T], one after the other."""
+        return PrefixPlan([segment for segment in self.segments if segment.context >= 0])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        dtype, (rows, length, heads, head_dim) = q.dtype, q.shape
         # split, not slices: the backward pass of split is one concatenation, that of a slice a zero-filled full tensor.
-        parts = zip(self.segments, *(x.flatten(0, 1).split(self.lengths) for x in (q, k, v)), strict=True)
-        out = [self._document(segment, *(x.unsqueeze(0) for x in qkv), dropout) for segment, *qkv in parts]
-        return torch.cat(out, dim=1).view(shape)
+        parts = (_heads_first(x.flatten(0, 1)).unsqueeze(0).split(self.lengths, dim=2) for x in (q, k, v))
+        each = zip(self.segments, *parts, strict=True)
+        out = [self._document(segment, q, k, v, dropout) for segment, q, k, v in each]
+        return torch.cat(out, dim=2).transpose(1, 2).to(dtype).reshape(rows, length, heads, head_dim)
 
     @staticmethod
-    def _document(segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    def _document(
+        segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        """[1, H, document, D] tensors."""
         a, n = segment.context, segment.length
+        attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
         if a < 0:
             return torch.zeros_like(q)
         if a == n:
-            return scaled_dot_product(q, k, v, dropout)
+            return attend(q, k, v)
         bias = causal_lower_right(n - a, n)
         if a == 0:
-            return scaled_dot_product(q, k, v, dropout, bias)
-        q_a, q_b = q.split([a, n - a], dim=1)
-        context = scaled_dot_product(q_a, k[:, :a], v[:, :a], dropout)
-        return torch.cat([context, scaled_dot_product(q_b, k, v, dropout, bias)], dim=1)
+            return attend(q, k, v, bias)
+        q_a, q_b = q.split([a, n - a], dim=2)
+        return torch.cat([attend(q_a, k[:, :, :a], v[:, :, :a]), attend(q_b, k, v, bias)], dim=2)
 
 
 def prefix_segments(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> list[Segment] | None:
@@ -126,17 +154,19 @@ def prefix_segments(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> list
     good_step = (step == 1) | ((step == 0) & (order[1:] == 0))
     good_step[begins[1:] - 1] = True
     padding = doc < 0
-    inside = ~padding[1:]
-    if not (good_step | ~inside).all() or (order[begins][~padding[begins]] > 1).any():
+    real = begins[~padding[begins]]
+    if not (good_step | padding[1:]).all() or (order[real] > 1).any():
         return None
-    if len(np.unique(doc[begins][~padding[begins]] + (begins[~padding[begins]] // length) * (doc.max() + 2))) != np.count_nonzero(~padding[begins]):
+    if np.unique(np.stack([real // length, doc[real]]), axis=1).shape[1] != len(real):
         return None  # a document in several stretches
-    zeros = np.add.reduceat((order == 0).astype(np.int64), begins)
-    contexts = np.where(padding[begins], -1, zeros)
+    contexts = np.add.reduceat((order == 0).astype(np.int64), begins)
+    contexts[padding[begins]] = -1
     return [Segment(int(e - b), int(c)) for b, e, c in zip(begins, ends, contexts, strict=True)]
 
 
-def plan_attention(doc: np.ndarray, order: np.ndarray, grp: np.ndarray, device: torch.device, kernel: str = "auto") -> AttentionPlan:
+def plan_attention(
+    doc: np.ndarray, order: np.ndarray, grp: np.ndarray, device: torch.device, kernel: str = "auto"
+) -> AttentionPlan:
     """Choose the kernel for a batch.
 
     Args:
@@ -148,6 +178,6 @@ def plan_attention(doc: np.ndarray, order: np.ndarray, grp: np.ndarray, device: 
         assert segments is not None, "the batch has no prefix structure"
     if segments is not None:
         documents = sum(segment.context >= 0 for segment in segments)
-        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH:
+        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH[device.type]:
             return PrefixPlan(segments)
     return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))

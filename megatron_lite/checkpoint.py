@@ -1,14 +1,15 @@
-"""Checkpoints without pickle that any number of data-parallel ranks and either ZeRO stage can load.
+"""Checkpoints without pickle that every layout can load: tensor x pipeline x data parallel, ZeRO 1 or 2.
 
     DIRECTORY/step_00000100/
-        rank_00000.safetensors   the runs of flattened parameters this rank owned: fp32 weights and Adam moments
-        rank_00000.json          what they are: name, kind, first element, count (written beside, folded into the manifest)
-        manifest.json            every piece, size and SHA-256 of every file, parameter shapes, training state
+        rank_00000.safetensors   the boxes of parameters this rank owned: fp32 weights and Adam moments
+        rank_00000.json          what they are; folded into the manifest
+        manifest.json            every box, size and SHA-256 of every file, parameter shapes, training state
 
-Every rank writes what it owns under ZeRO; a piece says where it lies in the whole parameter, not who owned it. Rank 0
-writes the manifest last, and the directory gets its name by an atomic rename after everything is on disk, so a name that
-exists is a complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and sizes hold is it.
-Whether a save or load went well is decided by all ranks together.
+Every rank writes what it owns; a box says where its elements lie in the whole parameter (boxes.py), not who owned them,
+and padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest
+last, and the directory gets its name by an atomic rename after everything is on disk, so a name that exists is a
+complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums hold is it. Whether
+a save or load went well is decided by all ranks together.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_lite.boxes import Box, matrix_shape, whole_shape
 from megatron_lite.engine import Engine, Fragment
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel_context import ParallelContext
@@ -44,14 +46,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one flattened parameter's elements, and where it is stored."""
+    """A box of one parameter's values, and where it is stored, as a matrix."""
 
     file: str
     key: str
     name: str
     kind: str
-    start: int
-    count: int
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def save(directory: Path, step: int, engine: Engine, state: dict[str, Any], cont
         if context.is_main:
             _write_manifest(partial, step, engine, state, context.world_size)
             _sync_directory(partial)
-            if final.exists():  # the same step saved again, for example after a fallback to an older checkpoint
+            if final.exists():  # the same step again, for example after a fallback to an older checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             _sync_directory(directory)
@@ -124,19 +125,30 @@ def _agreement(context: ParallelContext, what: str):  # type: ignore[no-untyped-
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
     tensors, pieces, shapes = {}, [], {}
     for fragment in fragments:
-        shapes[fragment.name] = list(fragment.shape)
-        for kind, values in fragment.tensors.items():
-            key = f"{fragment.name}/{kind}/{fragment.start}"
-            tensors[key] = values.detach().cpu().contiguous()
-            pieces.append({"key": key, "name": fragment.name, "kind": kind, "start": fragment.start, "count": values.numel()})
+        shapes[fragment.name] = list(whole_shape(fragment.shape, fragment.partition, fragment.tp.size))
+        if fragment.is_copy:
+            continue
+        for run in fragment.runs():
+            for kind, values in fragment.tensors.items():
+                key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
+                part = values[run.start - fragment.start : run.stop - fragment.start]
+                tensors[key] = part.detach().cpu().contiguous().view(run.box.shape)
+                pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
     path = directory / f"rank_{rank:05d}.safetensors"
     save_file(tensors, path)
     _sync_file(path)
-    described = {"bytes": path.stat().st_size, "sha256": file_sha256(path), "shapes": shapes, "pieces": pieces}
+    described = {
+        "bytes": path.stat().st_size,
+        "sha256": file_sha256(path),
+        "shapes": shapes,
+        "pieces": pieces,
+    }
     write_json(directory / f"rank_{rank:05d}.json", described)
 
 
-def _write_manifest(directory: Path, step: int, engine: Engine, state: dict[str, Any], world_size: int) -> None:
+def _write_manifest(
+    directory: Path, step: int, engine: Engine, state: dict[str, Any], world_size: int
+) -> None:
     files, pieces, shapes = {}, [], {}
     for rank in range(world_size):
         described = json.loads((directory / f"rank_{rank:05d}.json").read_text(encoding="utf-8"))
@@ -194,7 +206,9 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         step = int(path.name.removeprefix("step_"))
         if keep_every and step % keep_every == 0:
             continue
-        doomed = path.with_name(f"{path.name}.deleted")  # renamed first: a half-deleted checkpoint has no valid name
+        doomed = path.with_name(
+            f"{path.name}.deleted"
+        )  # renamed first: a half-deleted checkpoint has no valid name
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -211,13 +225,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         shapes = {name: tuple(int(n) for n in shape) for name, shape in manifest["shapes"].items()}
         pieces = tuple(
-            Piece(p["file"], p["key"], p["name"], p["kind"], int(p["start"]), int(p["count"])) for p in manifest["pieces"]
+            Piece(p["file"], p["key"], p["name"], p["kind"], Box(*map(int, p["box"])))
+            for p in manifest["pieces"]
         )
         checkpoint = Checkpoint(
-            path, int(manifest["step"]), shapes, pieces, manifest["files"], manifest["optimizer"], manifest["state"]
+            path,
+            int(manifest["step"]),
+            shapes,
+            pieces,
+            manifest["files"],
+            manifest["optimizer"],
+            manifest["state"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error})."
+        ) from None
     _check_files(checkpoint)
     _check_coverage(checkpoint)
     return checkpoint
@@ -227,21 +250,31 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / "manifest.json"
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"checkpoint {path}: manifest.json is larger than {_MAX_MANIFEST_BYTES} bytes.")
+            raise CheckpointError(
+                f"checkpoint {path}: manifest.json is larger than {_MAX_MANIFEST_BYTES} bytes."
+            )
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: manifest.json: {error.strerror}.") from None
     except ValueError:
         raise CheckpointError(f"checkpoint {path}: manifest.json is damaged.") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path}: manifest.json is not of format {FORMAT} version {FORMAT_VERSION}.")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or manifest.get("version") != FORMAT_VERSION
+    ):
+        raise CheckpointError(
+            f"checkpoint {path}: manifest.json is not of format {FORMAT} version {FORMAT_VERSION}."
+        )
     return manifest
 
 
 def _check_files(checkpoint: Checkpoint) -> None:
     for name, described in checkpoint.files.items():
         if not re.fullmatch(r"rank_\d{5,}\.safetensors", name):
-            raise CheckpointError(f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind."
+            )
         try:
             size = (checkpoint.path / name).stat().st_size
         except OSError as error:
@@ -253,24 +286,32 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_coverage(checkpoint: Checkpoint) -> None:
-    ends: dict[tuple[str, str], int] = {}
-    for piece in sorted(checkpoint.pieces, key=lambda p: (p.name, p.kind, p.start)):
-        if piece.name not in checkpoint.shapes or piece.kind not in KINDS or piece.file not in checkpoint.files:
-            raise CheckpointError(f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file.")
-        if piece.start != ends.get((piece.name, piece.kind), 0):
-            raise CheckpointError(f"checkpoint {checkpoint.path}: {piece.name} ({piece.kind}) has a gap or overlap at {piece.start}.")
-        ends[piece.name, piece.kind] = piece.start + piece.count
-    for name, shape in checkpoint.shapes.items():
-        for kind in KINDS:
-            if ends.get((name, kind), 0) != torch.Size(shape).numel():
-                raise CheckpointError(f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete.")
+    """Every parameter's boxes must tile it: disjoint, inside, and together as large."""
+    boxes: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
+    for piece in checkpoint.pieces:
+        if (piece.name, piece.kind) not in boxes or piece.file not in checkpoint.files:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
+            )
+        boxes[piece.name, piece.kind].append(piece.box)
+    for (name, kind), found in boxes.items():
+        rows, columns = matrix_shape(checkpoint.shapes[name])
+        whole = Box(0, rows, 0, columns)
+        overlapping = any(a.overlap(b) for i, a in enumerate(found) for b in found[:i])
+        outside = any(box.overlap(whole) != box for box in found)
+        if overlapping or outside or sum(box.size for box in found) != whole.size:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or some of it is twice."
+            )
 
 
 def verify(checkpoint: Checkpoint) -> None:
     """Compare every file with its checksum. Raises CheckpointError naming the damaged file."""
     for name, described in checkpoint.files.items():
         if file_sha256(checkpoint.path / name) != described["sha256"]:
-            raise CheckpointError(f"checkpoint {checkpoint.path}: {name} does not match its checksum; the file is damaged.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {name} does not match its checksum; the file is damaged."
+            )
 
 
 def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None:
@@ -284,61 +325,79 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
             with _agreement(context, f"checking {path}"):
                 checkpoint = read_checkpoint(path)
                 mine = sorted(checkpoint.files)[context.rank :: context.world_size]
-                verify(Checkpoint(**{**checkpoint.__dict__, "files": {name: checkpoint.files[name] for name in mine}}))
+                verify(
+                    Checkpoint(
+                        **{**checkpoint.__dict__, "files": {name: checkpoint.files[name] for name in mine}}
+                    )
+                )
             return checkpoint
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
     if paths:
-        raise CheckpointError(f"none of the {len(paths)} checkpoints in {directory} is valid; move them away to start afresh.")
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {directory} is valid; move them away to start afresh."
+        )
     return None
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[Piece, int, int], torch.Tensor]:
-    """A function that reads elements [start, stop) of the whole flattened parameter out of one piece."""
+Read = Callable[[Piece, Box], torch.Tensor]
+
+
+def _reader(checkpoint: Checkpoint) -> Read:
+    """A function that reads a box of a whole parameter out of one piece that covers it."""
     handles: dict[str, Any] = {}
 
-    def read(piece: Piece, start: int, stop: int) -> torch.Tensor:
+    def read(piece: Piece, box: Box) -> torch.Tensor:
         if piece.file not in handles:
             handles[piece.file] = safe_open(checkpoint.path / piece.file, framework="pt")
-        return handles[piece.file].get_slice(piece.key)[start - piece.start : stop - piece.start]
+        return handles[piece.file].get_slice(piece.key)[box.within(piece.box)]
 
     return read
 
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, engine: Engine, context: ParallelContext) -> None:
-    """Fill this rank's fragments from the pieces that overlap them, then publish the weights to the model."""
+    """Fill this rank's fragments from the boxes that overlap them, then publish the weights to the model."""
     with _agreement(context, f"loading {checkpoint.path}"):
-        _check_same_model(checkpoint, {name: tuple(p.shape) for name, p in engine.module.named_parameters()})
-        by_parameter = _pieces_by_parameter(checkpoint)
+        _check_same_number(checkpoint, engine.count_parameters())
         read = _reader(checkpoint)
+        by_parameter = _pieces_by_parameter(checkpoint)
         for fragment in engine.fragments():
-            for kind, target in fragment.tensors.items():
-                _fill(target, fragment.start, by_parameter[fragment.name, kind], read)
+            shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+            _check_same_shape(checkpoint, fragment.name, shape)
+            for run in fragment.runs():
+                for kind, values in fragment.tensors.items():
+                    target = values[run.start - fragment.start : run.stop - fragment.start].view(
+                        run.box.shape
+                    )
+                    _fill(target, run.box, by_parameter[fragment.name, kind], read)
         engine.load_scalar_state(checkpoint.optimizer)
     engine.publish_weights()
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, for inference in one process."""
+    """The whole fp32 model weights, for inference in one process, without padding rows."""
     return dict(iterate_weights(checkpoint))
 
 
 def iterate_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole fp32 weight of each parameter, one in memory at a time."""
+    """Name and whole fp32 weight of each parameter, without padding rows, one in memory at a time."""
     read = weight_reader(checkpoint)
     for name in checkpoint.shapes:
         yield name, read(name)
 
 
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """A function that reads one whole fp32 weight by its parameter's name."""
+    """A function that reads one whole fp32 weight, without padding rows, by its parameter's name."""
     by_parameter = _pieces_by_parameter(checkpoint)
 
     def read(name: str) -> torch.Tensor:
-        flat = torch.empty(torch.Size(checkpoint.shapes[name]).numel())
-        _fill(flat, 0, by_parameter[name, "weight"], _reader(checkpoint))  # a new reader: an open file keeps its pages
-        return flat.view(checkpoint.shapes[name])
+        rows, columns = matrix_shape(checkpoint.shapes[name])
+        matrix = torch.empty(rows, columns)
+        pieces = by_parameter[name, "weight"]
+        # A reader for each parameter: an open file keeps every page that was read.
+        _fill(matrix, Box(0, rows, 0, columns), pieces, _reader(checkpoint))
+        return matrix.view(checkpoint.shapes[name])
 
     return read
 
@@ -350,20 +409,26 @@ def _pieces_by_parameter(checkpoint: Checkpoint) -> dict[tuple[str, str], list[P
     return table
 
 
-def _fill(target: torch.Tensor, first: int, pieces: list[Piece], read: Callable[[Piece, int, int], torch.Tensor]) -> None:
-    """Copy elements [first, first + numel) of a parameter from the pieces that overlap this range."""
-    last = first + target.numel()
+def _fill(target: torch.Tensor, box: Box, pieces: list[Piece], read: Read) -> None:
+    """Copy `box` of a parameter into `target` from the pieces that overlap it."""
     for piece in pieces:
-        start, stop = max(first, piece.start), min(last, piece.start + piece.count)
-        if start < stop:
-            target[start - first : stop - first].copy_(read(piece, start, stop))
+        common = box.overlap(piece.box)
+        if common is not None:
+            target[common.within(box)] = read(piece, common)
 
 
-def _check_same_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    for name in sorted(set(shapes) | set(checkpoint.shapes)):
-        ours, theirs = shapes.get(name), checkpoint.shapes.get(name)
-        if ours != theirs:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and "
-                f"{ours or 'absent'} here; use the configuration it was trained with, or another run.directory."
-            )
+def _check_same_number(checkpoint: Checkpoint, count: int) -> None:
+    if len(checkpoint.shapes) != count:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model, of {len(checkpoint.shapes)} parameter tensors; "
+            f"this one has {count}. Use the configuration it was trained with, or another run.directory."
+        )
+
+
+def _check_same_shape(checkpoint: Checkpoint, name: str, ours: tuple[int, ...]) -> None:
+    theirs = checkpoint.shapes.get(name)
+    if ours != theirs:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and {ours} "
+            f"here; use the configuration it was trained with, or another run.directory."
+        )

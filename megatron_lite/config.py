@@ -115,11 +115,40 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    zero_stage: int = setting(1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients")
+    tensor_parallel_size: int = setting(1, "ranks that share every layer; must divide the attention heads")
+    sequence_parallel: bool = setting(
+        False, "split norms, dropout and residuals along the tokens over the tensor-parallel ranks"
+    )
+    pipeline_parallel_size: int = setting(1, "stages that share the sequence of blocks; needs zero_stage 1")
+    zero_stage: int = setting(1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights")
 
     def __post_init__(self) -> None:
         # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
-        choice("parallel.zero_stage", self.zero_stage, (1, 2))
+        choice("parallel.zero_stage", self.zero_stage, (1, 2, 3))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            value = getattr(self, name)
+            check(value >= 1, f"parallel.{name} is {value}; it must be at least 1.")
+        check(
+            self.pipeline_parallel_size == 1 or self.zero_stage == 1,
+            f"parallel.zero_stage is {self.zero_stage} with pipeline_parallel_size "
+            f"{self.pipeline_parallel_size}; DeepSpeed's pipeline shards the optimizer only: set zero_stage to 1.",
+        )
+        check(
+            not self.sequence_parallel or self.tensor_parallel_size > 1,
+            "parallel.sequence_parallel is true with tensor_parallel_size 1; it splits tokens over the "
+            "tensor-parallel ranks: raise tensor_parallel_size, or set it to false.",
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that share the samples. Raises ConfigError when the processes do not divide."""
+        per_replica = self.tensor_parallel_size * self.pipeline_parallel_size
+        if world_size % per_replica:
+            raise ConfigError(
+                f"the run has {world_size} processes, but parallel.tensor_parallel_size "
+                f"({self.tensor_parallel_size}) x pipeline_parallel_size ({self.pipeline_parallel_size}) = "
+                f"{per_replica} must divide their number; start a multiple of {per_replica}."
+            )
+        return world_size // per_replica
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +156,9 @@ class TrainingConfig:
     steps: int = setting(REQUIRED, "optimizer steps of the whole run")
     seed: int = setting(1234, "seed of initial weights, samples and dropout")
     precision: str = setting("bf16", "bf16, fp16 (dynamic loss scaling) or fp32; accumulation is always fp32")
-    recompute: str = setting("none", "none, or full: recompute each block's activations in the backward pass")
+    recompute: str = setting(
+        "none", "what the backward pass recomputes: none, selective (attention) or full (whole blocks)"
+    )
     loss_normalization: str = setting(
         "global_tokens",
         "global_tokens: sum over loss tokens / their number in the whole step; mean_of_means: the "
@@ -157,7 +188,7 @@ class TrainingConfig:
         )
         check(0 <= self.seed < 2**63, f"training.seed is {self.seed}; it must be in [0, 2^63).")
         choice("training.precision", self.precision, ("bf16", "fp16", "fp32"))
-        choice("training.recompute", self.recompute, ("none", "full"))
+        choice("training.recompute", self.recompute, ("none", "selective", "full"))
         choice("training.loss_normalization", self.loss_normalization, ("global_tokens", "mean_of_means"))
         if self.stop_after_step is not None:
             check(
@@ -322,6 +353,7 @@ class Config:
         )
         self._check_row_length()
         self._check_sentinels()
+        self._check_layout()
         check_agreement(self)
 
     def _check_row_length(self) -> None:
@@ -335,6 +367,38 @@ class Config:
             f"and its masks; it must be at least {least}, null chooses "
             f"{self.blank_infilling.row_length_for(self.data.sequence_length)}.",
         )
+
+    def _check_layout(self) -> None:
+        parallel, model = self.parallel, self.model
+        tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        check(
+            model.num_attention_heads % tp == 0,
+            f"model.num_attention_heads ({model.num_attention_heads}) must be divisible by "
+            f"parallel.tensor_parallel_size ({tp}); choose a divisor of {model.num_attention_heads}.",
+        )
+        check(
+            pp <= model.num_layers,
+            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
+            "needs a block.",
+        )
+        check(
+            pp == 1 or self.training.precision != "fp16",
+            "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
+            "embedding of the first and last stage drift apart; use bf16.",
+        )
+        tokens = self.batch.micro_batch_size * self.row_length
+        check(
+            not parallel.sequence_parallel or tokens % tp == 0,
+            f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
+            f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row, padding included."""
+        if self.data.row_length is not None:
+            return self.data.row_length
+        return self.blank_infilling.row_length_for(self.data.sequence_length)
 
     def _check_sentinels(self) -> None:
         first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size

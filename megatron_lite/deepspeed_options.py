@@ -30,7 +30,7 @@ REFUSED = {
     "amp": "use training.precision",
     "torch_autocast": "use training.precision",
     "elasticity": "use the section batch; it fits every number of processes that divides it",
-    "pipeline": "pipeline stages are not supported",
+    "pipeline": "use parallel.pipeline_parallel_size",
     "zero_optimization.offload_optimizer": "offloading is not supported",
     "zero_optimization.offload_param": "offloading is not supported",
 }
@@ -80,6 +80,10 @@ def _derived(config: Config, dp_size: int | None) -> dict[str, tuple[Any, str]]:
         "bf16.enabled": (config.training.precision == "bf16", precision),
         "fp16.enabled": (config.training.precision == "fp16", precision),
     }
+    if config.parallel.pipeline_parallel_size > 1:
+        # Splitting what stages send over tensor-parallel ranks contradicts sequence parallelism, which did it already.
+        for key in ("pipe_partitioned", "grad_partitioned"):
+            derived[f"pipeline.{key}"] = (False, "this project's pipeline")
     if dp_size is not None:
         steps = config.batch.accumulation_steps(dp_size)
         derived["gradient_accumulation_steps"] = (

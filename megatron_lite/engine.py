@@ -1,7 +1,7 @@
-"""The only file that meets DeepSpeed: its optimizer is wrapped here (its dictionary: deepspeed_options.py).
+"""DeepSpeed is met here and in pipeline.py only (its dictionary: deepspeed_options.py).
 
-Trainer and checkpoint see `Engine`: forward/backward of a micro-batch, an optimizer step with its outcome, and the
-fragments of fp32 weights and Adam moments that this rank owns under ZeRO.
+Trainer and checkpoint see `Engine`: a training step with its outcome, the losses of an evaluation, and the fragments of
+fp32 weights and Adam moments that this rank owns under ZeRO. `make_engine` chooses what suits the layout.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from megatron_lite.boxes import Run, runs
+from megatron_lite.collectives import Group
 from megatron_lite.config import Config
 from megatron_lite.deepspeed_options import deepspeed_options
-from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.model import ModelInput, build_model
+from megatron_lite.parallel_context import Mpu, ParallelContext
+from megatron_lite.tensor_parallel import Partition, TensorParallel, partition_of
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +34,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices with weight decay; LayerNorm and biases without."""
-    decay = [p for name, p in model.named_parameters() if not _without_decay(name)]
-    plain = [p for name, p in model.named_parameters() if _without_decay(name)]
+    decay = [p for name, p in named.items() if not _without_decay(name)]
+    plain = [p for name, p in named.items() if _without_decay(name)]
     return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
@@ -40,9 +46,21 @@ def _without_decay(name: str) -> bool:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a step."""
+
+    batch: np.ndarray  # the collator's int32 [B, fields, S]
+    dropout_seed: int
+    loss_factor: float  # what turns its loss sum into its share of the step's loss
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Outcome of one optimizer step."""
 
+    objective_sums: (
+        torch.Tensor
+    )  # fp64 [objectives, 2] of this rank's samples; zeros on ranks that see no losses
     grad_norm: float  # global norm before clipping; inf when skipped
     skipped: bool  # non-finite gradients: all ranks left their weights unchanged
     loss_scale: float
@@ -50,18 +68,36 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of one parameter's flattened elements owned by this rank: fp32 master weights and Adam moments."""
+    """A run of elements of one parameter's shard (flattened) that this rank owns: fp32 weights and Adam moments."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int  # first element, in the flattened parameter
-    tensors: dict[str, torch.Tensor]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    shape: tuple[int, ...]  # of this rank's tensor-parallel shard
+    partition: Partition
+    tp: Group
+    start: int  # first element, in the flattened shard
+    tensors: dict[
+        str, torch.Tensor
+    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    is_copy: bool  # the same values are owned by another rank, which writes them
+
+    def runs(self) -> Iterator[Run]:
+        """Where the fragment's elements lie in the whole parameter."""
+        count = self.tensors["weight"].numel()
+        return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
 
 
-class Engine:
-    """A model under DeepSpeed's ZeRO optimizer."""
+class Engine(ABC):
+    """What trainer and checkpoint need of a model under DeepSpeed, whatever its layout."""
 
-    def __init__(self, model: nn.Module, config: Config, context: ParallelContext):
+    def __init__(
+        self,
+        module: nn.Module,
+        named: dict[str, nn.Parameter],
+        config: Config,
+        context: ParallelContext,
+        mpu: Any,
+    ):
+        """Args: named: the parameters of this rank under their global names."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -71,32 +107,43 @@ class Engine:
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (linear.py).
             get_accelerator().is_fp16_supported = lambda: True
         optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.optimizer.weight_decay),
-            lr=config.optimizer.lr,
+            parameter_groups(named, config.optimizer.weight_decay),
+            lr=0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
             betas=(config.optimizer.beta1, config.optimizer.beta2),
             eps=config.optimizer.eps,
             fused=True,
         )
-        options = deepspeed_options(config, context.dp_size)
+        options = deepspeed_options(config, context.dp.size)
         with contextlib.redirect_stdout(io.StringIO()) as chatter:  # it prints memory tables, at no log level
             self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=options, dist_init_required=False
+                model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
             )
         log.debug("%s", chatter.getvalue())
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self.module = model
-        self.device = context.device
+        self.context = context
+        self.named_parameters = named
         self._allocate_moments()
 
+    @abstractmethod
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
+        """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
+
     def _allocate_moments(self) -> None:
-        """Adam's moments exist from the start, so that saving and loading do not depend on whether a step was made."""
-        for group in self._zero.optimizer.param_groups:
-            for flat in group["params"]:
-                state = self._zero.optimizer.state[flat]
-                state["step"] = torch.tensor(0.0, device=flat.device)
-                for key in MOMENTS:
-                    state[key] = torch.zeros_like(flat)
-        self._zero._lazy_init_hp_params_optimizer_state()
+        """Adam's moments exist from the start: saving and loading do not depend on whether a step was made."""
+        optimizer = self._zero.optimizer
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        if self._is_stage_3:
+            flats = self._zero.fp32_partitioned_groups_flat
+        for flat in flats:
+            state = optimizer.state[flat]
+            state["step"] = torch.tensor(0.0, device=flat.device)
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(flat)
+        if not self._is_stage_3:
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @property
     def loss_scale(self) -> float:
@@ -108,45 +155,70 @@ class Engine:
         """None under DeepSpeed's BF16_Optimizer, its choice for bf16 with fp32 accumulation at ZeRO 1."""
         return getattr(self._zero, "loss_scaler", None)
 
-    def train(self, mode: bool = True) -> None:
-        self._engine.train(mode)
-
-    def forward(self, *args: Any) -> Any:
-        return self._engine(*args)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of `loss`, scaled for fp16; DeepSpeed divides by accumulation steps and averages over DP ranks."""
-        self._engine.backward(loss)
-
-    def micro_step(self, lr: float) -> StepResult | None:
-        """End a micro-batch; on the last one of the step update the weights with learning rate `lr`."""
-        is_last = self._engine.is_gradient_accumulation_boundary()
+    def _set_lr(self, lr: float) -> None:
         for group in self._zero.param_groups:
             group["lr"] = lr
-        self._engine.step()
-        if not is_last:
-            return None
+
+    def _result(self, objective_sums: torch.Tensor) -> StepResult:
         norm = self._engine.get_global_grad_norm()
         norm = math.inf if norm is None else float(norm)
-        return StepResult(norm, bool(self._zero.overflow), self.loss_scale)
+        return StepResult(objective_sums, norm, bool(self._zero.overflow), self.loss_scale)
 
     # State for checkpoints
 
     def fragments(self) -> Iterator[Fragment]:
-        """The fragments this rank owns, in parameter order; together the ranks own every element exactly once."""
-        for name, parameter in self.module.named_parameters():
-            mapping = parameter._hp_mapping
-            if mapping is None:
+        """The fragments this rank owns. Together the ranks own every element, some of them several times."""
+        tp = self.context.tp
+        for name, parameter in self.named_parameters.items():
+            owned = self._owned(parameter)
+            if owned is None:
                 continue
-            tensors = {"weight": mapping.get_hp_fragment()}
-            tensors.update({key: mapping.get_hp_fragment(optim_state_key=key) for key in MOMENTS})
-            yield Fragment(name, tuple(parameter.shape), mapping.lp_fragment_address.start, tensors)
+            shape, start, tensors = owned
+            partition = partition_of(parameter)
+            is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
+            yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
+
+    def _owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """Shape of the shard, first element and state of this rank's run of it; None if it owns nothing."""
+        keys = {"weight": None, **{key: key for key in MOMENTS}}
+        if self._is_stage_3:
+            # Each rank has an equal run of every parameter, the last ones padded.
+            length = parameter.ds_tensor.numel()
+            start = self.context.dp.rank * length
+            count = min(length, parameter.ds_numel - start)
+            if count <= 0:
+                return None
+            read = self._zero._get_fp32_opt_state_partition
+            tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+            return tuple(parameter.ds_shape), start, tensors
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        tensors = {kind: mapping.get_hp_fragment(optim_state_key=key) for kind, key in keys.items()}
+        return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
+
+    @property
+    def _is_stage_3(self) -> bool:
+        return self._engine.zero_optimization_stage() == 3
+
+    def count_parameters(self) -> int:
+        """Parameter tensors of the whole model, over all pipeline stages."""
+        context = self.context
+        mine = [name for name in self.named_parameters if not self._is_tied_copy(name)]
+        counts = context.dp.rank == 0 and context.tp.rank == 0
+        return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
+
+    def _is_tied_copy(self, name: str) -> bool:
+        """True for the last pipeline stage's copy of the word embedding."""
+        return name.startswith("embedding.") and self.context.pp.rank > 0
 
     def scalar_state(self) -> dict[str, Any]:
         """Adam's step count and the loss scaler, as JSON values."""
         optimizer = self._zero.optimizer
         first = next(iter(optimizer.state.values()))
-        scaler = {key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)}
+        scaler = {
+            key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)
+        }
         return {"adam_step": float(first["step"]), "loss_scaler": scaler}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
@@ -158,4 +230,57 @@ class Engine:
 
     def publish_weights(self) -> None:
         """After fragments were written to: model weights from the fp32 masters, on every rank."""
-        self._zero.update_lp_params()
+        if not self._is_stage_3:
+            self._zero.update_lp_params()
+            return
+        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self._zero.persistent_parameters:  # small ones, kept whole on every rank
+            self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
+
+
+class PlainEngine(Engine):
+    """The whole sequence of layers in every process: data parallelism, ZeRO and tensor parallelism."""
+
+    def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
+        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        self.model = build_model(config, num_objectives, parallel)
+        super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        self._set_lr(lr)
+        sums = self._no_sums()
+        for micro in micro_batches:
+            batch = self._input(micro.batch, micro.dropout_seed)
+            loss_sum, per_objective = self._engine(batch)
+            # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
+            self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
+            self._engine.step()
+            sums += per_objective
+        return self._result(sums)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
+        sums = self._no_sums()
+        for batch in batches:
+            sums += self.model(self._input(batch, None))[1]
+        return sums
+
+    def _input(self, batch: np.ndarray, dropout_seed: int | None) -> ModelInput:
+        # Sequence parallelism splits the tokens evenly, which only whole rows allow.
+        whole = self.model.parallel.sequence_parallel
+        return ModelInput.from_batch(
+            batch, self.context.device, dropout_seed=dropout_seed, keep_padding=whole
+        )
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(self.model.num_objectives, 2, dtype=torch.float64, device=self.context.device)
+
+
+def make_engine(config: Config, context: ParallelContext, num_objectives: int) -> Engine:
+    """Build, initialise and shard the model of a configuration for its layout."""
+    if context.pp.size == 1:
+        return PlainEngine(config, context, num_objectives)
+    from megatron_lite.pipeline import PipelineEngine
+
+    return PipelineEngine(config, context, num_objectives)

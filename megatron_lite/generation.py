@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from data_utils.objectives.base import SpecialTokens
-from megatron_lite.attention import scaled_dot_product
+from megatron_lite.attention import attend_all
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.model import GLM
 from megatron_lite.settings import check, choice, setting
 
+_EMPTY = torch.empty(0)
 STRATEGIES = ("greedy", "sample", "beam")
 
 
@@ -46,20 +47,22 @@ class CachedPlan:
     """Attention of new tokens to everything cached so far, themselves included; causal among the new ones if asked."""
 
     def __init__(self, num_layers: int):
-        self.keys: list[torch.Tensor | None] = [None] * num_layers
-        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
+        self.values: list[torch.Tensor] = [_EMPTY] * num_layers
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-        if self.keys[layer] is not None:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        if self.keys[layer] is not _EMPTY:
             k = torch.cat([self.keys[layer], k], dim=1)
             v = torch.cat([self.values[layer], v], dim=1)
         self.keys[layer], self.values[layer] = k, v
-        return scaled_dot_product(q, k, v, dropout)
+        return attend_all(q, k, v, dropout)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep (and repeat) the given rows of the batch: int64 [new rows]."""
-        self.keys = [None if x is None else x[rows] for x in self.keys]
-        self.values = [None if x is None else x[rows] for x in self.values]
+        self.keys = [x[rows] for x in self.keys]
+        self.values = [x[rows] for x in self.values]
 
 
 class BlankFiller:
@@ -76,7 +79,15 @@ class BlankFiller:
         self.config = config
         self.device = next(model.parameters()).device
         self.ends = {special.eop, special.eos}
-        banned = {special.cls, special.sep, special.mask, special.smask, special.gmask, special.sop, special.pad}
+        banned = {
+            special.cls,
+            special.sep,
+            special.mask,
+            special.smask,
+            special.gmask,
+            special.sop,
+            special.pad,
+        }
         banned |= {special.unk, special.dblock}
         self.banned = torch.tensor(sorted(banned - self.ends), device=self.device)
         self.generator = torch.Generator(device=self.device).manual_seed(config.seed)
@@ -95,16 +106,20 @@ class BlankFiller:
             raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
         limit = self.model.config.max_position
         if len(context) - 1 > limit:
-            raise DataError(f"the text has {len(context)} tokens, but the model's positions end at {limit}; shorten it.")
+            raise DataError(
+                f"the text has {len(context)} tokens, but the model's positions end at {limit}; shorten it."
+            )
         self.plan = CachedPlan(self.model.config.num_layers)
         positions = range(len(context))
         self._hidden([list(context)], [list(positions)], [[0] * len(context)])
         search = self._beam if self.config.strategy == "beam" else self._one_by_one
         return [search(position) for position in blanks]
 
-    def _hidden(self, tokens: list[list[int]], positions: list[list[int]], block_positions: list[list[int]]) -> torch.Tensor:
-        inputs = (torch.tensor(x, device=self.device) for x in (tokens, positions, block_positions))
-        return self.model.hidden_states(*inputs, self.plan)
+    def _hidden(
+        self, tokens: list[list[int]], positions: list[list[int]], block_positions: list[list[int]]
+    ) -> torch.Tensor:
+        ids, pos0, pos1 = (torch.tensor(x, device=self.device) for x in (tokens, positions, block_positions))
+        return self.model.hidden_states(ids, pos0, pos1, self.plan)
 
     def next_logits(self, tokens: Sequence[int], position: int, block_position: int) -> torch.Tensor:
         """fp32 logits [rows, V] of what follows one new part-B token per row; the cache grows by it."""
@@ -125,7 +140,9 @@ class BlankFiller:
                 break
             span.append(token)
         else:
-            self.next_logits([token], position, min(len(span) + 1, self.model.config.max_position))  # cache the last token
+            self.next_logits(
+                [token], position, min(len(span) + 1, self.model.config.max_position)
+            )  # cache the last token
         return span
 
     def _draw(self, logits: torch.Tensor) -> int:
@@ -135,14 +152,17 @@ class BlankFiller:
         if self.config.top_k:
             probabilities[self.config.top_k :] = 0.0
         # A token stays if those before it have not yet reached top_p: the likeliest always stays.
-        probabilities[(probabilities.cumsum(-1) - probabilities) >= self.config.top_p * probabilities.sum()] = 0.0
+        probabilities[
+            (probabilities.cumsum(-1) - probabilities) >= self.config.top_p * probabilities.sum()
+        ] = 0.0
         return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
 
     def _score(self, log_probability: float, length: int) -> float:
         return log_probability / max(length, 1) ** self.config.length_penalty
 
     def _beam(self, position: int) -> list[int]:
-        beams, live = self.config.num_beams, [([], 0.0)]  # (span, log probability) per cached row
+        beams = self.config.num_beams
+        live: list[tuple[list[int], float]] = [([], 0.0)]  # (span, log probability) per cached row
         finished: list[tuple[float, list[int]]] = []
         tokens = [self.special.sop]
         start = self._snapshot()
@@ -150,7 +170,8 @@ class BlankFiller:
             log_p = self.next_logits(tokens, position, block_position).log_softmax(-1)
             totals = log_p + torch.tensor([p for _, p in live], device=self.device)[:, None]
             best, flat = totals.flatten().topk(min(2 * beams, totals.numel()))
-            rows, live_next = [], []
+            rows: list[int] = []
+            live_next: list[tuple[list[int], float]] = []
             for total, index in zip(best.tolist(), flat.tolist(), strict=True):
                 row, token = divmod(index, log_p.shape[1])
                 span = live[row][0]
@@ -175,7 +196,9 @@ class BlankFiller:
         """True if no live hypothesis can still beat the finished ones (for length penalties up to 1)."""
         if len(finished) < self.config.num_beams:
             return False
-        reachable = max(self._score(p, self._longest() if self.config.length_penalty > 0 else length) for _, p in live)
+        reachable = max(
+            self._score(p, self._longest() if self.config.length_penalty > 0 else length) for _, p in live
+        )
         return finished[-1][0] >= reachable
 
     def _snapshot(self) -> tuple[list, list]:
@@ -194,7 +217,9 @@ def blank_context(tokens: Sequence[int], special: SpecialTokens) -> list[int]:
     return [special.cls, *tokens] if is_open else [special.cls, *tokens, special.eos]
 
 
-def insert_spans(tokens: Sequence[int], spans: Sequence[Sequence[int]], special: SpecialTokens) -> list[list[int]]:
+def insert_spans(
+    tokens: Sequence[int], spans: Sequence[Sequence[int]], special: SpecialTokens
+) -> list[list[int]]:
     """The text's tokens cut at the blanks: [text, span, text, span, ..., text]."""
     masks = {special.mask, special.smask, special.gmask}
     parts: list[list[int]] = [[]]

@@ -14,6 +14,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model import GLM
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import build
+from megatron_lite.tensor_parallel import local_shard, partition_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,17 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     config = build(Config, found.state["config"])
     if config.tokenizer is None:
         raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
-    tokenizer_config = config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    tokenizer_config = (
+        config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    )
     tokenizer = load_tokenizer(tokenizer_config)
     config = config.with_vocab_size(tokenizer.vocab_size)
     with torch.device("meta"):
         model = GLM(config.model)
-    model.load_state_dict(checkpoint.load_weights(found), assign=True)
+    weights = checkpoint.load_weights(found)
+    for name, parameter in model.named_parameters():
+        weights[name] = local_shard(weights[name], partition_of(parameter), 0, 1, len(parameter))
+    model.load_state_dict(weights, assign=True)
     return Run(config, tokenizer, model.to(device).eval(), found)
 
 
@@ -49,8 +55,10 @@ def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
         found = checkpoint.read_checkpoint(path)
         checkpoint.verify(found)
         return found
-    alone = ParallelContext(0, 1, 0, torch.device("cpu"))
+    alone = ParallelContext.alone()
     newest = checkpoint.newest_valid(path / "checkpoints", alone)
     if newest is None:
-        raise CheckpointError(f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories.")
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
+        )
     return newest

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 
-def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+def learning_rate(
+    step: int, *, peak: float, kind: str, warmup_steps: int, decay_steps: int, min_lr_ratio: float
+) -> float:
     """Learning rate of optimizer step `step` (the first is 1).
 
     Linear warm-up from 0 to `peak` over `warmup_steps`, then cosine or linear decay that reaches
-    `min_lr_ratio * peak` at `decay_steps` and stays there (the reference's linear schedule falls below zero), or constant.
+    `min_lr_ratio * peak` at `decay_steps` and stays there, or constant. (The reference's linear schedule falls
+    below zero.)
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps

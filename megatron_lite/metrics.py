@@ -1,4 +1,4 @@
-"""What a run reports: one console line per interval, the same as JSONL and TensorBoard, and the arithmetic behind it."""
+"""What a run reports: a console line per interval, the same as JSONL and TensorBoard, and the arithmetic behind it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from megatron_lite.linear import linear
 log = logging.getLogger(__name__)
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by a part of torch's device name.
-GPU_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40": 181.0, "V100": 125.0}
+GPU_PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40": 181.0,
+    "V100": 125.0,
+}
 
 
 def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
@@ -90,7 +98,7 @@ class Interval:
 
 
 def objective_losses(sums: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Mean loss in total and per objective that occurred: {"loss": ..., "loss/token": ...} from [objectives, 2] sums."""
+    """Mean loss in total and per objective that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2]."""
     total, weight = sums.sum(0)
     losses = {"loss": float(total / weight) if weight else float("nan")}
     for name, (objective_total, objective_weight) in zip(names, sums, strict=True):
@@ -124,7 +132,9 @@ class Metrics:
         if self._file is None:
             return
         log.info(line)
-        self._file.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self._file.write(
+            json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n"
+        )
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
@@ -140,11 +150,23 @@ class Metrics:
 
 def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
     """The console line of a training interval."""
-    parts = [f"step {step}/{steps}", f"samples {values['consumed_samples']:,}", f"tokens {values['consumed_tokens']:,}"]
+    parts = [
+        f"step {step}/{steps}",
+        f"samples {values['consumed_samples']:,}",
+        f"tokens {values['consumed_tokens']:,}",
+    ]
     parts += [f"{name} {values[name]:.4f}" for name in values if name == "loss" or name.startswith("loss/")]
-    parts += [f"lr {values['lr']:.3e}", f"grad norm {values['grad_norm']:.3f}", f"scale {values['loss_scale']:g}"]
+    parts += [
+        f"lr {values['lr']:.3e}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"scale {values['loss_scale']:g}",
+    ]
     parts += [f"skipped {values['skipped_steps']}", f"{values['tokens_per_second']:,.0f} tokens/s"]
-    parts += [f"{values['tflops_per_device']:.3g} TFLOP/s", f"MFU {values['mfu']:.1%}", f"mem {values['memory_gib']:.1f} GiB"]
+    parts += [
+        f"{values['tflops_per_device']:.3g} TFLOP/s",
+        f"MFU {values['mfu']:.1%}",
+        f"mem {values['memory_gib']:.1f} GiB",
+    ]
     parts += [f"data {values['data_share']:.1%}", f"ETA {format_duration(values['eta_seconds'])}"]
     return " | ".join(parts)
 

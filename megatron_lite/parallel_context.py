@@ -5,72 +5,68 @@ Nothing else in the project reads the launcher's environment variables or asks t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_lite.collectives import SINGLE, Group
+from megatron_lite.config import ParallelConfig
 from megatron_lite.errors import ConfigError
+from megatron_lite.launch import Launch
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher (deepspeed, torchrun, or none) told this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    @staticmethod
-    def from_environment(local_rank: int | None = None) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is rank 0 of 1.
-
-        Args:
-            local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
-        """
-        values = {}
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank or 0)):
-            text = os.environ.get(name, str(default))
-            if not text.isdigit():
-                raise ConfigError(f"environment variable {name} is {text!r}; it must be a whole number. Start through "
-                                  f"deepspeed or torchrun, or unset it.")
-            values[name] = int(text)
-        return Launch(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Ranks and groups of one process. Only data parallelism so far: every rank holds the whole model."""
+    """Ranks and groups of one process.
+
+    Ranks are laid out pipeline x data x tensor, tensor-parallel ranks next to each other (on the same node, where their
+    traffic is cheapest), pipeline stages farthest apart.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    tp: Group  # ranks that share every layer
+    dp: Group  # ranks that share the samples of a step
+    pp: Group  # ranks that share the sequence of layers
 
-    @property
-    def dp_rank(self) -> int:
-        return self.rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The group over which gradients are averaged; None = all processes."""
-        return None
+    @staticmethod
+    def alone(device: torch.device | None = None) -> ParallelContext:
+        """One process without a process group."""
+        return ParallelContext(0, 1, 0, device or torch.device("cpu"), SINGLE, SINGLE, SINGLE)
 
     @property
     def is_main(self) -> bool:
         """True on the one process that prints and writes metrics."""
         return self.rank == 0
 
+    @property
+    def counts_samples(self) -> bool:
+        """True on one rank per group of ranks that work on the same samples."""
+        return self.tp.rank == 0 and self.pp.rank == 0
+
+    @property
+    def counts_losses(self) -> bool:
+        """True on one rank per group that computes the same losses: in the last stage."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of `values` over the data-parallel ranks, in place."""
-        if self.dp_size > 1:
-            dist.all_reduce(values, group=self.dp_group)
+        """Sum of `values` over all processes, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
         return values
 
     def barrier(self) -> None:
@@ -82,23 +78,97 @@ class ParallelContext:
         dist.destroy_process_group()
 
 
-def initialize(launch: Launch, timeout_seconds: int) -> ParallelContext:
+class Mpu:
+    """The names under which DeepSpeed asks for tensor- and data-parallel ranks."""
+
+    def __init__(self, context: ParallelContext):
+        self._tp, self._dp = context.tp, context.dp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tp.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tp.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._tp.handle
+
+    def get_data_parallel_rank(self) -> int:
+        return self._dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._dp.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._dp.handle
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+def _groups(rank: int, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
+    """This rank's group along each axis. Every process creates every group, in the same order, as torch requires."""
+    grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
+    mine = {}
+    for name, axis in (("tp", 2), ("dp", 1), ("pp", 0)):
+        for members in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist():
+            handle = dist.new_group(members)
+            if rank in members:
+                mine[name] = Group(handle, members.index(rank), len(members), tuple(members))
+    return mine
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what is written to stderr meanwhile, by child processes too, off the terminal; shown at log level debug.
+
+    DeepSpeed's import tries to link against libaio and lets the linker say that it is not there.
+    """
+    sys.stderr.flush()
+    shown = os.dup(2)
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            logging.disable(logging.NOTSET)
+            kept.seek(0)
+            log.debug("%s", kept.read().decode(errors="replace"))
+
+
+def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -> ParallelContext:
     """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
+    dp_size = parallel.data_parallel_size(launch.world_size)
     # A rank started by hand needs the rendezvous variables that a launcher would have set; localhost only.
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", str(launch.rank)), ("WORLD_SIZE", str(launch.world_size)),
-                        ("LOCAL_RANK", str(launch.local_rank))):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("RANK", str(launch.rank)),
+        ("WORLD_SIZE", str(launch.world_size)),
+        ("LOCAL_RANK", str(launch.local_rank)),
+    ):
         os.environ.setdefault(name, value)
     if launch.world_size == 1:
-        os.environ.setdefault("MASTER_PORT", "0")  # port 0: any free one, so that two runs by hand do not collide
+        os.environ.setdefault(
+            "MASTER_PORT", "0"
+        )  # port 0: any free one, so that two runs by hand do not collide
     elif "MASTER_PORT" not in os.environ:
-        raise ConfigError(f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun.")
+        raise ConfigError(
+            f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
+        )
 
     use_gpu = torch.cuda.is_available()
     if not use_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found no GPU
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else DeepSpeed warns on every rank that it found no GPU
 
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
+    with _quiet():
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
 
     # Its build takes minutes, needs ninja, and a killed build leaves a lock on which every later start hangs.
     __compatible_ops__["deepspeed_shm_comm"] = False
@@ -111,4 +181,5 @@ def initialize(launch: Launch, timeout_seconds: int) -> ParallelContext:
         verbose=False,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
-    return ParallelContext(launch.rank, launch.world_size, launch.local_rank, device)
+    groups = _groups(launch.rank, parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
+    return ParallelContext(launch.rank, launch.world_size, launch.local_rank, device, **groups)

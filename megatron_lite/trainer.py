@@ -1,7 +1,7 @@
 """The loop: train steps, evaluation, logging, checkpoints, and a clean stop when asked.
 
-A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far, its
-learning rate of the step: so the state to save is small, and a resumed run repeats the uninterrupted one bit for bit.
+A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
+its learning rate of the step: so the state to save is small, and a resumed run repeats the unbroken one bit for bit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
-from data_utils.objectives.base import DOC, WEIGHTS
+from data_utils.objectives.base import DOC, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
-from megatron_lite.engine import Engine, StepResult
+from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
@@ -36,7 +36,6 @@ from megatron_lite.metrics import (
     step_flops,
     train_line,
 )
-from megatron_lite.model import ModelInput
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import to_tree
 
@@ -68,8 +67,10 @@ class Trainer:
         self.objective_names = list(objective_names)
         self.directory = Path(config.run.directory)
         self.checkpoints = self.directory / "checkpoints"
-        self.accumulation_steps = config.batch.accumulation_steps(context.dp_size)
-        self.peak_tflops = peak_tflops(config.run.peak_tflops, DTYPES[config.training.precision], context.device)
+        self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
+        self.peak_tflops = peak_tflops(
+            config.run.peak_tflops, DTYPES[config.training.precision], context.device
+        )
         self.step = 0
         self.consumed_samples = 0
         self.consumed_tokens = 0
@@ -81,13 +82,12 @@ class Trainer:
     # The run
 
     def fit(self) -> None:
-        """Train from the newest checkpoint (or from the start) to `training.steps` or a stop, then save and evaluate."""
+        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate."""
         self._resume()
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
         stop_after = self.config.training.stop_after_step or self.config.training.steps
-        self.engine.train()
         interval = self._new_interval()
         stopped = False
         while self.step < stop_after and not stopped:
@@ -101,10 +101,16 @@ class Trainer:
                 interval = self._outside(interval, self._save)
         if self._saved_step != self.step:
             self._save()
-        if self.step == self.config.training.steps and not self._is_multiple(self.config.training.eval_interval):
+        if self.step == self.config.training.steps and not self._is_multiple(
+            self.config.training.eval_interval
+        ):
             self.evaluate()
         if self.context.is_main and self.step < self.config.training.steps:
-            log.info("stopped at step %d of %d; start again with the same run.directory to continue.", self.step, self.config.training.steps)
+            log.info(
+                "stopped at step %d of %d; start again with the same run.directory to continue.",
+                self.step,
+                self.config.training.steps,
+            )
         self.metrics.close()
 
     def _request_stop(self, number: int, frame: Any) -> None:
@@ -130,24 +136,12 @@ class Trainer:
         start = time.perf_counter()
         batches = self._next_batches()
         interval.data_seconds += time.perf_counter() - start
-        # One small reduction before the first backward pass: loss weight of the step, tokens, work, stop flags.
-        local = [sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches)]
-        local.append(sum(int((batch[:, DOC] >= 0).sum()) for batch in batches))
-        local.append(sum(count_visible_keys(batch) for batch in batches))
-        local.append(sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches))
-        local.append(float(self.stop_requested))
-        totals = self.context.sum(torch.tensor(local, dtype=torch.float64, device=self.context.device)).tolist()
-        loss_weight, tokens, visible_keys, loss_rows, stop = totals
-
-        lr = self._learning_rate(self.step + 1)
-        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
-        for micro, batch in enumerate(batches):
-            self._seed_dropout(micro)
-            loss_sum, per_objective = self.engine.forward(ModelInput.from_batch(batch, self.context.device))
-            self.engine.backward(loss_sum * self._loss_factor(batch, loss_weight))
-            result = self.engine.micro_step(lr)
-            sums += per_objective
-        assert result is not None, "the last micro-batch of a step must update the weights"
+        loss_weight, tokens, visible_keys, loss_rows, stop = self._totals(batches)
+        micro_batches = [
+            MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
+            for micro, batch in enumerate(batches)
+        ]
+        result = self.engine.train_step(micro_batches, self._learning_rate(self.step + 1))
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
@@ -156,27 +150,43 @@ class Trainer:
         interval.steps += 1
         interval.tokens += int(tokens)
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
-        interval.objective_sums += self.context.sum(sums).cpu().numpy()
+        interval.objective_sums += self._all_losses(result.objective_sums)
         return result, stop > 0
+
+    def _totals(self, batches: list[np.ndarray]) -> list[float]:
+        """Over all ranks, in one small reduction: loss weight, tokens, visible keys, loss rows, and stop requests."""
+        local = [0.0] * 4
+        if self.context.counts_samples:
+            local = [
+                sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches),
+                sum(int((batch[:, DOC] >= 0).sum()) for batch in batches),
+                sum(count_visible_keys(batch) for batch in batches),
+                sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches),
+            ]
+        local.append(float(self.stop_requested))
+        totals = torch.tensor(local, dtype=torch.float64, device=self.context.device)
+        return self.context.sum(totals).tolist()
+
+    def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
+        """fp64 [objectives, 2] over all samples, each counted on one rank."""
+        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
         indices = batch_indices(
             self.consumed_samples,
             global_batch_size=self.config.batch.global_batch_size,
             micro_batch_size=self.config.batch.micro_batch_size,
-            dp_rank=self.context.dp_rank,
-            dp_size=self.context.dp_size,
+            dp_rank=self.context.dp.rank,
+            dp_size=self.context.dp.size,
         )
         return [self.train_data.batch(micro_batch) for micro_batch in indices]
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
-        """What turns a micro-batch's loss sum into its share of the step's loss.
-
-        DeepSpeed divides by accumulation steps and averages over ranks, so the global mean needs both factors back.
-        """
+        """What turns a micro-batch's loss sum into its share of the step's loss."""
         if self.config.training.loss_normalization == "global_tokens":
-            return self.context.dp_size * self.accumulation_steps / max(loss_weight, 1.0)
-        return 1.0 / max(float(batch[:, WEIGHTS].view(np.float32).sum()), 1.0)
+            return 1.0 / max(loss_weight, 1.0)
+        own_weight = float(batch[:, WEIGHTS].view(np.float32).sum())
+        return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
 
     def _learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
@@ -189,8 +199,9 @@ class Trainer:
             min_lr_ratio=schedule.min_lr_ratio,
         )
 
-    def _seed_dropout(self, micro: int) -> None:
-        torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp_rank))
+    def _dropout_seed(self, micro: int) -> int:
+        seed = derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp.rank)
+        return seed >> 1  # pipeline stages send it as int64
 
     def _count_skip(self, result: StepResult) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
@@ -198,8 +209,9 @@ class Trainer:
         limit = self.config.training.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were left as they "
-                f"were before them. Lower optimizer.lr, or continue from an earlier checkpoint in {self.checkpoints}."
+                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
+                f"left as they were before them. Lower optimizer.lr, or continue "
+                f"from an earlier checkpoint in {self.checkpoints}."
             )
 
     # Reports
@@ -223,22 +235,24 @@ class Trainer:
             "seconds_per_step": elapsed / interval.steps,
             "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
         }
-        self.metrics.write("train", self.step, values, train_line(self.step, self.config.training.steps, values))
+        self.metrics.write(
+            "train", self.step, values, train_line(self.step, self.config.training.steps, values)
+        )
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
         if self.validation_data is None:
             return {}
-        self.engine.train(False)
-        mine = np.arange(self.context.dp_rank, self.config.training.eval_samples, self.context.dp_size)
-        sums = torch.zeros(len(self.objective_names), 2, dtype=torch.float64, device=self.context.device)
-        size = self.config.batch.micro_batch_size
-        for start in range(0, len(mine), size):
-            batch = self.validation_data.batch(mine[start : start + size])
-            sums += self.engine.module(ModelInput.from_batch(batch, self.context.device))[1]
-        self.engine.train()
-        losses = objective_losses(self.context.sum(sums).cpu().numpy(), self.objective_names)
+        size, dp = self.config.batch.micro_batch_size, self.context.dp
+        samples = np.arange(self.config.training.eval_samples)
+        per_pass = size * dp.size
+        batches = []
+        for start in range(0, len(samples), per_pass):
+            batch = self.validation_data.batch(samples[start : start + per_pass][dp.rank :: dp.size])
+            batches.append(
+                pad_rows(batch, size)
+            )  # all ranks make the same number of passes of the same shape
+        losses = objective_losses(self._all_losses(self.engine.evaluate(batches)), self.objective_names)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
@@ -262,7 +276,9 @@ class Trainer:
         path = checkpoint.save(self.checkpoints, self.step, self.engine, self._state(), self.context)
         self._saved_step = self.step
         if self.context.is_main:
-            checkpoint.retain(self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
+            checkpoint.retain(
+                self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every
+            )
             log.info("saved %s in %.1f s", path, time.perf_counter() - start)
 
     def _resume(self) -> None:
@@ -271,24 +287,40 @@ class Trainer:
             return
         if self.config.checkpoint.resume == "never":
             raise CheckpointError(
-                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; choose "
-                f"another run.directory, or checkpoint.resume=auto to continue."
+                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; "
+                f"choose another run.directory, or checkpoint.resume=auto to continue."
             )
         checkpoint.load(found, self.engine, self.context)
         for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
             setattr(self, name, found.state[name])
         self._saved_step = self.step
         if self.context.is_main:
-            log.info("resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples)
+            log.info(
+                "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
+            )
             for change in config_changes(found.state["config"], to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
             if found.state["data"] != self.train_data.fingerprint():
-                log.warning("the training corpora are not those of the checkpoint: samples will differ from an uninterrupted run")
+                log.warning(
+                    "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
+                )
+
+
+def pad_rows(batch: np.ndarray, rows: int) -> np.ndarray:
+    """The batch with rows of padding added, without documents or loss: int32 [rows, fields, S]."""
+    padded = np.zeros((rows, *batch.shape[1:]), batch.dtype)
+    padded[:, DOC] = PADDING_DOC
+    padded[: len(batch)] = batch
+    return padded
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
     """Dotted keys whose values differ, as `key: old -> new`."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(set(before) | set(after))
-        return [change for key in keys for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")]
+        return [
+            change
+            for key in keys
+            for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")
+        ]
     return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]

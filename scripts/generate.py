@@ -17,7 +17,12 @@ from megatron_lite.generation import GenerationConfig
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, type=Path, help="run directory (newest valid checkpoint), or one step_... of it")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        type=Path,
+        help="run directory (newest valid checkpoint), or one step_... of it",
+    )
     parser.add_argument("--text", action="append", default=[], help="a text with blanks; may be repeated")
     parser.add_argument("--input", type=Path, help="file with one text per line")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
@@ -25,13 +30,20 @@ def parse_arguments() -> argparse.Namespace:
     for field in fields(GenerationConfig):
         name = "--" + field.name.replace("_", "-")
         kind = {"str": str, "int": int, "float": float}[str(field.type)]
-        parser.add_argument(name, type=kind, default=field.default, help=f"{field.metadata['help']} (default: {field.default})")
+        parser.add_argument(
+            name,
+            type=kind,
+            default=field.default,
+            help=f"{field.metadata['help']} (default: {field.default})",
+        )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    config = GenerationConfig(**{field.name: getattr(arguments, field.name) for field in fields(GenerationConfig)})
+    config = GenerationConfig(
+        **{field.name: getattr(arguments, field.name) for field in fields(GenerationConfig)}
+    )
     texts = [*arguments.text, *read_lines(arguments.input)]
     if not texts:
         raise ConfigError("no text given; pass --text 'Paris is the [MASK] of France.' or --input FILE.")
@@ -47,7 +59,9 @@ def main() -> None:
         decode = run.tokenizer.decode
         parts = [decode(part) for part in insert_spans(tokens, spans, run.tokenizer.special)]
         if arguments.json:
-            print(json.dumps({"text": text, "spans": parts[1::2], "filled": "".join(parts)}, ensure_ascii=False))
+            print(
+                json.dumps({"text": text, "spans": parts[1::2], "filled": "".join(parts)}, ensure_ascii=False)
+            )
         else:
             print("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.base import BLOCK_POSITION_IDS, DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.objectives.base import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    FIELDS,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
 
 
-def prefix_batch(seed: int, rows: int = 3, length: int = 48, vocab: int = 100, documents: int = 2) -> np.ndarray:
+def prefix_batch(
+    seed: int, rows: int = 3, length: int = 48, vocab: int = 100, documents: int = 2
+) -> np.ndarray:
     """int32 [rows, fields, length]: every row packs `documents` of random [part A | part B] sizes, then padding."""
     rng = np.random.default_rng(seed)
     batch = np.zeros((rows, len(FIELDS), length), np.int32)

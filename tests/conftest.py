@@ -17,7 +17,7 @@ WORDS = [f"word{i}" for i in range(60)]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with vocab.txt and the datasets corpus_train and corpus_validation: random words, 1 to 60 a document."""
+    """A directory with vocab.txt and the datasets corpus_train, corpus_validation: 1 to 60 random words a document."""
     from data_utils.build import BuildConfig, build_corpus
     from data_utils.tokenizers import TokenizerConfig, load_tokenizer
 
@@ -46,7 +46,13 @@ def settings(corpus: Path, tmp_path: Path) -> dict:
     """Configuration tree of a two-layer model on `corpus`: fp32, no dropout, 8 samples a step."""
     dropout = {name: 0.0 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
     return {
-        "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 64, **dropout},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "max_position": 64,
+            **dropout,
+        },
         "training": {"steps": 6, "precision": "fp32", "seed": 7, "eval_interval": 0, "eval_samples": 16},
         "batch": {"micro_batch_size": 2, "global_batch_size": 8},
         "optimizer": {"lr": 3e-3},
@@ -59,5 +65,10 @@ def settings(corpus: Path, tmp_path: Path) -> dict:
         },
         "blank_infilling": {"token_prob": 0.5, "sentence_prob": 0.2},
         "checkpoint": {"save_interval": 0},
-        "run": {"directory": str(tmp_path / "run"), "log_interval": 1, "tensorboard": False, "peak_tflops": 1.0},
+        "run": {
+            "directory": str(tmp_path / "run"),
+            "log_interval": 1,
+            "tensorboard": False,
+            "peak_tflops": 1.0,
+        },
     }

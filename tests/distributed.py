@@ -16,12 +16,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import deepspeed  # noqa: F401  preloaded for the forked ranks
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imported by every engine, and with it torch's compiler
+import deepspeed
+import deepspeed.runtime.pipe.engine
+import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
 import torch
 
-from megatron_lite.parallel_context import Launch, initialize
+from megatron_lite.config import ParallelConfig
+from megatron_lite.launch import Launch
+from megatron_lite.parallel_context import initialize
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -32,21 +35,38 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _rank_main(connection: Connection, function: Callable, rank: int, world_size: int, port: int, args: tuple) -> None:
+def _rank_main(
+    connection: Connection,
+    function: Callable,
+    rank: int,
+    world_size: int,
+    port: int,
+    parallel: ParallelConfig,
+    args: tuple,
+) -> None:
     try:
         torch.set_num_threads(1)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+        )
         os.environ["LOCAL_RANK"] = str(rank)
-        context = initialize(Launch(rank, world_size, rank), timeout_seconds=60)
-        connection.send_bytes(pickle.dumps(("result", function(context, *args))))  # by value, not by file descriptor
+        context = initialize(Launch(rank, world_size, rank), parallel, timeout_seconds=60)
+        result = function(context, *args)
+        connection.send_bytes(pickle.dumps(("result", result)))  # by value, not by file descriptor
     except BaseException:
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     connection.close()
     os._exit(0)  # skip exit handlers inherited from the test process
 
 
-def run_ranks(function: Callable, world_size: int, *args: Any, limit_seconds: float = 120.0) -> list[Any]:
-    """`function(context, *args)` on every rank; returns the ranks' results in order.
+def run_ranks(
+    function: Callable,
+    world_size: int,
+    *args: Any,
+    parallel: ParallelConfig | None = None,
+    limit_seconds: float = 120.0,
+) -> list[Any]:
+    """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.
 
     Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
     """
@@ -54,7 +74,11 @@ def run_ranks(function: Callable, world_size: int, *args: Any, limit_seconds: fl
     connections, processes = [], []
     for rank in range(world_size):
         ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=_rank_main, args=(theirs, function, rank, world_size, port, args), daemon=True)
+        process = _FORK.Process(
+            target=_rank_main,
+            args=(theirs, function, rank, world_size, port, parallel or ParallelConfig(), args),
+            daemon=True,
+        )
         process.start()
         theirs.close()
         connections.append(ours)

@@ -49,7 +49,7 @@ def make_config(settings: dict) -> Config:
 def make_model(config: Config, seed: int = 3) -> GLM:
     """In eval mode. Biases and LayerNorms are drawn too: zeros and ones would hide a mistake in them."""
     model = GLM(config.model).eval()
-    initialize_parameters(model, seed)
+    initialize_parameters(model.named_parameters(), config.model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,13 +60,17 @@ def make_model(config: Config, seed: int = 3) -> GLM:
     return model
 
 
+def without_padding(model: GLM) -> dict[str, torch.Tensor]:
+    """The weights as a checkpoint holds them."""
+    shapes = parameter_shapes(model.config)
+    return {name: p.detach()[: shapes[name][0]] for name, p in model.named_parameters()}
+
+
 def write_run(directory: Path, settings: dict) -> GLM:
     """A run directory whose newest checkpoint holds the returned model."""
     config = make_config(settings)
     model = make_model(config)
-    weights = dict(model.named_parameters())
+    weights = without_padding(model)
     path = directory / "checkpoints" / "step_00000000"
-    write_training_checkpoint(
-        path, Weights(parameter_shapes(config.model), lambda name: weights[name]), config
-    )
+    write_training_checkpoint(path, Weights(parameter_shapes(config.model), weights.__getitem__), config)
     return model

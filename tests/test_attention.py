@@ -47,7 +47,9 @@ def test_each_plan_equals_softmax_over_the_rule(kernel, documents):
     ours, expected = plan.attend(0, *qkv, 0.0), reference_attention(batch, *qkv)
     # fp64: only the order of summation differs.
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
-    for a, b in zip(torch.autograd.grad(ours, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     padding = torch.from_numpy(batch[:, DOC] < 0)
     assert padding.any() and not ours[padding].any()
@@ -55,7 +57,10 @@ def test_each_plan_equals_softmax_over_the_rule(kernel, documents):
 
 def test_half_precision_stays_close_to_fp64():
     batch = prefix_batch(seed=3)
-    qkv = [torch.randn(*batch.shape[::2], 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    qkv = [
+        torch.randn(*batch.shape[::2], 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i in range(3)
+    ]
     for kernel in ("dense", "prefix"):
         plan = plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], CPU, kernel)
         ours = plan.attend(0, *qkv, 0.0)

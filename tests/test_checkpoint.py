@@ -1,39 +1,53 @@
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine import tree
 
 from megatron_lite import checkpoint
-from megatron_lite.config import Config
-from megatron_lite.engine import Engine
+from megatron_lite import engine as engines
+from megatron_lite.boxes import Box, matrix_shape, runs, whole_shape
+from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model import build_model
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import build
+from megatron_lite.tensor_parallel import Partition, local_shard, partition_of
 
-ALONE = ParallelContext(0, 1, 0, torch.device("cpu"))
+ALONE = ParallelContext.alone()
 
 
 def make_engine(context, settings):
     config = build(Config, settings)
-    return Engine(build_model(config, num_objectives=3), config, context)
+    return engines.make_engine(config, context, num_objectives=3)
 
 
 def fill_and_save(context, settings, directory, steps=(1,)):
-    """Give every element of the state a value that says where it belongs, save, and return the model's weights."""
+    """Give every element of the state a value that says where it belongs, and save."""
     engine = make_engine(context, settings)
     for step in steps:
-        for fragment in engine.fragments():
+        for fragment, run, positions in placed(engine):
             for kind, values in fragment.tensors.items():
-                positions = torch.arange(fragment.start, fragment.start + values.numel())
-                values.data.copy_(expected(fragment.name, kind, step, positions))
+                part = values[run.start - fragment.start : run.stop - fragment.start]
+                part.data.copy_(expected(fragment.name, kind, step, positions))
         engine.publish_weights()
         engine.load_scalar_state({"adam_step": float(step), "loss_scaler": {"cur_scale": 2.0**step}})
         checkpoint.save(Path(directory), step, engine, {"note": "state"}, context)
+
+
+def placed(engine):
+    """Every fragment's runs with their elements' flat positions in the whole parameter."""
+    for fragment in engine.fragments():
+        shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+        whole = torch.arange(math.prod(shape)).view(matrix_shape(shape))
+        for run in fragment.runs():
+            box = run.box
+            yield fragment, run, whole[box.row : box.row_stop, box.column : box.column_stop].flatten()
 
 
 def expected(name, kind, step, positions):
@@ -45,25 +59,67 @@ def load_and_check(context, settings, directory):
     engine = make_engine(context, settings)
     found = checkpoint.newest_valid(Path(directory), context)
     checkpoint.load(found, engine, context)
-    for fragment in engine.fragments():
+    for fragment, run, positions in placed(engine):
         for kind, values in fragment.tensors.items():
-            positions = torch.arange(fragment.start, fragment.start + values.numel())
-            assert torch.equal(values, expected(fragment.name, kind, found.step, positions)), (fragment.name, kind)
-    for name, parameter in engine.module.named_parameters():
-        weight = expected(name, "weight", found.step, torch.arange(parameter.numel())).view(parameter.shape)
-        assert torch.equal(parameter.float(), weight.to(parameter.dtype).float())
+            part = values[run.start - fragment.start : run.stop - fragment.start]
+            assert torch.equal(part, expected(fragment.name, kind, found.step, positions)), (
+                fragment.name,
+                kind,
+            )
+    tp = context.tp
+    if settings["parallel"].get("zero_stage") == 3:
+        return engine.scalar_state()  # no rank holds the model's weights
+    for name, parameter in engine.named_parameters.items():
+        partition = partition_of(parameter)
+        shape = whole_shape(tuple(parameter.shape), partition, tp.size)
+        weight = expected(name, "weight", found.step, torch.arange(math.prod(shape))).view(shape)
+        weight = local_shard(weight, partition, tp.rank, tp.size, len(parameter))
+        assert torch.equal(parameter.float(), weight.to(parameter.dtype).float()), name
     return engine.scalar_state()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("before, after", [((1, 1), (4, 2)), ((4, 1), (2, 1)), ((2, 2), (1, 1)), ((2, 1), (2, 2))])
-def test_state_is_bit_equal_on_any_number_of_ranks_and_stage(tmp_path, precision, before, after):
-    (ranks, stage), (new_ranks, new_stage) = before, after
-    settings = {"training": {"precision": precision}, "batch": {"micro_batch_size": 1}}
-    run_ranks(fill_and_save, ranks, tree(parallel={"zero_stage": stage}, **settings), tmp_path)
-    states = run_ranks(load_and_check, new_ranks, tree(parallel={"zero_stage": new_stage}, **settings), tmp_path)
-    for state in states:
+def layout(tp=1, pp=1, zero=1, sp=False):
+    return {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "zero_stage": zero,
+        "sequence_parallel": sp,
+    }
+
+
+def run_layout(function, ranks, parallel, settings, *args):
+    settings = tree(parallel=parallel, **settings)
+    return run_ranks(function, ranks, settings, *args, parallel=ParallelConfig(**parallel))
+
+
+RESHARDS = [
+    (1, layout(), 4, layout(zero=2)),
+    (4, layout(), 2, layout()),
+    (2, layout(zero=2), 1, layout()),
+    (2, layout(tp=2), 2, layout()),
+    (2, layout(), 4, layout(tp=2, zero=2)),
+    (4, layout(tp=4), 4, layout(tp=2, sp=True)),
+    (2, layout(pp=2), 2, layout(tp=2)),
+    (4, layout(tp=2, pp=2), 1, layout()),
+    (2, layout(zero=3), 4, layout()),
+    (4, layout(tp=2), 4, layout(tp=2, zero=3)),
+    (4, layout(tp=2, zero=2), 8, layout(tp=2, pp=2, sp=True)),
+]
+
+
+@pytest.mark.parametrize("ranks, before, new_ranks, after", RESHARDS)
+def test_state_is_bit_equal_on_any_layout(tmp_path, ranks, before, new_ranks, after):
+    settings = {"batch": {"micro_batch_size": 1}}
+    run_layout(fill_and_save, ranks, before, settings, tmp_path)
+    for state in run_layout(load_and_check, new_ranks, after, settings, tmp_path):
         assert state["adam_step"] == 1.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_keeps_fp32_state(tmp_path, precision):
+    settings = {"training": {"precision": precision}, "batch": {"micro_batch_size": 1}}
+    run_layout(fill_and_save, 2, layout(tp=2), settings, tmp_path)
+    for state in run_layout(load_and_check, 2, layout(zero=2), settings, tmp_path):
         assert precision != "fp16" or state["loss_scaler"]["cur_scale"] == 2.0
 
 
@@ -97,7 +153,7 @@ def flip_bit(path, position):
 
 
 DAMAGE = {
-    "bit flip in data": (lambda p: flip_bit(p / "rank_00001.safetensors", -5), "rank_00001.safetensors does not match its checksum"),
+    "bit flip in data": (lambda p: flip_bit(p / "rank_00001.safetensors", -5), "rank_00001.safetensors does not match"),
     "truncated file": (lambda p: (p / "rank_00000.safetensors").open("r+b").truncate(100), "has 100 bytes"),
     "missing file": (lambda p: (p / "rank_00000.safetensors").unlink(), "rank_00000.safetensors: No such file"),
     "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
@@ -121,10 +177,15 @@ def edit(path, change):
 
 
 EDITS = {
-    "gap": (lambda m: m["pieces"].pop(3), "gap or overlap|not complete"),
+    "gap": (lambda m: m["pieces"].pop(3), "not complete, or some of it is twice"),
+    "twice": (lambda m: m["pieces"].append(m["pieces"][3]), "not complete, or some of it is twice"),
+    "moved": (lambda m: m["pieces"][3].update(box=[10**6, 10**6 + 1, 0, 1]), "not complete"),
     "path outside": (lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "of another kind"),
     "missing section": (lambda m: m.pop("optimizer"), "incomplete"),
-    "unknown file": (lambda m: m["pieces"][0].update(file="rank_00009.safetensors"), "fits no parameter or file"),
+    "unknown file": (
+        lambda m: m["pieces"][0].update(file="rank_00009.safetensors"),
+        "fits no parameter or file",
+    ),
 }
 
 
@@ -143,17 +204,61 @@ def test_no_valid_checkpoint_is_an_error_not_a_fresh_start(directory):
         checkpoint.newest_valid(directory, ALONE)
 
 
-def test_another_model_is_refused_with_the_parameter(directory):
-    other = tree(model={"hidden_size": 64})
-    with pytest.raises(AssertionError, match=r"holds another model: embedding.block_position_embeddings.weight is \(513, 32\) there"):
-        run_ranks(load_and_check, 1, other, directory)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"hidden_size": 64},
+            r"embedding.position_embeddings.weight is \(513, 32\) there and \(513, 64\) here",
+        ),
+        ({"num_layers": 1}, "holds another model, of 29 parameter tensors; this one has 17"),
+    ],
+)
+def test_another_model_is_refused(directory, change, message):
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(load_and_check, 1, tree(model=change), directory)
+
+
+@given(
+    rows=st.sampled_from([6, 12, 24]),
+    columns=st.integers(1, 7),
+    split=st.sampled_from([(None, 1, 1), (0, 1, 2), (0, 3, 2), (1, 1, 2), (0, 1, 4)]),
+    cut=st.integers(1, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_runs_of_all_ranks_tile_the_whole_and_say_where_each_element_lies(rows, columns, split, cut):
+    dim, parts, size = split
+    partition = Partition(dim=dim, parts=parts)
+    shape = [rows, columns]
+    if dim is not None:
+        shape[dim] *= size
+    whole = torch.arange(math.prod(shape)).view(shape)
+    seen = torch.zeros_like(whole)
+    for rank in range(size):
+        shard = local_shard(whole, partition, rank, size, rows)
+        flat = shard.reshape(-1)
+        for start in range(0, len(flat), cut):
+            count = min(cut, len(flat) - start)
+            for run in runs(tuple(shard.shape), partition, rank, size, start, count):
+                indices = run.box.within(Box(0, shape[0], 0, shape[1]))
+                assert torch.equal(whole[indices].flatten(), flat[run.start : run.stop])
+                seen[indices] += 1
+    assert seen.eq(1 if dim is not None else size).all()
+
+
+def test_runs_leave_out_padding_rows():
+    partition = Partition(dim=0, rows=5)  # two shards of four rows, three of them padding
+    boxes = [[run.box for run in runs((4, 2), partition, rank, 2, 0, 8)] for rank in (0, 1)]
+    assert boxes == [[Box(0, 4, 0, 2)], [Box(4, 5, 0, 2)]]
 
 
 def save_where_one_rank_fails(context, settings, directory):
     engine = make_engine(context, settings)
     if context.rank == 1:
+
         def broken():
             raise OSError("No space left on device")
+
         engine.fragments = broken
     try:
         checkpoint.save(Path(directory), 3, engine, {}, context)
@@ -165,7 +270,9 @@ def test_a_failure_on_one_rank_is_reported_by_all_and_leaves_the_others_alone(di
     messages = run_ranks(save_where_one_rank_fails, 2, tree(), directory)
     assert "No space left" in messages[1] and "1 other rank(s) failed" in messages[0]
     assert [p.name for p in checkpoint.list_checkpoints(directory)] == ["step_00000001", "step_00000002"]
-    run_ranks(fill_and_save, 2, tree(), directory, (3,))  # the leftover partial directory does not stop the next save
+    run_ranks(
+        fill_and_save, 2, tree(), directory, (3,)
+    )  # the leftover partial directory does not stop the next save
     assert checkpoint.newest_valid(directory, ALONE).step == 3
 
 
@@ -176,4 +283,6 @@ def test_retention(tmp_path):
     assert len(checkpoint.list_checkpoints(tmp_path)) == 5
     checkpoint.retain(tmp_path, keep_last=2, keep_every=10)
     assert [p.name[-2:] for p in checkpoint.list_checkpoints(tmp_path)] == ["10", "20", "25"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [p.name for p in checkpoint.list_checkpoints(tmp_path)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        p.name for p in checkpoint.list_checkpoints(tmp_path)
+    ]

@@ -15,7 +15,14 @@ import yaml
 from data_utils.tokenizers import assign_special_tokens, sentencepiece_special_tokens
 from megatron_lite import config as config_module
 from megatron_lite import deepspeed_options as deepspeed_module
-from megatron_lite.config import BatchConfig, Config, load_config, padded_vocab_size, parameter_count
+from megatron_lite.config import (
+    BatchConfig,
+    Config,
+    ParallelConfig,
+    load_config,
+    padded_vocab_size,
+    parameter_count,
+)
 from megatron_lite.deepspeed_options import DEFAULTS, REFUSED, check_agreement, deepspeed_options
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import build, merge, parse_override, to_tree
@@ -196,7 +203,41 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "number of processes that divides 6",
         ),
     ),
-    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2")),
+    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
+    "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
+    "zero under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.zero_stage=2"),
+        ("zero_stage is 2", "pipeline_parallel_size 2", "set zero_stage to 1"),
+    ),
+    "sequence parallelism alone": (
+        over("parallel.sequence_parallel=true"),
+        ("sequence_parallel is true", "tensor_parallel_size 1", "set it to false"),
+    ),
+    "processes": (
+        lambda: ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).data_parallel_size(6),
+        ("6 processes", "(2) x pipeline_parallel_size (2) = 4", "start a multiple of 4"),
+    ),
+    "heads over ranks": (
+        over("parallel.tensor_parallel_size=8"),
+        ("num_attention_heads (4)", "tensor_parallel_size (8)", "choose a divisor of 4"),
+    ),
+    "stages": (
+        over("parallel.pipeline_parallel_size=8"),
+        ("pipeline_parallel_size (8)", "num_layers (2)", "needs a block"),
+    ),
+    "fp16 under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "training.precision=fp16"),
+        ("precision is fp16", "drift apart", "use bf16"),
+    ),
+    "tokens over ranks": (
+        over(
+            "parallel.tensor_parallel_size=4",
+            "parallel.sequence_parallel=true",
+            "data.row_length=585",
+            "batch.micro_batch_size=1",
+        ),
+        ("= 585 tokens", "tensor_parallel_size (4)", "change data.row_length"),
+    ),
     "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
     "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "not be negative")),
     "eval_samples": (over("training.eval_samples=0"), ("training.eval_samples is 0", "at least 1")),
@@ -207,7 +248,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "seed": (over("training.seed=-1"), ("training.seed is -1", "in [0, 2^63)")),
     "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", "in [0, 2^63)")),
     "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
-    "recompute": (over("training.recompute=some"), ("training.recompute is 'some'", "one of none, full")),
+    "recompute": (
+        over("training.recompute=some"),
+        ("training.recompute is 'some'", "one of none, selective, full"),
+    ),
     "normalization": (
         over("training.loss_normalization=mean"),
         ("training.loss_normalization is 'mean'", "one of global_tokens, mean_of_means"),

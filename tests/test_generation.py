@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from data_utils.objectives.base import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS, SpecialTokens
+from data_utils.objectives.base import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    FIELDS,
+    ORD,
+    POSITION_IDS,
+    TOKENS,
+    WEIGHTS,
+    SpecialTokens,
+)
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import DataError
 from megatron_lite.generation import BlankFiller, CachedPlan, GenerationConfig, blank_context, insert_spans
@@ -16,15 +25,21 @@ CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]
 
 @pytest.fixture(scope="module")
 def model():
-    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5)
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5
+    )
     model = GLM(config).eval()
-    initialize_parameters(model, 3)
+    initialize_parameters(model.named_parameters(), config, 3)
     return model
 
 
 def uncached_logits(model, context, spans):
-    """Logits of the whole row [A | sop span | sop span] in one pass, as in training. spans: [(mask position, tokens)]."""
-    part_b = [(token, position, i) for position, span in spans for i, token in enumerate([SPECIAL.sop, *span], start=1)]
+    """Logits of the row [A | sop span | sop span] in one pass, as in training. spans: [(mask position, tokens)]."""
+    part_b = [
+        (token, position, i)
+        for position, span in spans
+        for i, token in enumerate([SPECIAL.sop, *span], start=1)
+    ]
     length = len(context) + len(part_b)
     row = np.zeros((1, len(FIELDS), length), np.int32)
     row[0, TOKENS] = [*context, *(t for t, _, _ in part_b)]
@@ -33,7 +48,7 @@ def uncached_logits(model, context, spans):
     row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
     row[0, DOC] = 0
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
-    inputs = ModelInput.from_batch(row, torch.device("cpu"), "dense")
+    inputs = ModelInput.from_batch(row, torch.device("cpu"), kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
     return model.logits(hidden[0, len(context) :])
 
@@ -44,7 +59,11 @@ def test_cached_and_uncached_logits_agree(model):
     spans = [(3, [30, 31, 32]), (5, [33])]
     filler.plan = CachedPlan(2)
     filler._hidden([CONTEXT], [list(range(len(CONTEXT)))], [[0] * len(CONTEXT)])
-    cached = [filler.next_logits([t], p, i)[0] for p, span in spans for i, t in enumerate([SPECIAL.sop, *span], start=1)]
+    cached = [
+        filler.next_logits([t], p, i)[0]
+        for p, span in spans
+        for i, t in enumerate([SPECIAL.sop, *span], start=1)
+    ]
     allowed = [t for t in range(40) if t not in filler.banned.tolist()]
     expected = uncached_logits(model, CONTEXT, spans)
     # fp32: one query row at a time sums in another order than a block of rows; logits are of order 10.
@@ -93,23 +112,31 @@ def test_beam_search_finds_the_best_of_all_short_spans(model):
 def test_beams_continue_from_the_chosen_span(model):
     """The second blank sees the first one's answer: with one beam, beam search is greedy."""
     greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=5)).fill(CONTEXT)
-    beam = BlankFiller(model, SPECIAL, GenerationConfig(strategy="beam", num_beams=1, max_length=5, length_penalty=0.0)).fill(CONTEXT)
+    beam = BlankFiller(
+        model, SPECIAL, GenerationConfig(strategy="beam", num_beams=1, max_length=5, length_penalty=0.0)
+    ).fill(CONTEXT)
     if len(greedy[0]) < 5 and len(greedy[1]) < 5:
         assert beam == greedy
-    wide = BlankFiller(model, SPECIAL, GenerationConfig(strategy="beam", num_beams=8, max_length=5)).fill(CONTEXT)
+    wide = BlankFiller(model, SPECIAL, GenerationConfig(strategy="beam", num_beams=8, max_length=5)).fill(
+        CONTEXT
+    )
     assert len(wide) == 2
 
 
 def test_sampling_is_reproducible_and_obeys_top_k_and_top_p(model):
     def draws(**options):
         config = GenerationConfig(strategy="sample", max_length=8, temperature=2.0, **options)
-        return [BlankFiller(model, SPECIAL, dataclasses.replace(config, seed=s)).fill(CONTEXT) for s in range(8)]
+        return [
+            BlankFiller(model, SPECIAL, dataclasses.replace(config, seed=s)).fill(CONTEXT) for s in range(8)
+        ]
 
     free = draws()
     assert free == draws() and len({str(x) for x in free}) > 1
     greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=8)).fill(CONTEXT)
     assert draws(top_k=1) == draws(top_p=1e-6) == [greedy] * 8
-    assert not {t for spans in free for span in spans for t in span} & set(BlankFiller(model, SPECIAL, GenerationConfig()).banned.tolist())
+    assert not {t for spans in free for span in spans for t in span} & set(
+        BlankFiller(model, SPECIAL, GenerationConfig()).banned.tolist()
+    )
 
 
 @torch.no_grad()

@@ -14,29 +14,36 @@ import pytest
 import torch
 import yaml
 from distributed import run_ranks
-from hf_runs import make_config, make_model, tree, write_run, write_vocabulary
+from hf_runs import make_config, make_model, tree, without_padding, write_run, write_vocabulary
 from safetensors.torch import load_file, save_file
+from test_checkpoint import layout, placed
 from test_trainer import fit
 
 from megatron_lite import checkpoint
-from megatron_lite.config import padded_vocab_size
-from megatron_lite.engine import Engine
+from megatron_lite.config import ParallelConfig
+from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, UserError
 from megatron_lite.hf import proof, released
-from megatron_lite.hf.convert import (
-    ExportOptions,
-    export_run,
-    import_directory,
-    import_megatron,
-    write_training_checkpoint,
-)
-from megatron_lite.hf.weights import WORDS, from_state_dict, open_directory
+from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
+from megatron_lite.hf.weights import WORDS, open_directory
 from megatron_lite.inference import load_run
 from megatron_lite.settings import merge
 
 ROOT = Path(__file__).resolve().parents[1]
-# Processes and ZeRO stage of the run that saved the checkpoint. Tensor and pipeline layouts belong here too.
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+# Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
+LAYOUTS = [
+    (1, layout()),
+    (4, layout(tp=2, pp=2)),
+    (2, layout(pp=2)),
+    (4, layout(tp=4, sp=True)),
+    (4, layout(tp=2, zero=3)),
+]
+MORE_LAYOUTS = [
+    *((2, layout(zero=zero)) for zero in (1, 2, 3)),
+    *((2 * tp, layout(tp=tp, zero=zero)) for tp in (2, 4) for zero in (1, 2, 3)),
+    (4, layout(pp=4)),
+    (8, layout(tp=2, pp=2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +63,8 @@ def run(vocabulary, tmp_path_factory):
 def exports(run, tmp_path_factory):
     """The run in both layouts."""
     root = tmp_path_factory.mktemp("exports")
-    for layout in ("huggingface", "released"):
-        export_run(run, root / layout, ExportOptions(layout=layout))
+    for name in ("huggingface", "released"):
+        export_run(run, root / name, ExportOptions(layout=name))
     return root
 
 
@@ -66,14 +73,10 @@ def weights_of(run_directory):
     return checkpoint.load_weights(checkpoint.read_checkpoint(path))
 
 
-def assert_same_weights(actual, expected, rows=None):
-    """Bit-equal; `rows`: of the word embeddings only these, and zeros after them."""
+def assert_same_weights(actual, expected):
     assert actual.keys() == expected.keys()
     for name, weight in expected.items():
-        if name == WORDS and rows is not None:
-            assert actual[name][rows:].eq(0).all() and torch.equal(actual[name][:rows], weight[:rows])
-        else:
-            assert torch.equal(actual[name], weight), name
+        assert torch.equal(actual[name], weight), name
 
 
 # Export
@@ -81,35 +84,32 @@ def assert_same_weights(actual, expected, rows=None):
 
 def save_layout(context, settings, directory):
     config = make_config(settings)
-    engine = Engine(make_model(config), config, context)
+    engine = make_engine(config, context, num_objectives=3)
+    whole = without_padding(make_model(config))
+    for fragment, run, positions in placed(engine):
+        part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
+        part.data.copy_(whole[fragment.name].flatten()[positions])
+    engine.publish_weights()
     checkpoint.save(Path(directory) / "checkpoints", 5, engine, {"config": settings, "data": None}, context)
 
 
-@pytest.mark.parametrize("ranks, zero_stage", LAYOUTS)
-def test_every_layout_exports_its_model(vocabulary, tmp_path, ranks, zero_stage):
-    settings = merge(
-        tree(vocabulary), {"parallel": {"zero_stage": zero_stage}, "batch": {"micro_batch_size": 1}}
-    )
-    run_ranks(save_layout, ranks, settings, tmp_path / "run")
+def settings_of(vocabulary, parallel):
+    model = {"num_layers": 4} if parallel["pipeline_parallel_size"] == 4 else {}
+    return merge(tree(vocabulary, **model), {"parallel": parallel, "batch": {"micro_batch_size": 1}})
+
+
+@pytest.mark.parametrize(
+    "ranks, parallel", [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_LAYOUTS)]
+)
+def test_every_layout_exports_its_model(vocabulary, tmp_path, ranks, parallel):
+    settings = settings_of(vocabulary, parallel)
+    run_ranks(save_layout, ranks, settings, tmp_path / "run", parallel=ParallelConfig(**parallel))
     found = export_run(tmp_path / "run", tmp_path / "export", ExportOptions(max_shard_bytes=30_000))
     assert found.largest_difference <= 1e-5 and found.agreement == 1.0 and found.rows == 3 * 64
-    expected = dict(make_model(make_config(settings)).named_parameters())
     exported = open_directory(tmp_path / "export")
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 3
-    for name, weight in expected.items():
-        assert torch.equal(exported.read(f"glm.{name}"), weight[:72] if name == WORDS else weight)
-
-
-def test_any_padding_of_the_vocabulary_is_left_out(vocabulary, tmp_path):
-    """Tensor-parallel runs pad to more rows."""
-    config = make_config(tree(vocabulary))
-    weights = dict(make_model(config).named_parameters())
-    weights[WORDS] = torch.cat([weights[WORDS], torch.ones(128, 32)])
-    source = from_state_dict(weights, tmp_path)
-    write_training_checkpoint(tmp_path / "run/checkpoints/step_00000000", source, config)
-    assert export_run(tmp_path / "run", tmp_path / "export", ExportOptions()).largest_difference <= 1e-5
-    exported = open_directory(tmp_path / "export").read(f"glm.{WORDS}")
-    assert torch.equal(exported, weights[WORDS][:72])
+    for name, weight in without_padding(make_model(make_config(settings))).items():
+        assert torch.equal(exported.read(f"glm.{name}"), weight)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -166,7 +166,7 @@ def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
 def test_there_and_back_is_bit_equal(run, exports, tmp_path):
     found = import_directory(exports / "huggingface", tmp_path / "back", {})
     assert found.largest_difference <= 1e-5
-    assert_same_weights(weights_of(tmp_path / "back"), weights_of(run), rows=72)
+    assert_same_weights(weights_of(tmp_path / "back"), weights_of(run))
     # The tokenizer comes along, with the fingerprint of the corpora, and the run can be opened.
     before, after = load_run(run), load_run(tmp_path / "back")
     assert after.tokenizer.fingerprint == before.tokenizer.fingerprint
@@ -178,22 +178,23 @@ def test_there_and_back_is_bit_equal(run, exports, tmp_path):
 
 def load_and_check(context, settings, directory):
     config = make_config(settings)
-    engine = Engine(make_model(config, seed=99), config, context)
+    engine = make_engine(config, context, num_objectives=3)
     found = checkpoint.newest_valid(Path(directory) / "checkpoints", context)
     checkpoint.load(found, engine, context)
-    for fragment in engine.fragments():
-        assert fragment.tensors["exp_avg"].eq(0).all() and fragment.tensors["exp_avg_sq"].eq(0).all()
-    return {name: p.detach() for name, p in engine.module.named_parameters()}
+    whole = checkpoint.load_weights(found)
+    for fragment, run, positions in placed(engine):
+        expected = whole[fragment.name].flatten()[positions]
+        for kind, values in fragment.tensors.items():
+            part = values[run.start - fragment.start : run.stop - fragment.start]
+            assert torch.equal(part, expected if kind == "weight" else torch.zeros_like(part))
 
 
-@pytest.mark.parametrize("ranks, zero_stage", [(1, 1), (2, 2)])
-def test_an_import_continues_in_any_layout(run, vocabulary, exports, tmp_path, ranks, zero_stage):
+@pytest.mark.parametrize("ranks, parallel", LAYOUTS[:2])
+def test_an_import_continues_in_any_layout(run, vocabulary, exports, tmp_path, ranks, parallel):
     import_directory(exports / "huggingface", tmp_path / "back", {}, verify=False)
-    settings = merge(
-        tree(vocabulary), {"parallel": {"zero_stage": zero_stage}, "batch": {"micro_batch_size": 1}}
-    )
-    for weights in run_ranks(load_and_check, ranks, settings, tmp_path / "back"):
-        assert_same_weights(weights, weights_of(run), rows=72)
+    assert_same_weights(weights_of(tmp_path / "back"), weights_of(run))
+    settings = settings_of(vocabulary, parallel)
+    run_ranks(load_and_check, ranks, settings, tmp_path / "back", parallel=ParallelConfig(**parallel))
 
 
 def test_training_goes_on_from_an_import(settings, tmp_path):
@@ -206,7 +207,7 @@ def test_training_goes_on_from_an_import(settings, tmp_path):
     settings = merge(settings, {"run": {"directory": str(tmp_path / "back")}})
     imported = weights_of(tmp_path / "back")
     for name, weight in run_ranks(fit, 2, settings)[0].items():
-        torch.testing.assert_close(weight, imported[name], rtol=0, atol=1e-10)
+        torch.testing.assert_close(weight[: len(imported[name])], imported[name], rtol=0, atol=1e-10)
     saved = checkpoint.list_checkpoints(tmp_path / "back/checkpoints")
     assert [path.name for path in saved] == ["step_00000000", "step_00000001"]
 
@@ -250,17 +251,21 @@ def repack(directory, change, as_pickle=False):
         save_file(tensors, directory / "model.safetensors")
 
 
+PADDED = "word_embeddings.weight"
 FORMS = {
     "safetensors": {},
     "wrapped": {"change": lambda t: {f"glm.{name}": x for name, x in t.items()}},
     "pickle": {"as_pickle": True},
+    "padding rows in use": {
+        "change": lambda t: {**t, PADDED: torch.cat([t[PADDED][:72], torch.ones(56, 32)])}
+    },
     "pickle in half precision": {"change": lambda t: {n: x.half() for n, x in t.items()}, "as_pickle": True},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_released_layout_there_and_back(vocabulary, released_directory, tmp_path, form):
-    """Every name of the released layout, read and written again bit for bit, padding rows included."""
+    """Every name of the released layout, read and written again bit for bit; padding rows become zero."""
     original = load_file(released_directory / "model.safetensors")
     assert {name: list(x.shape) for name, x in original.items()} == expected_released_names(2)
     repack(released_directory, **{"change": lambda t: t, **FORMS[form]})
@@ -271,7 +276,7 @@ def test_the_released_layout_there_and_back(vocabulary, released_directory, tmp_
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == original.keys()
     for name, tensor in original.items():
-        assert torch.equal(again[name], tensor.to(again[name].dtype)), name
+        assert torch.equal(again[name], tensor.to(again[name].dtype)), name  # the original's padding is zero
 
 
 def test_gelu_of_a_released_model_is_the_users_choice(vocabulary, released_directory, tmp_path):
@@ -598,7 +603,3 @@ def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
     total, used = map(int, result.stdout.split())
     assert total > 3 * 1.5 * shard
     assert used <= 1.5 * shard
-
-
-def test_padding_rows_follow_the_configuration():
-    assert padded_vocab_size(72) == 128  # what the tests above count on

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from batches import prefix_batch
 from hf_runs import make_config, make_model, tree, write_vocabulary
 
@@ -23,6 +24,7 @@ from megatron_lite.hf.modeling_glm import (
 )
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import write_tokenizer
+from megatron_lite.model import ModelInput
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
@@ -32,7 +34,8 @@ TOLERANCE = {"rtol": 0, "atol": 1e-5}
 def made(tmp_path_factory):
     """Training model, transformers model with its weights, training tokenizer, transformers tokenizer."""
     directory = tmp_path_factory.mktemp("hf")
-    config = make_config(tree(write_vocabulary(directory)))
+    rates = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "output_dropout": 0.3}
+    config = make_config(tree(write_vocabulary(directory), **rates))
     tokenizer = load_tokenizer(config.tokenizer)
     ours = make_model(config)
     theirs = GLMForBlankInfilling(glm_config(config.model, tokenizer.special, torch.float32)).eval()
@@ -81,20 +84,30 @@ def test_packed_documents_go_through_a_mask_of_pairs(made):
 
 
 @torch.no_grad()
-def test_dropout_is_applied_at_the_same_places(made):
-    """In training mode a seed gives the same masks only if every dropout has its place and rate."""
+def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
+    """With dropout replaced by a factor of 1 + p, the models agree only if each has its place and rate."""
     ours, theirs, *_ = made
     batch = prefix_batch(6, rows=2, length=32, vocab=60, documents=1)
-    try:
-        ours.train(), theirs.train()
-        torch.manual_seed(0)
-        expected = proof.training_logits(ours, batch)
-        torch.manual_seed(0)
-        actual = run(theirs, batch)
-    finally:
-        ours.eval(), theirs.eval()
+    attention = F.scaled_dot_product_attention
+
+    def scaled_attention(q, k, v, attn_mask=None, dropout_p=0.0):
+        return attention(q, k, v, attn_mask=attn_mask) * (1 + dropout_p)
+
+    def scaled(x, p=0.5, training=True, inplace=False):
+        return x * (1 + p) if training else x
+
+    without = proof.training_logits(ours, batch)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_attention)
+    monkeypatch.setattr(F, "dropout", scaled)
+    inputs = ModelInput.from_batch(batch, torch.device("cpu"), kernel="dense")
+    planes = (inputs.tokens, inputs.position_ids, inputs.block_position_ids)
+    hidden = ours._run(*planes, inputs.plan, 1)
+    expected = ours.logits(hidden.view(*inputs.tokens.shape, -1))
+    theirs.train()
+    actual = run(theirs, batch)
+    theirs.eval()
     torch.testing.assert_close(actual, expected, **TOLERANCE)
-    assert (expected - proof.training_logits(ours, batch)).abs().max() > 0.01
+    assert (expected - without).abs().max() > 0.01
 
 
 def test_the_visibility_rule_by_hand():

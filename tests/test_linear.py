@@ -12,7 +12,8 @@ def test_widened_half_precision_is_the_fp32_product_rounded_once(monkeypatch, dt
     monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((2, 3, 16), (8, 16), (8,))
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in ((2, 3, 16), (8, 16), (8,))
     )
     grad = torch.randn(2, 3, 8, generator=generator).to(dtype)
     inputs = (x, weight, bias) if with_bias else (x, weight)

@@ -8,7 +8,14 @@ from batches import prefix_batch
 from data_utils.objectives.base import DOC, GRP, ORD
 from megatron_lite.attention import allowed
 from megatron_lite.config import ModelConfig
-from megatron_lite.metrics import Metrics, count_visible_keys, format_duration, objective_losses, step_flops, train_line
+from megatron_lite.metrics import (
+    Metrics,
+    count_visible_keys,
+    format_duration,
+    objective_losses,
+    step_flops,
+    train_line,
+)
 
 
 @pytest.mark.parametrize("documents", [1, 2, 4])
@@ -20,7 +27,7 @@ def test_visible_keys_count_the_mask(documents):
 
 def test_flops_of_a_hand_counted_model():
     model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10)
-    # per token and layer: 12 h^2 multiply-adds; per visible key: 2 h (scores and values); head: h V; x2 FLOPs x3 passes.
+    # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
     assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
 
@@ -47,13 +54,16 @@ def test_records_go_to_jsonl_and_tensorboard_on_the_main_rank_only(tmp_path):
 
 def test_the_line_shows_everything_a_user_watches():
     values = {
-        "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4, "grad_norm": 0.5,
+        "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4,
+        "grad_norm": 0.5,
         "loss_scale": 1.0, "skipped_steps": 2, "tokens_per_second": 12345.6, "tflops_per_device": 0.123, "mfu": 0.4567,
         "memory_gib": 1.25, "data_share": 0.01, "eta_seconds": 3723.0,
     }  # fmt: skip
     line = train_line(100, 1000, values)
-    for part in ("step 100/1000", "samples 1,600", "tokens 819,200", "loss 2.5000", "loss/token 3.0000", "lr 1.000e-04",
-                 "grad norm 0.500", "scale 1", "skipped 2", "12,346 tokens/s", "MFU 45.7%", "data 1.0%", "ETA 01:02:03"):  # fmt: skip
+    for part in (
+        "step 100/1000", "samples 1,600", "tokens 819,200", "loss 2.5000", "loss/token 3.0000", "lr 1.000e-04",
+        "grad norm 0.500", "scale 1", "skipped 2", "12,346 tokens/s", "MFU 45.7%", "data 1.0%", "ETA 01:02:03",
+    ):  # fmt: skip
         assert part in line
 
 

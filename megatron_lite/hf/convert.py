@@ -5,8 +5,8 @@
     import_megatron    the reference's model-parallel shards -> a run to continue from
 
 Tensors are streamed; only the proof holds a whole model. A result is made beside its place and renamed when
-everything, the proof included, went well. Rows that pad the vocabulary are left out of our Hugging Face
-layout, for they are never read, and come back as zeros. An import has no optimizer state: its Adam moments
+everything, the proof included, went well. Rows that pad the vocabulary are never read; only the released
+layout has them, as zeros. An import has no optimizer state: its Adam moments
 are zero and its step is 0.
 """
 
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 from data_utils.objectives.base import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
+from megatron_lite.boxes import Box, matrix_shape, whole_shape
 from megatron_lite.config import Config, ModelConfig, padded_vocab_size
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.hf import proof, released
@@ -54,6 +55,7 @@ from megatron_lite.hf.weights import (
 from megatron_lite.inference import find_checkpoint
 from megatron_lite.model import GLM
 from megatron_lite.settings import build, check, choice, merge, setting, to_tree
+from megatron_lite.tensor_parallel import partition_of
 
 LAYOUTS = ("huggingface", "released")
 TRAINING_JSON = "training.json"
@@ -128,9 +130,7 @@ def export_run(
         tokenizer = load_tokenizer(section)
         config = config.with_vocab_size(tokenizer.vocab_size)
         weights = Weights(found.shapes, checkpoint.weight_reader(found))
-        check_shapes(
-            weights.with_rows(WORDS, _padded(config.model)), parameter_shapes(config.model), found.path
-        )
+        check_shapes(weights, parameter_shapes(config.model), found.path)
         if options.layout == "released":
             _write_released(directory, weights, config.model, options)
         else:
@@ -144,9 +144,7 @@ def export_run(
 def _write_huggingface(
     directory: Path, weights: Weights, config: Config, tokenizer: Tokenizer, options: ExportOptions
 ) -> None:
-    exported = weights.with_rows(WORDS, tokenizer.vocab_size).renamed(
-        {_PREFIX + name: name for name in weights.shapes}
-    )
+    exported = weights.renamed({_PREFIX + name: name for name in weights.shapes})
     write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
     glm_config(config.model, tokenizer.special, DTYPES[options.dtype]).save_pretrained(directory)
     generation_config(tokenizer.special).save_pretrained(directory)
@@ -156,11 +154,13 @@ def _write_huggingface(
 
 
 def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
-    names = {released.released_name(name): name for name in weights.shapes}
-    write_sharded(directory, weights.renamed(names), DTYPES[options.dtype], options.max_shard_bytes)
+    assert config.vocab_size is not None
+    rows = padded_vocab_size(config.vocab_size)
+    padded = _in_released_layout(weights.with_rows(WORDS, rows))
+    write_sharded(directory, padded, DTYPES[options.dtype], options.max_shard_bytes)
     described = {
         "model_type": "glm",
-        "vocab_size": weights.shapes[WORDS][0],
+        "vocab_size": rows,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -367,7 +367,9 @@ def import_source(
     """
     with new_directory(output) as directory:
         config, tokenizer = _import_config(source, output, directory, tree)
-        weights = _fit_vocabulary(source, config.model)
+        weights = source.weights
+        if WORDS in weights.shapes:  # else the check below names it
+            weights = weights.with_rows(WORDS, tokenizer.vocab_size)
         if copy_eop_to_gmask:
             check(
                 source.shards is not None, "--copy-eop-to-gmask is for weights in the released layout only."
@@ -446,12 +448,6 @@ def _import_config(
     return config.with_vocab_size(tokenizer.vocab_size), tokenizer
 
 
-def _fit_vocabulary(source: Source, config: ModelConfig) -> Weights:
-    return (
-        source.weights.with_rows(WORDS, _padded(config)) if WORDS in source.weights.shapes else source.weights
-    )
-
-
 def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:
     def read(name: str) -> torch.Tensor:
         tensor = weights.read(name)
@@ -469,13 +465,12 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
     name = "rank_00000.safetensors"
     pieces, shapes = [], {}
     for parameter, shape in weights.shapes.items():
-        count = torch.Size(shape).numel()
+        rows, columns = matrix_shape(shape)
+        box = astuple(Box(0, rows, 0, columns))
         for kind in checkpoint.KINDS:
-            key = f"{parameter}/{kind}/0"
-            pieces.append(
-                {"file": name, "key": key, "name": parameter, "kind": kind, "start": 0, "count": count}
-            )
-            shapes[key] = (count,)
+            key = f"{parameter}/{kind}/0.0"
+            pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
+            shapes[key] = (rows, columns)
     write_safetensors(path / name, _with_moments(weights), shapes, torch.float32, {"format": "pt"})
     manifest = {
         "format": checkpoint.FORMAT,
@@ -502,9 +497,9 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
 
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
     for name in tqdm(weights.shapes, desc="writing parameters", disable=None):
-        weight = weights.read(name).flatten()
+        weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
         yield weight
-        zeros = torch.zeros(1).expand(weight.numel())
+        zeros = torch.zeros(1).expand(weight.shape)
         for _ in checkpoint.KINDS[1:]:
             yield zeros
 
@@ -513,14 +508,10 @@ def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the training model."""
+    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in GLM(config).named_parameters()}
-
-
-def _padded(config: ModelConfig) -> int:
-    assert config.vocab_size is not None
-    return padded_vocab_size(config.vocab_size)
+        named = GLM(config).named_parameters()
+    return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
 
 
 @contextlib.contextmanager

@@ -32,8 +32,9 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.released import reference_logits
-from megatron_lite.hf.weights import WORDS, Weights
+from megatron_lite.hf.weights import Weights
 from megatron_lite.model import GLM, ModelInput
+from megatron_lite.tensor_parallel import local_shard, partition_of
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 
@@ -108,7 +109,7 @@ def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
 @torch.no_grad()
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """fp32 [B, S, vocab_size] of our training model, on padding too."""
-    inputs = ModelInput.from_batch(batch, torch.device("cpu"), "dense")
+    inputs = ModelInput.from_batch(batch, torch.device("cpu"), kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
     return model.logits(hidden).float()
 
@@ -149,7 +150,8 @@ def load_training_model(
     """The fp32 model of a training checkpoint in eval mode; `rounding` is applied to each weight."""
     with torch.device("meta"):
         model = GLM(config)
-    rows = model.embedding.word_embeddings.num_embeddings
-    weights = Weights(found.shapes, checkpoint.weight_reader(found)).with_rows(WORDS, rows)
-    model.load_state_dict({name: rounding(weights.read(name)) for name in weights.shapes}, assign=True)
+    weights = {name: rounding(weight) for name, weight in checkpoint.iterate_weights(found)}
+    for name, parameter in model.named_parameters():  # padding rows are not stored
+        weights[name] = local_shard(weights[name], partition_of(parameter), 0, 1, len(parameter))
+    model.load_state_dict(weights, assign=True)
     return model.eval()

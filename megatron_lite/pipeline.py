@@ -1,0 +1,220 @@
+"""The same list of layers as a DeepSpeed PipelineModule, split over stages by cost.
+
+Between stages travel the hidden state and two small integer tensors: the planes from which every stage rebuilds the
+attention plan and the last one finds the rows with loss, and the dropout seed. The word embedding lives on the first
+and the last stage; DeepSpeed sums its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import partition_balanced
+from torch import nn
+
+from data_utils.objectives.base import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    GRP,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from megatron_lite.attention import plan_attention
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.cross_entropy import cross_entropy
+from megatron_lite.engine import Engine, MicroBatch, StepResult
+from megatron_lite.model import Block, Flow, Head, PositionEmbeddings, initialize_parameters, sum_losses
+from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
+
+_PLANES = (DOC, ORD, GRP, WEIGHTS)  # what travels with the hidden state
+_LABELS = (TARGETS, WEIGHTS, OBJECTIVE)
+_NO_DROPOUT = -1
+_LOSS_SHARE = 0.2  # part of the rows that carry loss, for the cost of the head (token objective: 0.18)
+
+Carried = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # hidden [T, D], planes int32 [B, 4, S], seed int64 [1]
+
+
+class _Flows:
+    """The `Flow` of the micro-batch that a stage's layers are working on, built once for all of them."""
+
+    def __init__(self, parallel: TensorParallel):
+        self.rank = parallel.group.rank
+        self._planes: torch.Tensor | None = None
+        self._flow: Flow | None = None
+
+    def of(self, planes: torch.Tensor, seed: torch.Tensor) -> Flow:
+        if self._flow is None or self._planes is not planes:
+            doc, order, grp, _ = planes.cpu().numpy().swapaxes(0, 1)
+            plan = plan_attention(doc, order, grp, planes.device)
+            number = int(seed.item())
+            dropout_seed = None if number == _NO_DROPOUT else number
+            rows, length = doc.shape
+            self._planes, self._flow = planes, Flow(rows, length, plan, dropout_seed, self.rank)
+        return self._flow
+
+
+def _loss_rows(weights_plane: torch.Tensor) -> torch.Tensor:
+    return weights_plane.flatten().nonzero().squeeze(1)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))  # only contiguous tensors can be sent
+
+
+class _Words(VocabParallelEmbedding):
+    """First layer: (ids int32 [B, 3, S], planes, seed) -> word embeddings, and the rest handed on."""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ids, planes, seed = inputs
+        return super().forward(ids[:, 0].flatten()), ids, planes, seed
+
+    @staticmethod
+    def project(module: _Words, inputs: tuple[Head, torch.Tensor]) -> torch.Tensor:
+        """Last layer, on the tied weight."""
+        head, rows = inputs
+        return head.logits(rows, module)
+
+
+class _Positions(PositionEmbeddings):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, flows: _Flows):
+        super().__init__(config, parallel)
+        self.flows = flows
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Carried:  # type: ignore[override]
+        words, ids, planes, seed = inputs
+        flow = self.flows.of(planes, seed)
+        return super().forward(words, ids[:, 1].flatten(), ids[:, 2].flatten(), flow), planes, seed
+
+
+class _Block(Block):
+    def __init__(
+        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, flows: _Flows
+    ):
+        super().__init__(config, layer, parallel, recompute)
+        self.flows = flows
+
+    def forward(self, inputs: Carried) -> Carried:  # type: ignore[override]
+        hidden, planes, seed = inputs
+        return super().forward(hidden, self.flows.of(planes, seed)), planes, seed
+
+
+class _Head(Head):
+    """Picks the rows with loss; `_Words.project` applies the norm and the tied weight."""
+
+    def forward(self, inputs: Carried | torch.Tensor):  # type: ignore[no-untyped-def, override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        hidden, planes, _ = inputs
+        return self, self.rows(hidden, _loss_rows(planes[:, _PLANES.index(WEIGHTS)]))
+
+
+class _Stages(PipelineModule):
+    """Stages with about equal shares of the model's FLOPs, embedding and head counted."""
+
+    def __init__(self, config: Config, context: ParallelContext, parallel: TensorParallel, loss_fn):  # type: ignore[no-untyped-def]
+        model = config.model
+        assert model.vocab_size is not None
+        flows = _Flows(parallel)
+        blocks = [
+            LayerSpec(_Block, model, i, parallel, config.training.recompute, flows)
+            for i in range(model.num_layers)
+        ]
+        layers = [
+            TiedLayerSpec("words", _Words, model, parallel),
+            LayerSpec(_Positions, model, parallel, flows),
+            *blocks,
+            LayerSpec(_Head, model, parallel),
+            TiedLayerSpec("words", _Words, model, parallel, forward_fn=_Words.project),
+        ]
+        head_cost = _LOSS_SHARE * model.vocab_size / (12 * model.hidden_size)
+        self.costs = [0.0, 0.05, *[1.0] * len(blocks), 0.0, head_cost]
+        topology = PipeModelDataParallelTopology(
+            num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
+        )
+        super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
+
+    def _partition_layers(self, method: str = "cost") -> None:
+        stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
+        # The head's two layers belong together: what passes between them is no tensor that could be sent.
+        joined = [*self.costs[:-2], self.costs[-2] + self.costs[-1]]
+        self.parts = partition_balanced(weights=[cost + 1e-3 for cost in joined], num_parts=stages)
+        self.parts[-1] += 1
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
+        """This stage's parameters under the names they have in a model that is not split."""
+        prefixes = {"tied_modules.words": "embedding.word_embeddings", "1": "embedding"}
+        prefixes |= {str(2 + i): f"layers.{i}" for i in range(num_layers)}
+        prefixes |= {str(2 + num_layers): "final_layernorm"}
+        named = {}
+        for name, parameter in self.named_parameters():
+            layer = "tied_modules.words" if name.startswith("tied_modules.") else name.split(".")[0]
+            named[prefixes[layer] + name[len(layer) :]] = parameter
+        return named
+
+
+class PipelineEngine(Engine):
+    """Pipeline stages, each with data and tensor parallelism, under ZeRO 1."""
+
+    def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
+        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        self.num_objectives = num_objectives
+        self._sums = self._no_sums(context.device)
+        stages = _Stages(config, context, parallel, self._loss)
+        named = stages.global_names(config.model.num_layers)
+        initialize_parameters(named.items(), config.model, config.training.seed, parallel)
+        super().__init__(stages, named, config, context, mpu=None)
+        self._stages = stages
+
+    def _no_sums(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.num_objectives, 2, dtype=torch.float64, device=device)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """On the last stage: this micro-batch's share of the step's loss; keeps the objectives' sums aside."""
+        planes, factor = labels
+        rows = _loss_rows(planes[:, 1])
+        targets, weights, objectives = (planes[:, i].flatten()[rows] for i in range(3))
+        words: VocabParallelEmbedding = self._stages.tied_modules["words"]
+        losses = cross_entropy(logits, targets.long(), words.parallel.group, words.first)
+        total, per_objective = sum_losses(
+            losses, weights.view(torch.float32), objectives.long(), self.num_objectives
+        )
+        self._sums += per_objective
+        return total * factor
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        self._set_lr(lr)
+        self._sums = self._no_sums(self.context.device)
+        scale = self.context.dp.size * len(micro_batches)  # DeepSpeed divides by both
+        self._engine.train_batch(
+            self._feed(
+                (micro.batch, micro.dropout_seed, micro.loss_factor * scale) for micro in micro_batches
+            )
+        )
+        return self._result(self._sums)
+
+    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
+        self._sums = self._no_sums(self.context.device)
+        self._engine.eval_batch(
+            self._feed((batch, _NO_DROPOUT, 1.0) for batch in batches), num_micro_batches=len(batches)
+        )
+        return self._sums
+
+    def _feed(self, items: Iterator[tuple[np.ndarray, int, float]]) -> Iterator[tuple]:
+        """What the first stage takes as inputs and the last as labels."""
+        for batch, seed, factor in items:
+            ids = batch[:, [TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]
+            inputs = (ids, batch[:, _PLANES], np.array([seed], np.int64))
+            labels = (batch[:, _LABELS], np.array([factor], np.float32))
+            yield tuple(map(_tensor, inputs)), tuple(map(_tensor, labels))

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Collect English text that every machine with Python has: the documentation inside its installed packages.
+
+    python scripts/collect_corpus.py --output corpus.jsonl
+
+Sources: string constants (docstrings and the like) of the standard library and of the installed packages,
+their READMEs (from package metadata), and .md, .rst and .txt files. Modules are parsed, never imported, so
+nothing runs. Text is taken paragraph by paragraph: those that do not read as English prose are dropped, and
+so is every paragraph that differs from an earlier one only in names and numbers. One document per file.
+
+Trade-offs: the text is technical and the corpus depends on what is installed, so it suits a demonstration
+and not a model; files are visited in an order that is fixed but unrelated to their names, so that a size
+limit takes a fair sample of all packages. The same packages and limit give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import string
+import sys
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from megatron_lite.errors import ConfigError, DataError, run_command
+
+SUFFIXES = (".py", ".md", ".rst", ".txt")
+SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}
+MAX_FILE_BYTES = 1 << 20  # larger ones are generated tables
+TASK_FILES = 64
+
+MIN_PARAGRAPH_WORDS = 8
+MIN_DOCUMENT_CHARS = 300
+MAX_OTHERS = 0.2  # share of bytes that are neither letter nor space: prose has about 0.05, code about 0.3
+MIN_COMMON_WORDS = 0.2  # share of the words below: prose has about 0.4, lists of names nearly none
+COMMON_WORDS = frozenset(
+    """a an and are as at be been but by can do does for from had has have he her his how i if in into is it
+    its may more must no not of on one only or other our out over set should so some such than that the their
+    them then there these they this to up use used using was we were what when where which while who will with
+    would you your""".split()  # noqa: SIM905  a list of 80 quoted words is harder to read
+)
+
+_MARKUP = (
+    (re.compile(r":[A-Za-z][\w:+-]*:`~?\.?([^`<]*?)(?:\s*<[^`]*>)?`"), r"\1"),  # :class:`~module.Name`
+    (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),  # [text](address)
+    (re.compile(r"<(?:https?://|/?[a-zA-Z])[^>]*>"), " "),  # <tag>, <address>
+    (re.compile(r"`+|\*\*+|^\s*(?:[-*+#>]|\.\.)+\s+", re.MULTILINE), ""),  # emphasis, bullets, headings
+)
+_CODE = re.compile(
+    r">>>|^\s*(?:\$ |import |from \S+ import |def |class |[\w.]+ = |\.\. \w+::)"
+    r"|^\s*(?:for|if|while|with)\b.*:\s*$|[{};]\s*$|={2,}|-{4,}",
+    re.MULTILINE,
+)
+_LETTERS = (string.ascii_letters + " ").encode()
+_WORD = re.compile(r"[^\W\d_]+(?:'[a-z]+)?")
+_NAME = re.compile(r"\S*[\d_A-Z(){}\[\]=/\\<>.]\S+|[A-Z]\S*")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    roots = [Path(root) for root in args.root] or default_roots()
+    for root in roots:
+        if not root.is_dir():
+            raise ConfigError(f"--root {root} is not a directory; name one that holds Python packages.")
+    documents = collect(roots, int(args.max_megabytes * 1e6), args.workers)
+    if not documents:
+        names = ", ".join(map(str, roots))
+        raise DataError(f"no English text below {names}; name other directories with --root.")
+    write_jsonl(Path(args.output), documents)
+    size = sum(len(text.encode()) for _, text in documents)
+    print(f"{args.output}: {len(documents):,} documents, {size / 1e6:.1f} MB of text")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", required=True, help="file to write: JSON lines of text and source")
+    parser.add_argument(
+        "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
+    )
+    parser.add_argument(
+        "--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)"
+    )
+    args = parser.parse_args(arguments)
+    if args.max_megabytes <= 0 or args.workers < 1:
+        parser.error("--max-megabytes must be positive and --workers at least 1")
+    return args
+
+
+def default_roots() -> list[Path]:
+    """The standard library and the site-packages of the running interpreter, without repetition."""
+    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+
+
+def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[str, str]]:
+    """(source, text) of the documents below `roots`, the same list for any number of workers."""
+    seen: set[str] = set()
+    documents: list[tuple[str, str]] = []
+    total_bytes = 0
+    progress = tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text", disable=None)
+    with progress, closing(read_files(find_files(roots), workers)) as files:
+        for source, paragraphs in files:
+            text = "\n\n".join(unseen(paragraphs, seen))
+            if len(text) < MIN_DOCUMENT_CHARS:
+                continue
+            documents.append((source, text))
+            size = len(text.encode())
+            progress.update(min(size, max_bytes - total_bytes))
+            total_bytes += size
+            if total_bytes >= max_bytes:
+                break
+    return documents
+
+
+def read_files(files: Sequence[tuple[Path, str]], workers: int) -> Iterator[tuple[str, list[str]]]:
+    """(source, English paragraphs) of each file, in order, read by `workers` processes."""
+    with ProcessPoolExecutor(workers) as executor:
+        tasks = [
+            executor.submit(read_task, files[i : i + TASK_FILES]) for i in range(0, len(files), TASK_FILES)
+        ]
+        try:
+            for task in tasks:
+                yield from task.result()
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def find_files(roots: Iterable[Path]) -> list[tuple[Path, str]]:
+    """(path, name relative to its root) of the files to read, ordered by a hash of the name."""
+    found: dict[str, Path] = {}
+    for root in roots:
+        for directory, names, files in os.walk(root):
+            names[:] = [name for name in names if name not in SKIPPED_DIRECTORIES]
+            for file in files:
+                path = Path(directory, file)
+                if path.suffix in SUFFIXES or file == "METADATA":
+                    found.setdefault(path.relative_to(root).as_posix(), path)
+    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [(found[name], name) for name in names]
+
+
+def read_task(files: Sequence[tuple[Path, str]]) -> list[tuple[str, list[str]]]:
+    """The English paragraphs of each file, as (source, paragraphs)."""
+    return [
+        (name, [paragraph for text in read_texts(path) for paragraph in english_paragraphs(text)])
+        for path, name in files
+    ]
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a file: a module's string constants, a package's README, or all. None if unreadable."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    if path.suffix == ".py":
+        yield from string_constants(content)
+    elif path.name == "METADATA":
+        yield content.partition("\n\n")[2]  # the README follows the headers
+    else:
+        yield content
+
+
+def string_constants(source: str) -> list[str]:
+    """String literals of a module that span lines, in source order, dedented; none if it does not parse."""
+    if '"""' not in source and "'''" not in source:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the invalid escapes of other people's modules
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    constants = [
+        (node.lineno, node.col_offset, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value
+    ]
+    return [textwrap.dedent(text.expandtabs()) for _, _, text in sorted(constants)]
+
+
+def english_paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs that read as English prose, markup removed, each on one line."""
+    for block in re.split(r"\n\s*\n", text):
+        if _CODE.search(block):
+            continue
+        for pattern, replacement in _MARKUP:
+            block = pattern.sub(replacement, block)
+        paragraph = " ".join(block.split())
+        if is_english(paragraph):
+            yield paragraph
+
+
+def is_english(paragraph: str) -> bool:
+    """True if the paragraph has enough words, letters and common English words."""
+    words = _WORD.findall(paragraph)
+    if len(words) < MIN_PARAGRAPH_WORDS:
+        return False
+    encoded = paragraph.encode(errors="replace")
+    others = len(encoded.translate(None, _LETTERS))
+    common = sum(word.lower() in COMMON_WORDS for word in words)
+    return others <= MAX_OTHERS * len(encoded) and common >= MIN_COMMON_WORDS * len(words)
+
+
+def unseen(paragraphs: Iterable[str], seen: set[str]) -> Iterator[str]:
+    """Paragraphs that differ from those in `seen` by more than names and numbers; `seen` grows."""
+    for paragraph in paragraphs:
+        key = " ".join(_WORD.findall(_NAME.sub(" ", paragraph)))
+        if key not in seen:
+            seen.add(key)
+            yield paragraph
+
+
+def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> None:
+    """The whole file or none."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            for source, text in documents:
+                file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"--output {path}: {error.strerror}; choose a writable place.") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Draw the losses of a run, from RUN_DIRECTORY/metrics.jsonl, as RUN_DIRECTORY/loss.png.
+
+    python scripts/plot_metrics.py RUN_DIRECTORY
+
+Left: training and validation loss. Right: validation loss of each objective. Dotted: the unigram model, if
+scripts/unigram_baseline.py has been run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import matplotlib
+
+matplotlib.use("Agg")  # writes files, needs no display
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+from megatron_lite.errors import DataError, run_command
+from scripts.unigram_baseline import read_metrics
+
+COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
+DOTTED = {"linestyle": ":", "linewidth": 1.5}
+GREY = "0.4"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="directory of a training run")
+    parser.add_argument("--output", type=Path, help="file to write (default: RUN_DIRECTORY/loss.png)")
+    args = parser.parse_args(arguments)
+    output = args.output or args.run / "loss.png"
+    plot(read_metrics(args.run), read_unigram(args.run), output)
+    print(output)
+
+
+def read_unigram(run: Path) -> dict[str, float]:
+    """The unigram model's losses, {} if they were not computed. Raises DataError for a damaged file."""
+    path = run / "unigram.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise DataError(f"{path} cannot be read; write it again with scripts/unigram_baseline.py.") from None
+
+
+def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], output: Path) -> None:
+    """Draw the records of a run to `output`. Raises DataError without a record or if writing fails."""
+    train = [record for record in records if record["kind"] == "train"]
+    validation = [record for record in records if record["kind"] == "validation"]
+    if not train:
+        raise DataError("metrics.jsonl holds no training step yet; train for run.log_interval steps or more.")
+    figure, (total, parts) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    draw_total(total, train, validation, unigram)
+    draw_objectives(parts, validation, unigram)
+    for axes in (total, parts):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if axes.get_lines():
+            axes.legend()
+    total.set_ylabel("loss, nats per token")
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise DataError(f"{output}: {error.strerror}; choose a writable place with --output.") from None
+    finally:
+        pyplot.close(figure)
+
+
+def draw_total(
+    axes: Axes,
+    train: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+    unigram: Mapping[str, float],
+) -> None:
+    axes.set_title("all objectives")
+    axes.plot(*series(train, "loss"), label="training", color=COLORS[0], alpha=0.8)
+    if validation:
+        axes.plot(*series(validation, "loss"), label="validation", color=COLORS[1], marker="o")
+    if "loss" in unigram:
+        axes.axhline(unigram["loss"], label="unigram", color=GREY, **DOTTED)
+
+
+def draw_objectives(
+    axes: Axes, validation: Sequence[Mapping[str, Any]], unigram: Mapping[str, float]
+) -> None:
+    axes.set_title("validation by objective")
+    names = dict.fromkeys(name for record in validation for name in record if name.startswith("loss/"))
+    for color, name in zip(COLORS, names, strict=False):
+        axes.plot(*series(validation, name), label=name.removeprefix("loss/"), color=color, marker="o")
+        if name in unigram:
+            axes.axhline(unigram[name], color=color, **DOTTED)
+    if unigram:
+        axes.plot([], [], label="unigram", color=GREY, **DOTTED)
+
+
+def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have `name`."""
+    points = [(record["step"], record[name]) for record in records if name in record]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Compare a run's validation loss with a unigram model, the best that token frequencies alone can do.
+
+    python scripts/unigram_baseline.py RUN_DIRECTORY
+
+The unigram model knows how often each token is a target in the run's own training samples (add-one
+smoothed) and is scored on the very targets of the run's validation: the same samples, the same blanks, eop
+included. A count over the raw text would be a weaker opponent, since eop never occurs there. Writes
+RUN_DIRECTORY/unigram.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from data_utils.loader import SampleLoader, open_datasets
+from data_utils.objectives.base import OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.tokenizers import load_tokenizer
+from megatron_lite.config import Config, load_config
+from megatron_lite.errors import ConfigError, DataError, run_command
+
+BATCH = 64  # samples read at a time
+NOT_BETTER_STATUS = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    config = load_config([args.run / "config.yaml"])
+    model = last_validation(args.run)
+    unigram = unigram_losses(config)
+    (args.run / "unigram.json").write_text(json.dumps(unigram, indent=1) + "\n", encoding="utf-8")
+    print(table(unigram, model))
+    gain = unigram["loss"] - model["loss"]
+    if args.margin is not None and gain < args.margin:
+        print(f"the model gains {gain:.3f} nats, less than --margin {args.margin}", file=sys.stderr)
+        return NOT_BETTER_STATUS
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="holds config.yaml and metrics.jsonl")
+    parser.add_argument(
+        "--margin", type=float, help=f"exit with status {NOT_BETTER_STATUS} if the model gains less, nats"
+    )
+    return parser.parse_args(arguments)
+
+
+def last_validation(run: Path) -> dict[str, Any]:
+    """The last validation record of a run. Raises DataError without one."""
+    records = [record for record in read_metrics(run) if record["kind"] == "validation"]
+    if not records:
+        raise DataError(f"{run / 'metrics.jsonl'} holds no validation; set data.validation and train on.")
+    return records[-1]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of RUN/metrics.jsonl; of steps that were repeated after a restart only the last.
+
+    Raises DataError if the file is missing or damaged. A last line cut off by a crash is ignored.
+    """
+    path = run / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
+    records = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            continue
+        try:
+            record = json.loads(line)
+            records[record["kind"], record["step"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not a metrics record; remove the line.") from None
+    return sorted(records.values(), key=lambda record: record["step"])
+
+
+def unigram_losses(config: Config) -> dict[str, float]:
+    """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
+    if config.tokenizer is None:
+        raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
+    tokenizer = load_tokenizer(config.tokenizer)
+    data = open_datasets(config.data, config.blank_infilling, tokenizer, config.training.seed)
+    if data.validation is None:
+        raise ConfigError("the run has no validation corpus; set data.validation.")
+    shape = (len(data.objective_names), tokenizer.vocab_size)
+    seen = target_counts(data.train, config.training.steps * config.batch.global_batch_size, shape)
+    wanted = target_counts(data.validation, config.training.eval_samples, shape)
+    nats = -log_frequencies(seen.sum(0))
+    losses = {"loss": mean_loss(wanted.sum(0), nats)}
+    for name, counts in zip(data.objective_names, wanted, strict=True):
+        if counts.any():
+            losses[f"loss/{name}"] = mean_loss(counts, nats)
+    return losses
+
+
+def target_counts(loader: SampleLoader, num_samples: int, shape: tuple[int, int]) -> np.ndarray:
+    """Summed weight of each token as a target in the first samples: float64 [objectives, vocabulary]."""
+    counts = np.zeros(shape[0] * shape[1])
+    for start in range(0, num_samples, BATCH):
+        batch = loader.batch(np.arange(start, min(start + BATCH, num_samples)))
+        cell = batch[:, OBJECTIVE].astype(np.int64) * shape[1] + batch[:, TARGETS]
+        weights = batch[:, WEIGHTS].view(np.float32)
+        counts += np.bincount(cell[weights > 0], weights=weights[weights > 0], minlength=len(counts))
+    return counts.reshape(shape)
+
+
+def log_frequencies(counts: np.ndarray) -> np.ndarray:
+    """Log of the add-one smoothed relative frequencies, nats."""
+    return np.log(counts + 1) - np.log(counts.sum() + len(counts))
+
+
+def mean_loss(counts: np.ndarray, nats: np.ndarray) -> float:
+    """Mean of `nats` over tokens that occur `counts` times."""
+    return float(counts @ nats / counts.sum())
+
+
+def table(unigram: dict[str, float], model: dict[str, Any]) -> str:
+    """The two models side by side, for each objective."""
+    rows = [f"validation at step {model['step']}, nats per token", f"{'':10}  unigram   model   gain"]
+    for name, loss in unigram.items():
+        if name in model:
+            label = "all" if name == "loss" else name.removeprefix("loss/")
+            rows.append(f"{label:10}  {loss:7.3f} {model[name]:7.3f} {loss - model[name]:6.3f}")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,267 @@
+"""The benchmarks run and count what they say; the fast forms they compare compute what the plain ones do."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import attention_plan, train_step
+from data_utils.objectives.base import DOC, GRP, ORD
+from megatron_lite import cross_entropy
+from megatron_lite.attention import plan_attention
+from megatron_lite.config import ModelConfig
+from megatron_lite.errors import ConfigError
+from megatron_lite.metrics import count_visible_keys
+from megatron_lite.model import GLM, ModelInput, initialize_parameters
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    monkeypatch.setattr(train_step, "SHAPES", {"tiny": (3, 32, 2)})
+    monkeypatch.setattr(train_step, "MATMUL_SHAPE", (16, 32, 32))
+    monkeypatch.setattr(train_step, "SEQUENCE_LENGTH", 64)
+    monkeypatch.setattr(train_step, "VOCAB_SIZE", 30524)
+
+
+@pytest.mark.parametrize("depth", [[], ["--layers", "2"]])
+def test_train_step_reports_every_variant(small_shapes, tmp_path, capsys, depth):
+    file = tmp_path / "rows.json"
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--dtype",
+        "fp32",
+        "--micro-batch",
+        "2",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
+    assert train_step.main([*arguments, "--optimizer", "--json", str(file), *depth]) == 0
+    rows = {row["variant"]: row for row in json.loads(file.read_text())}
+    assert list(rows) == [
+        "matmul, torch",
+        "matmul, project",
+        "GLM",
+        "GLM dense",
+        "transformers BERT",
+        "transformers GPT-2",
+        "AdamW step",
+    ]
+    out = capsys.readouterr().out
+    assert all(f"| tiny | {name} |" in out for name in rows)
+    # In this run, so with any noise: the columns must agree with each other.
+    glm, dense = rows["GLM"], rows["GLM dense"]
+    assert dense["glm_speedup"] == pytest.approx(glm["tokens_per_second"] / dense["tokens_per_second"])
+    assert glm["of_project_matmul"] == pytest.approx(glm["tflops"] / rows["matmul, project"]["tflops"])
+    assert glm["glm_speedup"] is None and dense["flop_bound"] > 1
+
+
+def test_flop_bound_from_a_slice_equals_full_depth(small_shapes):
+    """Work grows in a straight line with depth, so extending the slice must give the full model's count."""
+    work = [
+        [
+            v.work
+            for v in train_step.glm_variants(train_step.model_config("tiny", depth), 2, torch.float32, CPU)
+        ]
+        for depth in (1, 2, 5)
+    ]
+    for one, two, five in zip(*work, strict=True):
+        for name in ("useful_flops", "executed_flops"):
+            extended = train_step.extend(getattr(one, name), getattr(two, name), 2, 5)
+            assert extended == pytest.approx(getattr(five, name), rel=1e-12)  # float64 rounding only
+
+
+def test_glm_variants_compute_the_same_loss_and_gradients(small_shapes):
+    torch.manual_seed(0)
+    variants = train_step.glm_variants(train_step.model_config("tiny", 2), 3, torch.float32, CPU)
+    gradients = []
+    for variant in variants:
+        variant.step()
+        model = variant.step.__closure__  # the step holds its model
+        (module,) = [c.cell_contents for c in model if isinstance(c.cell_contents, GLM)]
+        gradients.append({name: p.grad.clone() for name, p in module.named_parameters()})
+    for name in gradients[0]:
+        # fp32 sums in another order: 1e-6 of the largest gradient is a few units in the last place.
+        scale = gradients[1][name].abs().max().clamp(min=1e-3)
+        assert (gradients[0][name] - gradients[1][name]).abs().max() <= 1e-5 * scale, name
+
+
+def test_computed_keys_cover_the_visible_ones():
+    batch = train_step.make_batch(2)
+    computed, visible = train_step.computed_keys(batch), count_visible_keys(batch)
+    in_part_b = [
+        int(((doc >= 0) & (order > 0)).sum()) for doc, order in zip(batch[:, DOC], batch[:, ORD], strict=True)
+    ]
+    # What is computed and not visible is part B's upper triangle.
+    assert computed - visible == sum(b * (b - 1) // 2 for b in in_part_b)
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--micro-batch", "0"], "--micro-batch is 0"),
+        (["--layers", "1"], "--layers is 1"),
+        (["--clock", "process", "--threads", "2"], "--clock process"),
+    ],
+)
+def test_bad_options_are_one_line_errors(arguments, expected):
+    with pytest.raises(ConfigError, match=expected) as caught:
+        train_step.main(arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_scripts_start_without_installation(tmp_path):
+    for script in ("train_step.py", "attention_plan.py"):
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / script), "--repeats", "0"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 2
+        assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
+
+
+def test_attention_plan_prints_a_row_per_length(capsys):
+    arguments = [
+        "--documents",
+        "8",
+        "24",
+        "--heads",
+        "1",
+        "--row-length",
+        "48",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
+    assert attention_plan.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 1", "8"], ["| 1", "24"]]
+
+
+def rule(doc, order, grp, q, k):
+    """May q look at k? The sentence in megatron_lite/attention.py, one pair at a time."""
+    key_time = order[k] if order[k] >= 0 else float("inf")
+    query_bound = order[q] if order[q] >= 0 else -order[q] - 1
+    return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
+
+
+@st.composite
+def packed_batches(draw):
+    """Rows of documents (context, predicted) and padding at the end, as doc, ord, grp."""
+    documents = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(any), min_size=0, max_size=4)
+    rows = draw(st.lists(documents, min_size=1, max_size=3).filter(lambda rows: any(rows)))
+    length = max(sum(a + b for a, b in row) for row in rows) + draw(st.integers(0, 3))
+    doc = np.full((len(rows), length), -1, np.int32)
+    order = np.zeros((len(rows), length), np.int32)
+    for i, row in enumerate(rows):
+        at = 0
+        for number, (a, b) in enumerate(row):
+            doc[i, at : at + a + b] = number
+            order[i, at + a : at + a + b] = np.arange(1, b + 1)
+            at += a + b
+    return doc, order, np.zeros_like(doc)
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed_batches(), st.sampled_from(["prefix", "dense", "auto"]))
+def test_plans_follow_the_rule_and_give_padding_zero(arrays, kernel):
+    doc, order, grp = arrays
+    rows, length = doc.shape
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, rows, length, 2, 4, generator=generator)
+    out = plan_attention(doc, order, grp, CPU, kernel).attend(0, q, k, v, 0.0)
+    for b in range(rows):
+        for i in range(length):
+            seen = [j for j in range(length) if rule(doc[b], order[b], grp[b], i, j)]
+            if not seen:
+                assert (out[b, i] == 0).all()
+                continue
+            weights = torch.softmax(torch.einsum("hd,jhd->hj", q[b, i], k[b, seen]) / 2.0, -1)
+            expected = torch.einsum("hj,jhd->hd", weights, v[b, seen])
+            torch.testing.assert_close(
+                out[b, i], expected, rtol=1e-5, atol=1e-5
+            )  # fp32, other summation order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropping_padding_changes_nothing(dtype):
+    batch = train_step.make_batch(3)[:, :, :]
+    batch[1, DOC, 100:] = -1  # rows of different lengths
+    batch[1, [ORD, GRP], 100:] = 0
+    batch[1, 4, 100:] = 0  # weights
+    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=30524)
+    model = GLM(config)
+    initialize_parameters(model.named_parameters(), model.config, 1)
+    model.to(dtype).eval()
+    results = []
+    for keep_padding in (True, False):
+        inputs = ModelInput.from_batch(batch, CPU, keep_padding=keep_padding)
+        model.zero_grad()
+        loss, _ = model(inputs)
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}))
+    assert inputs.tokens.shape == (1, int((batch[:, DOC] >= 0).sum()))
+    # Matmuls of another row count may sum in another order: a few units in the last place of the dtype.
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    (padded, padded_grads), (dropped, dropped_grads) = results
+    torch.testing.assert_close(dropped, padded, rtol=tolerance, atol=0)
+    for name, gradient in padded_grads.items():
+        assert (dropped_grads[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 20])
+def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", {"cpu": chunk_bytes})
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(7, 11, generator=generator)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    weights = torch.rand(7, generator=generator)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    (expected * weights).sum().backward()
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy.cross_entropy(leaf * 1.0, targets)
+    (loss * weights).sum().backward()
+    # fp32 arithmetic on values up to 20: absolute error of a few 1e-6.
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_freed_memory(keep):
+    """In a process of its own, because it changes how the C library allocates for good."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import resource, torch\n"
+        "from megatron_lite.cpu_memory import keep_freed_memory\n"
+        "if sys.argv[2] == 'True': keep_freed_memory()\n"
+        "for _ in range(40): torch.ones(1 << 24)\n"  # the heap settles
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(4): torch.ones(1 << 24)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), str(keep)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    # 4 x 64 MiB are 65,536 pages of 4 KiB. (Huge pages would need 128 faults: then there is nothing to win.)
+    faults = int(result.stdout)
+    assert faults < 100 if keep else faults > 100

@@ -1,0 +1,68 @@
+"""The loss plot: a readable PNG, with the lines that the records hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from megatron_lite.errors import DataError
+from scripts.plot_metrics import draw_objectives, draw_total, main, series
+
+TRAIN = [{"kind": "train", "step": step, "loss": 8.0 - step / 10} for step in range(1, 30)]
+VALIDATION = [
+    {"kind": "validation", "step": step, "loss": 7.0 - step / 20, "loss/token": 5.0, "loss/document": 7.5}
+    for step in (10, 20)
+]
+UNIGRAM = {"loss": 6.5, "loss/token": 6.0, "loss/document": 6.7}
+
+
+def write_run(run: Path, records: list[dict]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_writes_a_png(tmp_path: Path) -> None:
+    write_run(tmp_path, TRAIN + VALIDATION)
+    main([str(tmp_path)])
+    image = pyplot.imread(tmp_path / "loss.png")
+    assert image.shape[0] > 400 and image.shape[1] > 1000
+    assert image.std() > 0.05  # not blank
+    (tmp_path / "unigram.json").write_text(json.dumps(UNIGRAM))
+    main([str(tmp_path), "--output", str(tmp_path / "with_unigram.png")])
+    assert (pyplot.imread(tmp_path / "with_unigram.png") != image).any()
+
+
+def test_without_validation(tmp_path: Path) -> None:
+    write_run(tmp_path, TRAIN)
+    main([str(tmp_path)])
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_lines_of_the_axes() -> None:
+    figure, (total, parts) = pyplot.subplots(1, 2)
+    draw_total(total, TRAIN, VALIDATION, UNIGRAM)
+    draw_objectives(parts, VALIDATION, UNIGRAM)
+    assert [line.get_label() for line in total.get_lines()] == ["training", "validation", "unigram"]
+    assert list(total.get_lines()[1].get_ydata()) == [6.5, 6.0]
+    assert total.get_lines()[2].get_ydata()[0] == 6.5
+    labels = [line.get_label() for line in parts.get_lines() if not line.get_label().startswith("_")]
+    assert labels == ["token", "document", "unigram"]
+    pyplot.close(figure)
+
+
+def test_series_skips_records_without_the_name() -> None:
+    assert series([{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": 1.0}], "a") == ([1, 3], [2.0, 1.0])
+
+
+def test_errors(tmp_path: Path) -> None:
+    write_run(tmp_path, VALIDATION)
+    with pytest.raises(DataError, match="no training step yet"):
+        main([str(tmp_path)])
+    write_run(tmp_path, TRAIN)
+    with pytest.raises(DataError, match="writable place"):
+        main([str(tmp_path), "--output", str(tmp_path / "none" / "x.png")])
+    (tmp_path / "unigram.json").write_text("{")
+    with pytest.raises(DataError, match=r"unigram\.json cannot be read"):
+        main([str(tmp_path)])

@@ -1,0 +1,86 @@
+"""The unigram baseline: the value by hand, and the same targets as the trainer's evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_utils.objectives.base import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
+from megatron_lite.errors import DataError
+from scripts.unigram_baseline import (
+    last_validation,
+    log_frequencies,
+    mean_loss,
+    read_metrics,
+    table,
+    target_counts,
+)
+
+
+class FakeLoader:
+    """Sample i has one row with loss: target i % 3, weight 0.5 for even i, of objective i % 2."""
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        batch = np.zeros((len(indices), len(FIELDS), 4), np.int32)
+        batch[:, TARGETS, 1] = indices % 3
+        batch[:, WEIGHTS].view(np.float32)[:, 1] = np.where(indices % 2, 1.0, 0.5)
+        batch[:, OBJECTIVE, 1] = indices % 2
+        return batch
+
+
+def test_cross_entropy_by_hand() -> None:
+    # Counts 3, 1, 0 of a vocabulary of 3 become probabilities 4/7, 2/7, 1/7.
+    nats = -log_frequencies(np.array([3.0, 1.0, 0.0]))
+    assert nats == pytest.approx([math.log(7 / 4), math.log(7 / 2), math.log(7)])
+    # One target of token 0 and two of token 2.
+    assert mean_loss(np.array([1.0, 0.0, 2.0]), nats) == pytest.approx(
+        (math.log(7 / 4) + 2 * math.log(7)) / 3
+    )
+
+
+def test_targets_are_counted_by_weight_and_objective() -> None:
+    counts = target_counts(FakeLoader(), 6, (2, 5))
+    assert counts.tolist() == [[0.5, 0.5, 0.5, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_counts_do_not_depend_on_batches() -> None:
+    counts = target_counts(FakeLoader(), 199, (2, 5))  # four batches, the last one shorter
+    assert counts.sum() == 100 * 0.5 + 99 * 1.0
+
+
+def write_metrics(run: Path, *records: dict, tail: str = "") -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (run / "metrics.jsonl").write_text(text + tail)
+
+
+def test_metrics_of_repeated_steps_and_a_cut_last_line(tmp_path: Path) -> None:
+    old, new = ({"kind": "validation", "step": 10, "loss": loss} for loss in (5.0, 4.0))
+    first = {"kind": "validation", "step": 5, "loss": 6.0}
+    write_metrics(tmp_path, first, old, {"kind": "train", "step": 20, "loss": 1.0}, new, tail='{"kind": "val')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [5, 10, 20]
+    assert last_validation(tmp_path) == new
+
+
+def test_metrics_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        read_metrics(tmp_path)
+    write_metrics(tmp_path, {"kind": "train", "step": 1})
+    with pytest.raises(DataError, match="holds no validation"):
+        last_validation(tmp_path)
+    write_metrics(tmp_path, {"step": 1})
+    with pytest.raises(DataError, match="line 1 is not a metrics record"):
+        read_metrics(tmp_path)
+
+
+def test_table_shows_the_gain() -> None:
+    unigram = {"loss": 6.0, "loss/token": 5.0, "loss/document": 7.0}
+    lines = table(unigram, {"step": 7, "loss": 4.5, "loss/token": 4.0}).splitlines()
+    assert lines[0] == "validation at step 7, nats per token"
+    assert [line.split() for line in lines[2:]] == [
+        ["all", "6.000", "4.500", "1.500"],
+        ["token", "5.000", "4.000", "1.000"],
+    ]
