@@ -106,7 +106,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
         "sentencepiece": SentencePieceTokenizer,
         "hf_json": _load_hf_json,
     }
-    return loaders[config.kind](config, _read_files(config))
+    return loaders[config.kind](config, read_files(config))
 
 
 class Tokenizer(abc.ABC):
@@ -495,8 +495,8 @@ def _all_special_names(
     return all_names
 
 
-def _read_files(config: TokenizerConfig) -> dict[str, bytes]:
-    """The tokenizer's files, by their usual names whatever they are called."""
+def read_files(config: TokenizerConfig) -> dict[str, bytes]:
+    """Contents of the tokenizer's files, by their usual names whatever they are called. Raises: DataError."""
     path = Path(config.path)
     if not path.exists():
         raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")

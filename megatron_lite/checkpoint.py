@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -376,16 +376,30 @@ def load(checkpoint: Checkpoint, engine: Engine, context: ParallelContext) -> No
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, for inference or conversion in one process, without padding rows."""
+    """The whole fp32 model weights, for inference in one process, without padding rows."""
+    return dict(iterate_weights(checkpoint))
+
+
+def iterate_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole fp32 weight of each parameter, without padding rows, one in memory at a time."""
+    read = weight_reader(checkpoint)
+    for name in checkpoint.shapes:
+        yield name, read(name)
+
+
+def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """A function that reads one whole fp32 weight, without padding rows, by its parameter's name."""
     by_parameter = _pieces_by_parameter(checkpoint)
-    read = _reader(checkpoint)
-    weights = {}
-    for name, shape in checkpoint.shapes.items():
-        rows, columns = matrix_shape(shape)
+
+    def read(name: str) -> torch.Tensor:
+        rows, columns = matrix_shape(checkpoint.shapes[name])
         matrix = torch.empty(rows, columns)
-        _fill(matrix, Box(0, rows, 0, columns), by_parameter[name, "weight"], read)
-        weights[name] = matrix.view(shape)
-    return weights
+        pieces = by_parameter[name, "weight"]
+        # A reader for each parameter: an open file keeps every page that was read.
+        _fill(matrix, Box(0, rows, 0, columns), pieces, _reader(checkpoint))
+        return matrix.view(checkpoint.shapes[name])
+
+    return read
 
 
 def _pieces_by_parameter(checkpoint: Checkpoint) -> dict[tuple[str, str], list[Piece]]:

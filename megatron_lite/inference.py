@@ -31,7 +31,7 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = _find(path)
+    found = find_checkpoint(path)
     config = build(Config, found.state["config"])
     if config.tokenizer is None:
         raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
@@ -49,7 +49,8 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     return Run(config, tokenizer, model.to(device).eval(), found)
 
 
-def _find(path: Path) -> checkpoint.Checkpoint:
+def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
+    """A `step_...` directory, or the newest valid checkpoint of a run directory; checksums verified."""
     if (path / "manifest.json").exists():
         found = checkpoint.read_checkpoint(path)
         checkpoint.verify(found)

@@ -1,0 +1,1 @@
+"""GLM for the transformers library: configuration, model, tokenizers, and conversion both ways."""

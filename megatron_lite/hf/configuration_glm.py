@@ -1,0 +1,45 @@
+"""Configuration of GLM (autoregressive blank infilling) for transformers. Copied beside exported weights."""
+
+from transformers import PretrainedConfig
+
+
+class GLMConfig(PretrainedConfig):
+    """Sizes, dropout and the token ids that mark blanks.
+
+    The model type is not "glm": in transformers that is GLM-4, another architecture.
+
+    Fields:
+        vocab_size: rows of the word embedding; rows that only pad a training vocabulary are left out.
+        max_position: largest value of both position ids; each table has one row more.
+        gelu: "tanh" (how GLM is trained) or "erf" (what the released models' published code computes).
+        mask_token_ids: the ids that stand for a blank: [MASK], [sMASK], [gMASK].
+        sop_token_id, eop_token_id: start (input side) and end (target side) of a predicted span.
+    """
+
+    model_type = "glm-blank-infilling"
+    attribute_map = {"num_hidden_layers": "num_layers"}  # noqa: RUF012  what transformers expects here
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 30527
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_attention_heads: int = 12
+    max_position: int = 512
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    output_dropout: float = 0.1
+    layernorm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    gelu: str = "tanh"
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    cls_token_id: int | None = None
+    sop_token_id: int | None = None
+    eop_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    mask_token_ids: list[int] | None = None
+
+
+GLMConfig.register_for_auto_class()

@@ -1,0 +1,501 @@
+"""GLM (autoregressive blank infilling, arXiv:2103.10360) for transformers. Copied beside exported weights.
+
+One stack reads part A, the text with its blanks, in both directions, and part B, the spans that fill them,
+from left to right. `block_position_ids` tells them apart: 0 in part A, 1, 2, ... within a span of part B. So
+the attention mask needs no argument of its own: everybody sees part A, and a token of part B also sees part B
+up to itself. `position_ids` is the position in the text; all tokens of a span carry that of their blank.
+Without `block_position_ids` the whole input is part A and the model is a bidirectional encoder.
+
+`attention_mask` marks padding (0) as usual. A boolean one of shape [B, 1, S, S] replaces the rule, for
+example for packed documents. Padding rows see nothing.
+
+Trade-offs: attention is torch's scaled_dot_product_attention with a boolean mask of B x S x S; no attention
+weights are returned. Dynamic key/value caches only. Labels are not shifted: the label of a row is what that
+row predicts, as in training.
+
+Shapes: B batch, S new tokens, K all tokens (cached and new), D hidden size, H heads, V vocabulary, C choices.
+"""
+
+# transformers annotates its base classes more narrowly than it lets them be used.
+# mypy: ignore-errors
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MultipleChoiceModelOutput,
+    SequenceClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_glm import GLMConfig
+
+if (
+    TYPE_CHECKING
+):  # never imported: transformers copies the files that are named so wherever the model is saved
+    from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
+
+
+def visible_keys(
+    block_position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    length: int,
+    past_length: int,
+) -> torch.Tensor | None:
+    """Which keys the new tokens may see: bool [B, 1, S, K]; None where each sees every key.
+
+    What the cache holds is seen by all new tokens, so a text goes in whole, not in pieces.
+
+    Args:
+        block_position_ids: int [B, S] of the new tokens; None = all are part A.
+        attention_mask: [B, K], 0 = padding, or bool [B, 1, S, K], which is returned; None = no padding.
+        length, past_length: S, and how many tokens the cache holds.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask.bool()
+    visible = None
+    if block_position_ids is not None and not (
+        length == 1 and past_length
+    ):  # a single new token sees the whole cache
+        in_b = block_position_ids > 0
+        up_to_itself = torch.ones(length, length, dtype=torch.bool, device=in_b.device).tril()
+        visible = ~in_b[:, None, :] | (in_b[:, :, None] & up_to_itself)
+        visible = F.pad(visible, (past_length, 0), value=True)[:, None]
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != past_length + length:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[-1]} columns; it must cover the {past_length} "
+                f"cached and the {length} new tokens."
+            )
+        real = attention_mask.bool()
+        unpadded = real[:, None, -length:, None] & real[:, None, None, :]
+        visible = unpadded if visible is None else visible & unpadded
+    return visible
+
+
+class GLMEmbedding(nn.Module):
+    """Word + position + block position embeddings, then dropout."""
+
+    def __init__(self, config: GLMConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
+        self.block_position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(
+        self, words: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """words: embedded tokens [B, S, D]."""
+        hidden = (
+            words
+            + self.position_embeddings(position_ids)
+            + self.block_position_embeddings(block_position_ids)
+        )
+        return self.dropout(hidden)
+
+
+class GLMOutputProjection(nn.Linear):
+    """A linear layer into the residual stream; only its initial weights differ."""
+
+
+class GLMAttention(nn.Module):
+    """Fused Q|K|V projection (contiguous thirds), scaled dot product, output projection."""
+
+    def __init__(self, config: GLMConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_dropout
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = GLMOutputProjection(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        visible: torch.Tensor | None,
+        blind: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        rows, length, _ = hidden.shape
+        q, k, v = (
+            self.query_key_value(hidden).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
+        if blind is not None:
+            out = out.masked_fill(blind, 0.0)
+        return self.dense(out.transpose(1, 2).reshape(rows, length, -1))
+
+
+class GLMMLP(nn.Module):
+    def __init__(self, config: GLMConfig):
+        super().__init__()
+        self.approximate = {"tanh": "tanh", "erf": "none"}[config.gelu]
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, 4 * config.hidden_size)
+        self.dense_4h_to_h = GLMOutputProjection(4 * config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(hidden), approximate=self.approximate))
+
+
+class GLMBlock(GradientCheckpointingLayer):
+    """x + dropout(attention(LN(x))), then the same with the MLP."""
+
+    def __init__(self, config: GLMConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.attention = GLMAttention(config, layer)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = GLMMLP(config)
+        self.dropout = nn.Dropout(config.output_dropout)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        visible: torch.Tensor | None = None,
+        blind: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        hidden = hidden + self.dropout(
+            self.attention(self.input_layernorm(hidden), visible, blind, past_key_values)
+        )
+        return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class GLMPreTrainedModel(PreTrainedModel):
+    config_class = GLMConfig
+    base_model_prefix = "glm"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["GLMBlock"]  # noqa: RUF012  what transformers expects here
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, initializer_range); the two projections into the residual stream are scaled by 1/sqrt(2L)."""
+        super()._init_weights(module)
+        if isinstance(module, GLMOutputProjection):
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_layers)
+            init.normal_(module.weight, mean=0.0, std=std)
+
+
+class GLMModel(GLMPreTrainedModel):
+    """The stack without a head: hidden states after the final LayerNorm."""
+
+    def __init__(self, config: GLMConfig):
+        super().__init__(config)
+        self.embedding = GLMEmbedding(config)
+        self.layers = nn.ModuleList([GLMBlock(config, i) for i in range(config.num_layers)])
+        self.final_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.word_embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        block_position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: int [B, S]; or inputs_embeds [B, S, D].
+            attention_mask: see the module's docstring.
+            position_ids, block_position_ids: int [B, S]; None = the whole input is part A.
+            past_key_values: keys and values of what came before; attention_mask then covers both.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds.")
+        words = self.embedding.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is not None and past_key_values.is_compileable:
+            raise ValueError("GLM works with dynamic caches; leave cache_implementation at its default.")
+        visible = visible_keys(block_position_ids, attention_mask, words.shape[1], past_length)
+        blind = None  # bool [B, 1, S, 1]: rows without any key
+        if visible is not None and attention_mask is not None:
+            blind = ~visible.any(-1, keepdim=True)
+            visible = visible | blind  # their softmax would be NaN: they see all, and the result is dropped
+        if position_ids is None:
+            if block_position_ids is not None:
+                raise ValueError(
+                    "block_position_ids need position_ids: a span has the position of its blank."
+                )
+            position_ids = self._positions_of_part_a(attention_mask, words, past_length)
+        if block_position_ids is None:
+            block_position_ids = torch.zeros_like(position_ids)
+
+        hidden = self.embedding(words, position_ids, block_position_ids)
+        states = [hidden] if output_hidden_states else None
+        for layer in self.layers:
+            hidden = layer(hidden, visible, blind, past_key_values=past_key_values)
+            if states is not None:
+                states.append(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.final_layernorm(hidden),
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=None if states is None else tuple(states),
+        )
+
+    @staticmethod
+    def _positions_of_part_a(
+        attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
+    ) -> torch.Tensor:
+        """Positions 0, 1, 2, ... of the tokens that are not padding: int [B, S]."""
+        rows, length, _ = words.shape
+        if attention_mask is None or attention_mask.dim() != 2:
+            positions = torch.arange(past_length, past_length + length, device=words.device)
+            return positions.expand(rows, -1)
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+
+
+class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
+    """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
+
+    _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GLMConfig):
+        super().__init__(config)
+        self.glm = GLMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        block_position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As GLMModel; in addition:
+
+        Args:
+            labels: int [B, S], what each row predicts (not shifted); -100 = no loss. The loss is their mean.
+            logits_to_keep: compute logits of the last so many rows only; 0 = all.
+        """
+        outputs = self.glm(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            block_position_ids=block_position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, -logits_to_keep:].flatten())
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    # Generation: new tokens keep the position of their blank and count block positions on.
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        block_position_ids: torch.Tensor | None = None,
+        **kwargs,
+    ) -> dict:
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, **kwargs
+        )
+        inputs["block_position_ids"] = block_position_ids[:, -inputs["input_ids"].shape[1] :]
+        return inputs
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: torch.Tensor, model_kwargs: dict
+    ) -> torch.Tensor:
+        raise ValueError(
+            "generate() needs position_ids and block_position_ids, and input_ids that end in sop; call "
+            "tokenizer.build_inputs_for_generation(tokenizer(text)) and pass all it returns."
+        )
+
+    def _validate_model_kwargs(self, model_kwargs: dict) -> None:
+        if model_kwargs.get("block_position_ids") is None:
+            self._prepare_position_ids_for_generation(model_kwargs.get("input_ids"), model_kwargs)
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _validate_generated_length(
+        self, generation_config, input_ids_length: int, has_default_max_length: bool
+    ) -> None:
+        new = generation_config.max_length - input_ids_length
+        if new > self.config.max_position:
+            raise ValueError(
+                f"{new} new tokens were asked for, but block positions end at {self.config.max_position}; "
+                "set a smaller max_new_tokens."
+            )
+        super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs, model_kwargs: dict, is_encoder_decoder: bool = False, num_new_tokens: int = 1
+    ) -> dict:
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder, num_new_tokens
+        )
+        positions, block_positions = model_kwargs["position_ids"], model_kwargs["block_position_ids"]
+        blank = positions[:, -num_new_tokens - 1 : -num_new_tokens]
+        steps = torch.arange(1, num_new_tokens + 1, device=positions.device)
+        model_kwargs["position_ids"] = torch.cat(
+            [positions[:, :-num_new_tokens], blank.expand(-1, num_new_tokens)], dim=1
+        )
+        model_kwargs["block_position_ids"] = torch.cat(
+            [block_positions, block_positions[:, -1:] + steps], dim=1
+        )
+        return model_kwargs
+
+
+class GLMForSequenceClassification(GLMPreTrainedModel):
+    """A linear layer on the first token ([CLS]) of each text."""
+
+    def __init__(self, config: GLMConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.glm = GLMModel(config)
+        self.dropout = nn.Dropout(config.output_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        block_position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutput:
+        """labels: int [B] (cross entropy), float [B] where num_labels is 1 (squared error), or float [B,
+        num_labels] (binary cross entropy of each)."""
+        outputs = self.glm(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            block_position_ids=block_position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden = outputs.last_hidden_state
+        first = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
+        if attention_mask is not None and attention_mask.dim() == 2:  # after padding on the left
+            first = attention_mask.long().argmax(-1)
+        pooled = hidden[torch.arange(hidden.shape[0], device=hidden.device), first]
+        logits = self.score(self.dropout(pooled))
+        loss = None if labels is None else self._loss(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.num_labels == 1:
+            return F.mse_loss(logits.squeeze(-1), labels.float())
+        if labels.dim() == 2:
+            return F.binary_cross_entropy_with_logits(logits, labels.float())
+        return F.cross_entropy(logits, labels)
+
+
+class GLMForMultipleChoice(GLMPreTrainedModel):
+    """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the
+    model."""
+
+    _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GLMConfig):
+        super().__init__(config)
+        self.glm = GLMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        choice_labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        block_position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> MultipleChoiceModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, block_position_ids: int [B, C, S]; the choice is a span
+            of part B. choice_labels: int [B, C, S], the token each row predicts; -100 = not part of the
+            score. labels: int [B], the right choice.
+        Returns: logits [B, C] in nats, and with labels the cross entropy over the choices.
+        """
+        flat = [
+            None if x is None else x.flatten(0, 1) for x in (attention_mask, position_ids, block_position_ids)
+        ]
+        outputs = self.glm(
+            input_ids.flatten(0, 1),
+            attention_mask=flat[0],
+            position_ids=flat[1],
+            block_position_ids=flat[2],
+            use_cache=False,
+        )
+        targets = choice_labels.flatten(0, 1)
+        rows = targets != -100
+        losses = F.cross_entropy(
+            self.lm_head(outputs.last_hidden_state[rows]).float(), targets[rows], reduction="none"
+        )
+        scores = torch.zeros_like(targets, dtype=losses.dtype).masked_scatter(rows, -losses).sum(-1)
+        scores = scores.view(input_ids.shape[:2])
+        loss = None if labels is None else F.cross_entropy(scores, labels)
+        return MultipleChoiceModelOutput(loss=loss, logits=scores)
+
+
+GLMModel.register_for_auto_class("AutoModel")
+GLMForBlankInfilling.register_for_auto_class("AutoModelForSeq2SeqLM")
+GLMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+GLMForMultipleChoice.register_for_auto_class("AutoModelForMultipleChoice")

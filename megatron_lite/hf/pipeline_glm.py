@@ -1,0 +1,55 @@
+"""`pipeline("blank-infilling", ...)` for GLM: texts with [MASK], [sMASK] or [gMASK] in, filled texts out.
+
+Blanks are filled in text order; later ones see earlier answers. Copied beside exported weights.
+"""
+
+# transformers annotates its base classes more narrowly than it lets them be used.
+# mypy: ignore-errors
+
+from transformers import Pipeline
+
+
+class BlankInfillingPipeline(Pipeline):
+    """Options of `generate` (max_new_tokens, do_sample, num_beams, ...) may be given to the pipeline or to a
+    call."""
+
+    _load_processor = False
+    _load_image_processor = False
+    _load_feature_extractor = False
+    _load_tokenizer = True
+
+    def _sanitize_parameters(self, **generate_options):
+        return {}, generate_options, {}
+
+    def preprocess(self, text: str) -> dict:
+        return {"encoded": self.tokenizer(text)}
+
+    def _forward(self, model_inputs: dict, **generate_options) -> dict:
+        """Returns: ids [text, span, text, span, ..., text], CLS and the final end-of-text token left out."""
+        tokenizer, config = self.tokenizer, self.model.generation_config
+        text, blanks = model_inputs["encoded"]["input_ids"], tokenizer.blank_token_ids
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        spans: list[list[int]] = []
+        parts: list[list[int]] = [[]]
+        for token in text[1:-1]:
+            if token not in blanks:
+                parts[-1].append(token)
+                continue
+            inputs = tokenizer.build_inputs_for_generation(model_inputs["encoded"], [spans]).to(
+                self.model.device
+            )
+            written = self.model.generate(**inputs, **generate_options)[
+                0, inputs["input_ids"].shape[1] :
+            ].tolist()
+            end = next((i for i, new in enumerate(written) if new in ends), len(written))
+            spans.append(written[:end])
+            parts += [spans[-1], []]
+        if not spans:
+            raise ValueError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
+        return {"parts": parts}
+
+    def postprocess(self, model_outputs: dict) -> dict:
+        """Returns: the filled text, the spans as text, and the spans' token ids."""
+        parts = model_outputs["parts"]
+        texts = [self.tokenizer.decode(part) if part else "" for part in parts]
+        return {"filled": "".join(texts), "spans": texts[1::2], "span_ids": parts[1::2]}

@@ -1,0 +1,157 @@
+"""Proof of a conversion: both models on the same input, the largest logit difference and the argmax
+agreement.
+
+The input has rows of different lengths with padding, an encoder-only row, and several spans, drawn from a
+fixed seed. The models are loaded one after the other, so the proof needs the memory of one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from data_utils.objectives.base import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    FIELDS,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TOKENS,
+    WEIGHTS,
+)
+from megatron_lite import checkpoint
+from megatron_lite.attention import allowed
+from megatron_lite.config import ModelConfig
+from megatron_lite.errors import CheckpointError
+from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.released import reference_logits
+from megatron_lite.hf.weights import Weights
+from megatron_lite.model import GLM, ModelInput
+from megatron_lite.tensor_parallel import local_shard, partition_of
+
+TOLERANCE = 1e-5  # fp32: the same sums in another order
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a comparison found."""
+
+    largest_difference: float
+    agreement: float  # share of rows with the same argmax, ties within the tolerance counted as the same
+    rows: int
+    largest_logit: float  # magnitude; fp32 rounding grows with it
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference {self.largest_difference:.2e}, argmax agreement {self.agreement:.2%} "
+            f"of {self.rows} rows"
+        )
+
+    def require(self, tolerance: float, what: str) -> None:
+        """Raise CheckpointError unless logits differ by at most `tolerance` (times the largest beyond 1)."""
+        limit = tolerance * max(1.0, self.largest_logit)
+        if not (self.largest_difference <= limit and self.agreement == 1.0):  # so that NaN fails too
+            raise CheckpointError(
+                f"{what} does not compute what its source computes: {self} (tolerance {limit:.1e}); "
+                "nothing was kept."
+            )
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> Proof:
+    """Two fp32 logit tensors [..., V] of one shape."""
+    largest = expected.abs().max().item()
+    best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
+    agreeing = best >= expected.amax(-1) - tolerance * max(1.0, largest)
+    difference = (actual - expected).abs().max().item()
+    return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest)
+
+
+def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
+    """int32 [3, fields, S] in the collator's layout: part A and two spans, padded; unpadded; part A only,
+    padded."""
+    assert config.vocab_size is not None
+    rng = np.random.default_rng(seed)
+    length = min(96, config.max_position)
+    batch = np.zeros((3, len(FIELDS), length), np.int32)
+    batch[:, DOC] = PADDING_DOC
+    for row, (context, spans) in enumerate(_proof_rows(length)):
+        total = context + sum(spans)
+        batch[row, TOKENS, :total] = rng.integers(0, config.vocab_size, total)
+        batch[row, DOC, :total] = 0
+        batch[row, POSITION_IDS, :context] = np.arange(context)
+        batch[row, ORD, context:total] = np.arange(1, total - context + 1)
+        start = context
+        for span in spans:
+            batch[row, POSITION_IDS, start : start + span] = rng.integers(0, context)
+            batch[row, BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
+            start += span
+    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
+    return batch
+
+
+def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
+    """Length of part A and of each span, per row."""
+    third = max(1, length // 3)
+    return [
+        (third, [max(1, third // 2), max(1, third // 3)]),
+        (length - third, [third]),
+        (max(1, length // 2), []),
+    ]
+
+
+@torch.no_grad()
+def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
+    """fp32 [B, S, vocab_size] of our training model, on padding too."""
+    inputs = ModelInput.from_batch(batch, torch.device("cpu"), kernel="dense")
+    hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    return model.logits(hidden).float()
+
+
+@torch.no_grad()
+def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
+    """The same of a Hugging Face directory, loaded as its users load it, computed in fp32."""
+    if not sys.stderr.isatty():  # as our own progress bars
+        transformers_logging.disable_progress_bar()
+    model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
+    return model(
+        input_ids=_tensor(batch, TOKENS),
+        attention_mask=(_tensor(batch, DOC) != PADDING_DOC).long(),
+        position_ids=_tensor(batch, POSITION_IDS),
+        block_position_ids=_tensor(batch, BLOCK_POSITION_IDS),
+        use_cache=False,
+    ).logits
+
+
+@torch.no_grad()
+def released_logits(shards: Sequence[Weights], config: ModelConfig, batch: np.ndarray) -> torch.Tensor:
+    """The same of weights in the released layout, by the reference's arithmetic."""
+    doc, order = _tensor(batch, DOC), _tensor(batch, ORD)
+    visible = allowed(doc, order, torch.zeros_like(doc))
+    tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
+    return reference_logits(shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible)
+
+
+def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:
+    return torch.from_numpy(batch[:, plane].astype(np.int64))
+
+
+def load_training_model(
+    found: checkpoint.Checkpoint,
+    config: ModelConfig,
+    rounding: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> GLM:
+    """The fp32 model of a training checkpoint in eval mode; `rounding` is applied to each weight."""
+    with torch.device("meta"):
+        model = GLM(config)
+    weights = {name: rounding(weight) for name, weight in checkpoint.iterate_weights(found)}
+    for name, parameter in model.named_parameters():  # padding rows are not stored
+        weights[name] = local_shard(weights[name], partition_of(parameter), 0, 1, len(parameter))
+    model.load_state_dict(weights, assign=True)
+    return model.eval()

@@ -1,0 +1,233 @@
+"""Tokenizers of GLM for transformers. Copied beside exported weights.
+
+`GLMTokenizerFast` holds a WordPiece or byte-level BPE vocabulary (tokenizer.json),
+`GLMSentencePieceTokenizer` a SentencePiece model (tokenizer.model; needs the sentencepiece package). In both,
+[MASK], [sMASK] and [gMASK] in a text mark blanks, spaces in front of them are dropped (a predicted span
+brings its own), and a text is wrapped in [CLS] and the end-of-text token.
+
+`build_inputs_for_generation`, `build_inputs_for_training` and `build_inputs_for_multiple_choice` append part
+B: sop and span for each blank, with the two position ids.
+"""
+
+# transformers annotates its base classes more narrowly than it lets them be used.
+# mypy: ignore-errors
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
+
+MARKERS = {"[MASK]": "mask_token", "[sMASK]": "smask_token", "[gMASK]": "gmask_token"}
+_MARKER = re.compile(" *(" + "|".join(map(re.escape, MARKERS)) + ")")
+NO_LABEL = -100
+
+
+class GLMTokenizationMixin:
+    """What both tokenizers share: blanks in texts, and part B."""
+
+    padding_side = "left"
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012  what transformers expects here
+
+    @property
+    def blank_token_ids(self) -> set[int]:
+        """The ids that stand for a blank."""
+        return {self.mask_token_id, self.smask_token_id, self.gmask_token_id}
+
+    def _mark_blanks(self, text):
+        """Blanks by the names this vocabulary has for them, without spaces before; in nested lists too."""
+        if isinstance(text, str):
+            return _MARKER.sub(lambda found: str(getattr(self, MARKERS[found[1]])), text)
+        if isinstance(text, (list, tuple)):
+            return [self._mark_blanks(item) for item in text]
+        return text
+
+    def _encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
+        return super()._encode_plus(self._mark_blanks(text), text_pair=self._mark_blanks(text_pair), **kwargs)
+
+    # Part B
+
+    def build_inputs_for_generation(
+        self, encoded: BatchEncoding, spans: Sequence[Sequence[Sequence[int]]] | None = None
+    ) -> BatchEncoding:
+        """Inputs of `generate` for the next blank of each text.
+
+        Args:
+            encoded: what the tokenizer returned for the texts, padded or not.
+            spans: for each text, the token ids that fill its first blanks; None = the first blank is next.
+        Returns: int64 tensors [B, S] input_ids (ending in sop), attention_mask, position_ids,
+        block_position_ids;
+            padded on the left.
+        Raises: ValueError for a text without a blank that is left to fill.
+        """
+        texts = self._parts_a(encoded)
+        spans = [[]] * len(texts) if spans is None else spans
+        rows = [self._row(text, filled, open_next=True) for text, filled in zip(texts, spans, strict=True)]
+        inputs = self._padded_rows(rows)
+        del inputs["labels"]
+        return inputs
+
+    def build_inputs_for_training(
+        self, encoded: BatchEncoding, targets: Sequence[Sequence[str]]
+    ) -> BatchEncoding:
+        """Inputs and labels for the spans `targets`, for each text one string per blank, in text order.
+
+        Returns: as build_inputs_for_generation, and labels [B, S] (not shifted, -100 = no loss).
+        """
+        rows = []
+        for text, strings in zip(self._parts_a(encoded), targets, strict=True):
+            blanks = sum(token in self.blank_token_ids for token in text)
+            if len(strings) != blanks:
+                raise ValueError(f"a text has {blanks} blanks but {len(strings)} targets; give one for each.")
+            rows.append(self._row(text, [self.encode(s, add_special_tokens=False) for s in strings]))
+        return self._padded_rows(rows)
+
+    def build_inputs_for_multiple_choice(
+        self, encoded: BatchEncoding, choices: Sequence[Sequence[str]]
+    ) -> BatchEncoding:
+        """Inputs that score each choice in the only blank of its text; every text has the same number of
+        choices.
+
+        Returns: int64 tensors [B, C, S]: input_ids, attention_mask, position_ids, block_position_ids,
+        choice_labels.
+        """
+        texts = self._parts_a(encoded)
+        if len(texts) != len(choices) or len({len(options) for options in choices}) != 1:
+            raise ValueError("give one list of choices per text, all of one length.")
+        flat = [(text, option) for text, options in zip(texts, choices, strict=True) for option in options]
+        rows = [self._row(text, [self.encode(option, add_special_tokens=False)]) for text, option in flat]
+        inputs = self._padded_rows(rows)
+        inputs["choice_labels"] = inputs.pop("labels")
+        return BatchEncoding({name: x.view(len(texts), -1, x.shape[-1]) for name, x in inputs.items()})
+
+    def _parts_a(self, encoded: BatchEncoding) -> list[list[int]]:
+        """Token ids of each text without padding; a text to be continued at its final [gMASK] has no end
+        token."""
+        rows = [ids.tolist() if isinstance(ids, torch.Tensor) else ids for ids in encoded["input_ids"]]
+        masks = encoded.get("attention_mask")
+        if rows and isinstance(rows[0], int):
+            rows, masks = [rows], None if masks is None else [masks]
+        texts = []
+        for i, row in enumerate(rows):
+            real = [True] * len(row) if masks is None else [bool(x) for x in masks[i]]
+            text = [token for token, keep in zip(row, real, strict=True) if keep]
+            is_open = self.gmask_token_id != self.mask_token_id and text[-2:] == [
+                self.gmask_token_id,
+                self.eos_token_id,
+            ]
+            texts.append(text[:-1] if is_open else text)
+        return texts
+
+    def _row(
+        self, text: list[int], spans: Sequence[Sequence[int]], open_next: bool = False
+    ) -> dict[str, list[int]]:
+        """Part A and the spans of its first blanks; `open_next`: then sop for the blank after them."""
+        blanks = [position for position, token in enumerate(text) if token in self.blank_token_ids]
+        if len(spans) + open_next > len(blanks):
+            raise ValueError(f"a text has {len(blanks)} blanks; mark more with [MASK], [sMASK] or [gMASK].")
+        row = {
+            "input_ids": list(text),
+            "position_ids": list(range(len(text))),
+            "block_position_ids": [0] * len(text),
+            "labels": [NO_LABEL] * len(text),
+        }
+        parts = [[self.sop_token_id, *span] for span in spans] + [[self.sop_token_id]] * open_next
+        for part, blank in zip(parts, blanks, strict=False):
+            row["input_ids"] += part
+            row["position_ids"] += [blank] * len(part)
+            row["block_position_ids"] += range(1, len(part) + 1)
+            row["labels"] += [*part[1:], self.eop_token_id]
+        return row
+
+    def _padded_rows(self, rows: list[dict[str, list[int]]]) -> BatchEncoding:
+        fill = {
+            "input_ids": self.pad_token_id,
+            "position_ids": 0,
+            "block_position_ids": 0,
+            "labels": NO_LABEL,
+        }
+        lengths = [len(row["input_ids"]) for row in rows]
+        longest = max(lengths)
+        inputs = {
+            name: torch.tensor([[value] * (longest - len(row[name])) + row[name] for row in rows])
+            for name, value in fill.items()
+        }
+        inputs["attention_mask"] = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+        return BatchEncoding(inputs)
+
+
+class GLMTokenizerFast(GLMTokenizationMixin, PreTrainedTokenizerFast):
+    """WordPiece or BPE from a tokenizer.json that holds every special token."""
+
+
+class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
+    """A SentencePiece model; the special tokens follow its last piece, as listed in tokenizer_config.json."""
+
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
+
+    def __init__(self, vocab_file: str, **kwargs):
+        try:
+            import sentencepiece
+        except ImportError:
+            raise ImportError(
+                "this GLM tokenizer needs the sentencepiece package: pip install sentencepiece"
+            ) from None
+        self.vocab_file = vocab_file
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Pieces of the model, without special tokens."""
+        return self._model.get_piece_size()
+
+    def get_vocab(self) -> dict[str, int]:
+        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+        return {**pieces, **self.added_tokens_encoder}
+
+    def _tokenize(self, text: str, **kwargs) -> list[str]:
+        return self._model.encode(text, out_type=str)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._model.piece_to_id(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._model.id_to_piece(index) if index < self.vocab_size else f"[reserved {index}]"
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        parts: list[str] = []
+        run: list[str] = []
+        for token in [*tokens, None]:
+            if token is not None and token not in self.added_tokens_encoder:
+                run.append(token)
+                continue
+            if run:
+                # The library drops the leading space, which is right at the start of a text only.
+                lost_space = " " if parts and run[0].startswith("▁") else ""
+                parts.append(lost_space + self._model.decode_pieces(run))
+                run = []
+            parts.append(token or "")
+        return "".join(parts)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        return [self.cls_token_id, *token_ids_0, *(token_ids_1 or []), self.eos_token_id]
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+        name = self.vocab_files_names["vocab_file"]
+        target = Path(save_directory) / (f"{filename_prefix}-{name}" if filename_prefix else name)
+        if Path(self.vocab_file).resolve() != target.resolve():
+            shutil.copyfile(self.vocab_file, target)
+        return (str(target),)
+
+
+def special_token(name: str) -> AddedToken:
+    """A special token as it is written in a text: found before normalisation, surrounding spaces kept."""
+    return AddedToken(name, special=True, normalized=False, lstrip=False, rstrip=False)
+
+
+GLMTokenizerFast.register_for_auto_class("AutoTokenizer")
+GLMSentencePieceTokenizer.register_for_auto_class("AutoTokenizer")

@@ -1,0 +1,274 @@
+"""Weights that are read and written one tensor at a time: memory is that of the largest tensor, not of the
+model.
+
+Reads safetensors and torch's pickle files (weights only), whole or sharded with an index, and checks what it
+is told: names, shapes, missing files. Writes safetensors shard by shard straight to disk, where the library's
+own writer would hold a whole shard.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from megatron_lite.errors import CheckpointError
+
+WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
+MAX_JSON_BYTES = 64 << 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors of known shapes, read on demand."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], torch.Tensor]
+
+    def renamed(self, names: Mapping[str, str]) -> Weights:
+        """The same tensors under other names: new name -> old name."""
+        return Weights(
+            {new: self.shapes[old] for new, old in names.items()}, lambda new: self.read(names[new])
+        )
+
+    def with_rows(self, name: str, rows: int) -> Weights:
+        """Tensor `name` cut, or filled with zeros, to `rows` rows."""
+        shape = self.shapes[name]
+
+        def read(wanted: str) -> torch.Tensor:
+            tensor = self.read(wanted)
+            if wanted != name or rows == shape[0]:
+                return tensor
+            resized = tensor.new_zeros(rows, *shape[1:])
+            kept = min(rows, shape[0])
+            resized[:kept] = tensor[:kept]
+            return resized
+
+        return Weights({**self.shapes, name: (rows, *shape[1:])}, read)
+
+
+# Reading
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that others made. Raises: CheckpointError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{path} is larger than {MAX_JSON_BYTES} bytes; it is not a file of this kind."
+            )
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not valid JSON; fetch it again.") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def open_directory(directory: Path) -> Weights:
+    """The weights of a Hugging Face directory: safetensors if there are any, else pytorch_model.bin.
+
+    Raises: CheckpointError for missing, truncated or hostile files.
+    """
+    for single, open_file in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
+        index = directory / f"{single}.index.json"
+        if index.exists():
+            return _open_shards(index, open_file)
+        if (directory / single).exists():
+            return open_file(directory / single)
+    raise CheckpointError(
+        f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; check the path."
+    )
+
+
+def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError(f"{index} has no weight_map; fetch it again.")
+    for name in table.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{index} names a file {str(name)[:80]!r}; a shard must lie beside its index."
+            )
+    shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
+    for tensor, name in table.items():
+        if tensor not in shards[name].shapes:
+            raise CheckpointError(
+                f"{index.parent / name} lacks the tensor {tensor} that {index.name} places there."
+            )
+    shapes = {tensor: shards[name].shapes[tensor] for tensor, name in table.items()}
+    return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor))
+
+
+def open_safetensors(path: Path) -> Weights:
+    """One safetensors file. Raises: CheckpointError if it is missing or damaged."""
+    shapes = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a dictionary
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {_one_line(error)}; the file is missing or damaged.") from None
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(
+            path, framework="pt"
+        ) as file:  # opened each time: an open one keeps every page it has read
+            return file.get_tensor(name).clone()
+
+    return Weights(shapes, read)
+
+
+def open_pickle(path: Path) -> Weights:
+    """One file of torch.save that holds a dictionary of tensors; never executes code from it."""
+    return from_state_dict(load_pickle(path), path)
+
+
+def load_pickle(path: Path) -> dict[str, Any]:
+    """torch.load restricted to plain data (weights_only), memory-mapped where the format allows it.
+
+    Raises: CheckpointError if the file is missing, damaged, or asks for anything but plain data.
+    """
+    try:
+        with torch.serialization.safe_globals(_plain_globals()):
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
+    except Exception as error:  # a damaged or hostile pickle can raise anything
+        raise CheckpointError(
+            f"{path} is damaged, or holds more than plain data and was not opened: {_one_line(error)}"
+        ) from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} must hold a dictionary of tensors, not {type(tree).__name__}.")
+    return tree
+
+
+def _plain_globals() -> list[Any]:
+    """Data containers that training frameworks store beside weights: arguments and NumPy's random state."""
+    import argparse
+
+    import numpy as np
+
+    rebuild = np.empty(0).__reduce__()[0]
+    old_name = (rebuild, "numpy.core.multiarray._reconstruct")  # in files written with NumPy 1
+    dtypes = [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64)]
+    return [argparse.Namespace, rebuild, old_name, np.ndarray, np.dtype, *dtypes]
+
+
+def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
+    """Weights that are in memory already. Raises: CheckpointError for anything but floating-point tensors."""
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
+    return Weights({name: tuple(value.shape) for name, value in state.items()}, lambda name: state[name])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], origin: Path) -> None:
+    """Raise CheckpointError unless `weights` has exactly the tensors of `expected`."""
+    for what, names in (
+        ("lacks", expected.keys() - weights.shapes.keys()),
+        ("also has", weights.shapes.keys() - expected.keys()),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(f"{origin} {what} {listed}; it does not hold a GLM of this configuration.")
+    for name, shape in expected.items():
+        if weights.shapes[name] != shape:
+            raise CheckpointError(
+                f"{origin}: {name} has shape {list(weights.shapes[name])}, but the model needs {list(shape)}."
+            )
+
+
+# Writing
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Iterable[torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write one safetensors file, `tensors` in the order of `shapes`, each let go before the next is asked
+    for."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + _size_bytes(shape, dtype)
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            assert tuple(tensor.shape) == tuple(shape), name
+            file.write(tensor.detach().to(dtype).contiguous().view(torch.uint8).flatten().numpy().data)
+
+
+def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """model.safetensors, or numbered shards of at most `max_shard_bytes` (or one tensor) and their index."""
+    shards = list(_split(weights.shapes, dtype, max_shard_bytes))
+    width = f"{len(shards):05d}"
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i:05d}-of-{width}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    with tqdm(total=len(weights.shapes), desc="writing tensors", disable=None) as progress:
+        for name, shapes in zip(names, shards, strict=True):
+            write_safetensors(
+                directory / name, _counted(weights, shapes, progress), shapes, dtype, {"format": "pt"}
+            )
+    if len(shards) > 1:
+        table = {tensor: name for name, shapes in zip(names, shards, strict=True) for tensor in shapes}
+        total = sum(_size_bytes(shape, dtype) for shape in weights.shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": table}
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def _counted(weights: Weights, names: Iterable[str], progress: tqdm) -> Iterator[torch.Tensor]:
+    for name in names:
+        yield weights.read(name)
+        progress.update()
+
+
+def _split(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in shapes.items():
+        added = _size_bytes(shape, dtype)
+        if shard and size + added > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = shape
+        size += added
+    yield shard
+
+
+def _size_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Convert checkpoints to and from Hugging Face directories, and prove that both models compute the same
+logits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.settings import load_yaml, merge, parse_override
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    add_export_arguments(commands.add_parser("export", help="training checkpoint -> Hugging Face directory"))
+    sources = {
+        "import": "Hugging Face directory (ours, or a released GLM) -> run directory to continue from",
+        "import-megatron": "the reference's mp_rank_XX_model_states.pt -> run directory to continue from",
+    }
+    for name, text in sources.items():
+        add_import_arguments(commands.add_parser(name, help=text))
+    for command in commands.choices.values():
+        command.add_argument("--output", required=True, type=Path, help="directory to make")
+        command.add_argument("--no-verify", action="store_true", help="skip the comparison of logits")
+        text = "largest logit difference that passes, times the largest logit beyond 1 (default: 1e-5)"
+        command.add_argument("--tolerance", type=float, default=1e-5, help=text)
+    return parser.parse_args()
+
+
+def add_export_arguments(export: argparse.ArgumentParser) -> None:
+    text = "run directory (newest valid checkpoint), or one step_... of it"
+    export.add_argument("--checkpoint", required=True, type=Path, help=text)
+    text = "huggingface: with code and tokenizer; released: names of the released GLM (default: huggingface)"
+    export.add_argument("--layout", default="huggingface", choices=("huggingface", "released"), help=text)
+    text = "type of the weights (default: fp32)"
+    export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help=text)
+    text = "largest weight file, in bytes, KB, MB or GB (default: 5GB)"
+    export.add_argument("--max-shard-size", default="5GB", help=text)
+    export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+
+
+def add_import_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
+    text = "YAML file of the run to come; may be repeated"
+    command.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
+    text = "give [gMASK] the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
+    command.add_argument("--copy-eop-to-gmask", action="store_true", help=text)
+    text = "settings on top of the files, for example model.gelu=erf"
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(
+            f"--max-shard-size is {text!r}; write a number of bytes, KB, MB or GB, for example 5GB."
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def load_tree(arguments: argparse.Namespace) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path in arguments.config:
+        tree = merge(tree, load_yaml(path))
+    for override in arguments.overrides:
+        tree = merge(tree, parse_override(override))
+    return tree
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    verify, tolerance = not arguments.no_verify, arguments.tolerance
+    # Imported here: --help and mistakes in the arguments should not wait for torch and transformers.
+    if arguments.command == "export":
+        max_shard_bytes = parse_size(arguments.max_shard_size)
+        from megatron_lite.hf.convert import ExportOptions, export_run
+
+        options = ExportOptions(
+            layout=arguments.layout,
+            dtype=arguments.dtype,
+            max_shard_bytes=max_shard_bytes,
+            verify=verify,
+            tolerance=tolerance,
+        )
+        result = export_run(arguments.checkpoint, arguments.output, options, arguments.tokenizer)
+    else:
+        tree = load_tree(arguments)
+        from megatron_lite.hf.convert import import_directory, import_megatron
+
+        convert = import_directory if arguments.command == "import" else import_megatron
+        result = convert(
+            arguments.input,
+            arguments.output,
+            tree,
+            copy_eop_to_gmask=arguments.copy_eop_to_gmask,
+            verify=verify,
+            tolerance=tolerance,
+        )
+    print("not verified" if result is None else f"proof: {result}")
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    run_command(main)
