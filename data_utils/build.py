@@ -101,7 +101,9 @@ def build_corpus(
     started = time.monotonic()
     writers: list[IndexedDatasetWriter] = []
     with ExitStack() as stack:
-        tokenizer = make_tokenizer()
+        loaded: list[Any] = []
+        ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
+        (tokenizer,) = loaded
         job = ranks.on_first(lambda: _start(config, tokenizer, stack, writers))
         ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
         return ranks.on_first(lambda: _finish(job, tokenizer, writers, started))

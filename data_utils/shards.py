@@ -139,7 +139,8 @@ class BuildDirectory:
         foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
         if foreign:
             raise DataError(f"{self.path} is needed for the build but holds {foreign[0]}; move it away.")
-        (self.path / _PLAN).unlink(missing_ok=True)  # first: without it the rest counts for nothing
+        for name in (_PLAN, _COMMITTING):  # first: without them the rest counts for nothing
+            (self.path / name).unlink(missing_ok=True)
         for entry in entries:
             if entry.is_dir():
                 shutil.rmtree(entry)

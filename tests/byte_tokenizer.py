@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from megatron_lite.errors import DataError
+
 
 @dataclass(frozen=True)
 class ByteTokenizerConfig:
@@ -71,3 +73,11 @@ class OtherTokenizer(ByteTokenizer):
     """Gives the same ids, but says that it is another."""
 
     fingerprint = "bytes-2"
+
+
+class MissingOnSecondRank(ByteTokenizer):
+    """Cannot be loaded by the second MPI rank, as where one node lacks the files."""
+
+    def __init__(self):
+        if os.environ.get("PMI_RANK") == "1":
+            raise DataError("tokenizer vocab.txt does not exist; copy it to this node.")

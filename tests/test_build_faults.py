@@ -208,11 +208,11 @@ def test_a_kill_of_any_process_at_a_random_moment(tmp_path, input_path, seed):
     build(input_path, tmp_path / "expected/c", split="", shard_bytes=1 << 20)
     expected = files(tmp_path / "expected")
     assert outputs(tmp_path / "out").items() <= expected.items()  # nothing partial under a final name
-    if Path(f"{output}.build").exists() or not Path(f"{output}.json").exists():
+    if Path(f"{output}.build/plan.json").exists() or not Path(f"{output}.json").exists():
         before = finished_shards(output)
         report = build(input_path, output, shard_bytes=2000, split="")
         assert report.finished_before == before
-    assert files(tmp_path / "out") == expected
+    assert files_only(tmp_path / "out") == expected
 
 
 def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_path):
@@ -393,6 +393,15 @@ def test_bad_records_in_many_processes(tmp_path, place, workers, ranks):
     build(path, tmp_path / "expected/c", split="", on_bad_record="skip")
     assert files(tmp_path / "out") == files(tmp_path / "expected")
     assert not members(tmp_path / "out/c")
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun")
+def test_an_error_on_one_rank_ends_all(tmp_path, input_path):
+    process = start(input_path, tmp_path / "out/c", "MissingOnSecondRank", workers=1, ranks=2)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2
+    assert errors == "error: tokenizer vocab.txt does not exist; copy it to this node.\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_cut_off_last_record(tmp_path):
