@@ -197,7 +197,7 @@ class CompiledEncoder(abc.ABC):
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         encoded = [_utf8(text) for text in texts]
         ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-        data = np.frombuffer(b"".join(encoded), np.uint8)
+        data = np.frombuffer(b"".join([*encoded, kernels.PADDING]), np.uint8)
         out = np.empty(len(data), np.int32)  # never more ids than bytes
         out_ends = np.zeros(len(ends), np.int64)
         state = np.zeros(kernels.STATE_SIZE, np.int64)
