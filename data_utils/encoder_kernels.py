@@ -131,14 +131,14 @@ def _find_pair(keys, mask, first, second):
 
 
 @njit(cache=True)
-def fill_pair_table(table, firsts, seconds, values):
-    """Enter all pairs (int64) and their values [pairs, 2]; a later one replaces an earlier one."""
+def fill_pair_table(table, firsts, seconds, values_0, values_1):
+    """Enter all pairs and their two values (all int64); a later pair replaces an earlier one."""
     mask = table.keys.size - 1
     for i in range(len(firsts)):
         place = _find_pair(_pointer(table.keys), mask, firsts[i], seconds[i])
         table.keys[place] = (np.uint64(firsts[i]) << _HALF) | np.uint64(seconds[i])
-        table.values[2 * place] = values[i, 0]
-        table.values[2 * place + 1] = values[i, 1]
+        table.values[2 * place] = values_0[i]
+        table.values[2 * place + 1] = values_1[i]
 
 
 @njit
