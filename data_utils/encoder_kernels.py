@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
@@ -39,6 +40,8 @@ LETTER, NUMBER, OTHER, SPACE = range(4)  # classes of encode_byte_level
 # place of its code points in `images` (after their number), for ALONE its id.
 BLANK, PLAIN, EXPANDED, ALONE, UNUSUAL = range(5)
 
+PADDING = bytes(8)  # after the last byte of `data`, because words are read 8 bytes at a time
+
 MAX_CACHED_BYTES = 64
 MAX_CACHED_IDS = 128
 MAX_MERGED_BYTES = 256  # merging takes time quadratic in the word; beyond this the library is faster
@@ -49,6 +52,8 @@ _MULTIPLIER_0 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xD6E8FEB86659FD93)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_LENGTH = np.uint64(0xFFFF)
+_COUNT_SHIFT = np.uint64(16)
 _ZERO = np.uint64(0)
 _INLINE_BYTES = 16
 
@@ -56,7 +61,9 @@ _INLINE_BYTES = 16
 class WordCache(NamedTuple):
     """Hash table from words to ids."""
 
-    slots: np.ndarray  # uint64 [4 * 2**k]: two key words, length | place in keys << 32, ids (see `_store`)
+    slots: (
+        np.ndarray
+    )  # uint64 [4 * 2**k]: two key words; length | number of ids << 16 | place in keys << 32; ids
     keys: np.ndarray  # uint8: the bytes of words longer than 16
     ids: np.ndarray  # int32
     used: np.ndarray  # int64 [3]: slots, keys, ids
@@ -94,7 +101,20 @@ def _type_pointer(typing_context, array):
     return types.CPointer(array.dtype)(array), generate
 
 
+def _type_eight_bytes(typing_context, pointer, place):
+    """The 8 bytes from pointer[place] on as uint64; no boundary need be kept."""
+
+    def generate(context, builder, signature, arguments):
+        address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64).as_pointer())
+        word = builder.load(address)
+        word.align = 1
+        return word
+
+    return types.uint64(pointer, types.int64), generate
+
+
 _pointer: Any = intrinsic(_type_pointer)
+_eight_bytes: Any = intrinsic(_type_eight_bytes)
 
 
 # ---- hash tables ----
@@ -111,23 +131,20 @@ def _find_pair(keys, mask, first, second):
 
 
 @njit(cache=True)
-def fill_pair_table(table, firsts, seconds, values):
-    """Enter all pairs (int64) and their values [pairs, 2]; a later one replaces an earlier one."""
+def fill_pair_table(table, firsts, seconds, values_0, values_1):
+    """Enter all pairs and their two values (all int64); a later pair replaces an earlier one."""
     mask = table.keys.size - 1
     for i in range(len(firsts)):
         place = _find_pair(_pointer(table.keys), mask, firsts[i], seconds[i])
         table.keys[place] = (np.uint64(firsts[i]) << _HALF) | np.uint64(seconds[i])
-        table.values[2 * place] = values[i, 0]
-        table.values[2 * place + 1] = values[i, 1]
+        table.values[2 * place] = values_0[i]
+        table.values[2 * place + 1] = values_1[i]
 
 
 @njit
 def _load(data, start, count):
-    """`count` <= 8 bytes as one word."""
-    word = _ZERO
-    for k in range(count):
-        word |= np.uint64(data[start + k]) << np.uint64(8 * k)
-    return word
+    """1 to 8 bytes as one word."""
+    return _eight_bytes(data, start) & (_FREE >> np.uint64(64 - 8 * count))
 
 
 @njit
@@ -164,7 +181,7 @@ def _find_word(slots, mask, keys, data, start, length, first, second):
         tag = slots[4 * slot + 2]
         if tag == _ZERO:
             return slot
-        if slots[4 * slot] == first and slots[4 * slot + 1] == second and np.int64(tag & _LOW_HALF) == length:
+        if slots[4 * slot] == first and slots[4 * slot + 1] == second and np.int64(tag & _LENGTH) == length:
             place = np.int64(tag >> _HALF)
             if length <= _INLINE_BYTES or _is_word(keys, place, data, start, length):
                 return slot
@@ -173,7 +190,7 @@ def _find_word(slots, mask, keys, data, start, length, first, second):
 
 @njit
 def _store(cache, slot, data, start, length, first, second, ids, count):
-    """Enter a word and its ids[:count]. One id is kept in the slot itself, several in cache.ids."""
+    """Enter a word and its ids[:count]. Up to two are kept in the slot itself, more in cache.ids."""
     slots, keys, kept, used = cache.slots, cache.keys, cache.ids, cache.used
     place = np.int64(0)
     if length > _INLINE_BYTES:
@@ -181,15 +198,19 @@ def _store(cache, slot, data, start, length, first, second, ids, count):
         for k in range(length):
             keys[place + k] = data[start + k]
         used[1] += length
-    value = np.int64(ids[0]) if count == 1 else used[2]
-    if count != 1:
+    value = _ZERO
+    if count > 2:
+        value = np.uint64(used[2])
         for k in range(count):
             kept[used[2] + k] = ids[k]
         used[2] += count
+    else:
+        for k in range(count):
+            value |= np.uint64(ids[k]) << np.uint64(32 * k)
     slots[4 * slot] = first
     slots[4 * slot + 1] = second
-    slots[4 * slot + 2] = np.uint64(length) | (np.uint64(place) << _HALF)
-    slots[4 * slot + 3] = np.uint64(value) | (np.uint64(count) << _HALF)
+    slots[4 * slot + 2] = np.uint64(length | (count << 16) | (place << 32))
+    slots[4 * slot + 3] = value
     used[0] += 1
 
 
@@ -362,11 +383,11 @@ def encode_byte_level(data, ends, classes, cache, byte_ids, merges, out, out_end
     """Encode documents from `state` on.
 
     Args:
-        data: uint8, all documents as UTF-8; document d ends at ends[d] (int64), where the next one starts.
+        data: uint8, all documents as UTF-8, then PADDING. ends: int64, where each of them ends.
         classes: uint8 [CODE_POINTS].
         byte_ids: int32 [256], the id of each byte.
         merges: PairTable of ids -> (rank, id of the merged pair).
-        out: int32, room for one id per byte left; out_ends: int64, the end of each document in it.
+        out: int32, room for one id per byte left, padding included. out_ends: int64, where documents end.
         state: int64 [STATE_SIZE], all 0 at first.
     Returns: DONE, NEEDS_PAGE of state[POINT], or NEEDS_LIBRARY for data[state[POSITION]:state[POINT]].
     """
@@ -419,14 +440,15 @@ def _pointers(cache):
 
 @njit
 def _copy(slots, kept, slot, out, n):
-    """Write the ids of a slot to out[n:]. Returns: the place after them."""
-    value = slots[4 * slot + 3]
-    count, place = np.int64(value >> _HALF), np.int64(value & _LOW_HALF)
-    if count == 1:
-        out[n] = place
-    else:
+    """Write the ids of a slot to out[n:], and perhaps one more entry. Returns: the place after them."""
+    value, count = slots[4 * slot + 3], np.int64((slots[4 * slot + 2] >> _COUNT_SHIFT) & _LENGTH)
+    if count > 2:
+        place = np.int64(value)
         for k in range(count):
             out[n + k] = kept[place + k]
+    else:  # both, whether they count or not: a branch that cannot be foreseen costs more
+        out[n] = np.int32(value & _LOW_HALF)
+        out[n + 1] = np.int32(value >> _HALF)
     return n + count
 
 

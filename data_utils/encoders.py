@@ -197,7 +197,7 @@ class CompiledEncoder(abc.ABC):
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         encoded = [_utf8(text) for text in texts]
         ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-        data = np.frombuffer(b"".join(encoded), np.uint8)
+        data = np.frombuffer(b"".join([*encoded, kernels.PADDING]), np.uint8)
         out = np.empty(len(data), np.int32)  # never more ids than bytes
         out_ends = np.zeros(len(ends), np.int64)
         state = np.zeros(kernels.STATE_SIZE, np.int64)
@@ -236,15 +236,11 @@ class ByteLevelEncoder(CompiledEncoder):
         vocab = model["vocab"]
         self._byte_ids = np.array([vocab[symbol] for symbol in _byte_symbols()], np.int32)
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        lefts = np.fromiter((vocab[left] for left, _ in pairs), np.int64, len(pairs))
+        rights = np.fromiter((vocab[right] for _, right in pairs), np.int64, len(pairs))
+        merged = np.fromiter((vocab[left + right] for left, right in pairs), np.int64, len(pairs))
         self._merges = kernels.new_pair_table(len(pairs))
-        kernels.fill_pair_table(
-            self._merges,
-            np.array([vocab[left] for left, _ in pairs], np.int64),
-            np.array([vocab[right] for _, right in pairs], np.int64),
-            np.array(
-                [(rank, vocab[left + right]) for rank, (left, right) in enumerate(pairs)], np.int32
-            ).reshape(-1, 2),
-        )
+        kernels.fill_pair_table(self._merges, lefts, rights, np.arange(len(pairs)), merged)
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:

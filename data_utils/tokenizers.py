@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -349,10 +350,11 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
 
     added_names = {token["content"] for token in added}
     merged = _merge_results(model, path)
+    candidates = (ids.keys() - merged) | added_names
     found = {}
     for role, name in SPECIAL_NAMES.items():
         for candidate in (name, *OTHER_NAMES.get(role, ())):
-            if role not in found and (candidate in added_names or candidate in ids.keys() - merged):
+            if role not in found and candidate in candidates:
                 found[role] = candidate
     hidden = {token["content"] for token in added if token.get("special")} | set(found.values())
     if hidden & merged:
@@ -425,7 +427,7 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
         "added_tokens": added,
     }
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps({**tree, **changed}))
+        backend = tokenizers.Tokenizer.from_str(orjson.dumps({**tree, **changed}).decode())
         backend.encode_special_tokens = True  # special tokens are not looked for in text
         backend.encode("a \U0010fffd")  # a model that lacks its unknown token fails here, not amid a corpus
     except Exception as error:  # the library raises plain Exception
@@ -543,8 +545,8 @@ def _decode_utf8(content: bytes, path: Path) -> str:
 
 def _parse_json(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(_decode_utf8(content, path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        tree = orjson.loads(_decode_utf8(content, path))
+    except orjson.JSONDecodeError as error:
         raise DataError(f"tokenizer file {path} is not valid JSON: {_reason(error)}") from None
     if not isinstance(tree, dict):
         raise DataError(f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}.")
