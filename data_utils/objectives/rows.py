@@ -274,8 +274,10 @@ class RowObjective:
         if self._units is None:
             return np.ones(len(tokens), np.bool_)
         if self._units == "words":
+            assert self.vocabulary.word_start is not None
             return self.vocabulary.word_start[tokens]
         if self._units == "sentences":  # the first token of a piece begins one, whatever stands here
+            assert self.vocabulary.sentence_end is not None
             ends = self.vocabulary.sentence_end[tokens[:-1]]
             return np.concatenate([np.ones(min(1, len(tokens)), np.bool_), ends])
         assert callable(self._units)
