@@ -183,6 +183,37 @@ def test_samples_without_pieces_are_padding():
         assert (batch[:, FIELDS.index("doc")] == -1).all()
 
 
+EXTREMES = [
+    ("masked_lm", {"masked_ratio": 1.0, "next_sentence": True}),
+    ("spanbert", {"masked_ratio": 1.0, "max_span_length": 1}),
+    ("t5", {"noise_ratio": 1.0, "mean_span_length": 1.0}),
+    ("t5", {"noise_ratio": 0.5, "mean_span_length": 1.0}),
+    ("t5", {"noise_ratio": 0.9, "mean_span_length": 10.0}),
+    ("t5", {"noise_ratio": 0.0}),
+    ("bart", {"masked_ratio": 1.0, "mean_span_length": 0.1}),
+    ("bart", {"masked_ratio": 0.5, "mean_span_length": 20.0}),
+    ("mass", {"fragment_ratio": 1.0, "head_prob": 0.0, "tail_prob": 1.0}),
+    ("unilmv2", {"masked_ratio": 1.0}),
+    ("unilmv2", {"masked_ratio": 0.26, "span_prob": 0.0}),
+    ("xlnet", {"tokens_per_target": 1, "orders": 5}),
+    ("xlnet", {"tokens_per_target": 2, "orders": 3, "max_ngram": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), EXTREMES)
+def test_no_draw_needs_more_row_than_its_bound(name, config):
+    """Compiled code does not check indices: the bound must hold for every setting."""
+    config = {**next(r.config for r in RECIPES.values() if r.name == name), **config}
+    rebuilt = RECIPES["bert" if name == "masked_lm" else name].rebuilt
+    made = make(name, 64, row_length=400, **config)
+    for length in (1, 2, 3, 5, 8, 13, 31, 64):
+        for with_eos in (False, True):
+            text = text_of(length, with_eos)
+            for example in many(made, text, 20):
+                assert len(example.tokens) <= made.config.tokens_needed(length)
+                assert (rebuilt(example) == text).all()
+
+
 def all_rows() -> bytes:
     """A few rows of every objective with its defaults and its further code paths."""
     more = {"masked_lm": {"static_copies": 3, "next_sentence": True}, "t5": {"sentinel_first": 500}}

@@ -190,9 +190,5 @@ class Bart(RowObjective):
             "vocabulary; set it to false.",
         )
         sizes = (sequence_length, row_length)
-        tables = (cumulative_table(weights), self._sentence_starts if config.permute_sentences else None)
+        tables = (cumulative_table(weights), "sentences" if config.permute_sentences else None)
         super().__init__("bart", config, vocabulary, seed, *sizes, _fill_rows, values, *tables)
-
-    def _sentence_starts(self, piece: np.ndarray) -> np.ndarray:
-        """Bool for each token of a piece: does a sentence begin there?"""
-        return np.concatenate([[True], self.vocabulary.sentence_end[piece[:-1]]])

@@ -159,7 +159,7 @@ def _write_structure(row, used, middle, end, kind, s):
     for i in range(used, end):
         in_b = i >= middle
         row[POSITION_IDS, i] = i - used
-        segment, order = np.int64(in_b), 0
+        segment, order = int(in_b), 0
         if kind == SEQ2SEQ:
             segment, order = 4 + in_b, i - middle + 1 if in_b else 0
         elif kind == LEFT_TO_RIGHT:

@@ -186,8 +186,8 @@ class RowObjective:
         fill_rows: the entry point: `fill_pieces` with the objective's own function.
         values: its settings; the special tokens, the vocabulary size and the key are added here.
         cumulative: table of run lengths, see `masking.cumulative_table`.
-        units: where units that are masked together begin: None: every token; "words": vocabulary.word_start;
-            or a function of one piece (int32 tokens) that returns a bool for each token.
+        units: where units begin: None: every token; "words" and "sentences": by the vocabulary; or a
+            function of one piece (int32 tokens) that returns a bool for each token.
         row_length: tokens per row of the batch; None: the config's.
     Raises: ConfigError when they do not go together.
     """
@@ -274,7 +274,12 @@ class RowObjective:
         if self._units is None:
             return np.ones(len(tokens), np.bool_)
         if self._units == "words":
+            assert self.vocabulary.word_start is not None
             return self.vocabulary.word_start[tokens]
+        if self._units == "sentences":  # the first token of a piece begins one, whatever stands here
+            assert self.vocabulary.sentence_end is not None
+            ends = self.vocabulary.sentence_end[tokens[:-1]]
+            return np.concatenate([np.ones(min(1, len(tokens)), np.bool_), ends])
         assert callable(self._units)
         pieces = np.split(tokens, np.cumsum(piece_lengths)[:-1])
         return np.concatenate([np.zeros(0, np.bool_), *map(self._units, pieces)])
