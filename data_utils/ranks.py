@@ -32,7 +32,7 @@ class Ranks:
             result, error = self._communicator.bcast((result, error))
         if error is not None:
             raise error
-        return result
+        return result  # type: ignore[return-value]  # without an error it is there
 
     def on_each(self, work: Callable[[], None]) -> None:
         """Run `work` on every rank. Raises the UserError of the lowest rank that has one, on every rank."""

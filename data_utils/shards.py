@@ -152,6 +152,8 @@ class BuildDirectory:
 def _difference(started: Any, plan: Any) -> str | None:
     """What the started build had that `plan` has not, in words; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
+        before: Any
+        now: Any
         before, now = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
         if before == now:
             continue
@@ -198,9 +200,9 @@ class ShardWriter:
             for files in self._files:
                 for file in files.values():
                     sync_file(file)
-            with open(self._partial / _RECORD, "w") as file:
-                json.dump(record, file)
-                sync_file(file)
+            with open(self._partial / _RECORD, "w") as record_file:
+                json.dump(record, record_file)
+                sync_file(record_file)
             sync_directory(self._partial)
             try:
                 os.rename(self._partial, self._final)

@@ -133,7 +133,9 @@ class ParallelConfig:
         False, "split norms, dropout and residuals along the tokens over the tensor-parallel ranks"
     )
     pipeline_parallel_size: int = setting(1, "stages that share the sequence of blocks; needs zero_stage 1")
-    zero_stage: int = setting(1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights")
+    zero_stage: int = setting(
+        1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights"
+    )
 
     def __post_init__(self) -> None:
         # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
@@ -467,7 +469,9 @@ class Config:
         """Tokens of a row, padding included."""
         if self.data.row_length is not None:
             return self.data.row_length
-        return max(choice.section.row_length_for(self.data.sequence_length) for choice in self.objective_choices)
+        return max(
+            choice.section.row_length_for(self.data.sequence_length) for choice in self.objective_choices
+        )
 
     def _check_sentinels(self) -> None:
         first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size

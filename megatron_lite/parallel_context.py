@@ -23,7 +23,6 @@ from megatron_lite.config import ParallelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch import Launch
 
-
 log = logging.getLogger(__name__)
 
 

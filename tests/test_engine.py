@@ -67,7 +67,8 @@ def single():
 
 
 @pytest.mark.parametrize(
-    "world_size, zero_stage, micro", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1), (1, 3, 2), (2, 3, 2), (4, 3, 1)]
+    "world_size, zero_stage, micro",
+    [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1), (1, 3, 2), (2, 3, 2), (4, 3, 1)],
 )
 def test_every_layout_equals_one_process(single, world_size, zero_stage, micro):
     settings = tree(parallel={"zero_stage": zero_stage}, batch={"micro_batch_size": micro})
