@@ -14,11 +14,11 @@ processes of their own on the first --yardstick-megabytes of the same documents:
   ids, start-up included;
 - sentencepiece: the library alone with --workers threads, only the time inside `encode`.
 
-Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for. The CPU
-columns say more about large corpora, and on a machine that others use as well: megabytes per CPU second beyond
-the yardstick's part, in one process, so without start-up; the same of the library's `encode` alone; and the
-ratio that follows if all --workers cores are free. Memory is the peak of the whole process tree, pages shared
-between processes counted once. Compilation happens once per machine and is reported apart.
+Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for. The
+CPU columns say more about large corpora, and on a machine that others use as well: megabytes per CPU second
+beyond the yardstick's part, in one process, so without start-up; the same of the library's `encode` alone;
+and the ratio that follows if all --workers cores are free. Memory is the peak of the whole process tree,
+pages shared between processes counted once. Compilation happens once per machine and is reported apart.
 """
 
 from __future__ import annotations
