@@ -14,11 +14,11 @@ processes of their own on the first --yardstick-megabytes of the same documents:
   ids, start-up included;
 - sentencepiece: the library alone with --workers threads, only the time inside `encode`.
 
-Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for. The CPU
-columns say more about large corpora, and on a machine that others use as well: what a megabyte beyond the
-yardstick's costs in CPU time, start-up not included, beside the CPU time of the library's `encode`, and the
-ratio that follows if all --workers cores are free. Memory is the peak of the whole process tree, pages
-shared between processes counted once. Compilation happens once per machine and is reported apart.
+Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for. The
+CPU columns say more about large corpora, and on a machine that others use as well: megabytes per CPU second
+beyond the yardstick's part, in one process, so without start-up; the same of the library's `encode` alone;
+and the ratio that follows if all --workers cores are free. Memory is the peak of the whole process tree,
+pages shared between processes counted once. Compilation happens once per machine and is reported apart.
 """
 
 from __future__ import annotations
@@ -318,13 +318,15 @@ def measure(family: str, language: str, path: Path, arguments: argparse.Namespac
     encode_seconds, encode_cpu_seconds = map(float, alone.output.split())
     library_seconds = encode_seconds if family == "sentencepiece" else alone.seconds
     library_cores = workers if family == "sentencepiece" else 1
-    on_head = preprocess(shorter, output, family, tokenizer, workers)
     ours = preprocess(path, output, family, tokenizer, workers)
     equal, compared = equal_documents(output, ids)
     rate, library_rate = text_bytes / 1e6 / ours.seconds, head_bytes / 1e6 / library_seconds
-    # What further text costs: the difference of two runs knows no start-up.
-    further = text_bytes - head_bytes
-    cpu_rate = further / 1e6 / max(ours.cpu_seconds - on_head.cpu_seconds, 1e-9) if further else float("nan")
+    # The difference of two runs of one process knows no start-up.
+    further = (text_bytes - head_bytes) / 1e6
+    cpu_seconds = [preprocess(part, output, family, tokenizer, 1).cpu_seconds for part in (shorter, path)]
+    cpu_rate = (
+        further / (cpu_seconds[1] - cpu_seconds[0]) if cpu_seconds[1] > cpu_seconds[0] else float("nan")
+    )
     library_cpu_rate = head_bytes / 1e6 / encode_cpu_seconds
     return {
         "family": family,
@@ -414,9 +416,7 @@ COLUMNS = {
 
 
 def print_table(results: Sequence[dict], arguments: argparse.Namespace) -> None:
-    print(
-        f"\n{arguments.workers} processes; MB of text per second in whole runs, then per CPU second of further text"
-    )
+    print(f"\n{arguments.workers} processes: MB/s of whole runs, then per CPU second beyond the start")
     rows = [list(COLUMNS.values()), *([str(line[key] or "-") for key in COLUMNS] for line in results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
