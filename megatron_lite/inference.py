@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from data_utils.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite import checkpoint
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model import GLM
 from megatron_lite.parallel_context import ParallelContext
@@ -40,13 +41,24 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     )
     tokenizer = load_tokenizer(tokenizer_config)
     config = config.with_vocab_size(tokenizer.vocab_size)
+    return Run(config, tokenizer, load_model(found, config.model).to(device), found)
+
+
+def load_model(
+    found: checkpoint.Checkpoint,
+    config: ModelConfig,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
+) -> GLM:
+    """The fp32 model of a checkpoint in eval mode; `change` is applied to each weight, for example to round it."""
     with torch.device("meta"):
-        model = GLM(config.model)
-    weights = checkpoint.load_weights(found)
-    for name, parameter in model.named_parameters():
-        weights[name] = local_shard(weights[name], partition_of(parameter), 0, 1, len(parameter))
+        model = GLM(config)
+    parameters = dict(model.named_parameters())
+    weights = {}
+    for name, weight in checkpoint.iterate_weights(found):
+        parameter = parameters[name]
+        weights[name] = local_shard(change(weight), partition_of(parameter), 0, 1, len(parameter))
     model.load_state_dict(weights, assign=True)
-    return Run(config, tokenizer, model.to(device).eval(), found)
+    return model.eval()
 
 
 def find_checkpoint(path: Path) -> checkpoint.Checkpoint:

@@ -52,7 +52,7 @@ from megatron_lite.hf.weights import (
     write_safetensors,
     write_sharded,
 )
-from megatron_lite.inference import find_checkpoint
+from megatron_lite.inference import find_checkpoint, load_model
 from megatron_lite.model import GLM
 from megatron_lite.settings import build, check, choice, merge, setting, to_tree
 from megatron_lite.tensor_parallel import partition_of
@@ -245,7 +245,7 @@ def _prove_export(
 ) -> proof.Proof:
     batch = proof.proof_batch(config)
     dtype = DTYPES[options.dtype]  # a model rounded to half precision is compared with itself rounded
-    model = proof.load_training_model(found, config, lambda weight: weight.to(dtype).float())
+    model = load_model(found, config, lambda weight: weight.to(dtype).float())
     expected = proof.training_logits(model, batch)
     del model
     if options.layout == "released":
@@ -400,7 +400,7 @@ def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: fl
             f"{len(source.shards)} shards of {source.path}; give the number the model was trained with.",
         )
         expected = proof.released_logits(source.shards, config, batch)
-    model = proof.load_training_model(checkpoint.read_checkpoint(path), config)
+    model = load_model(checkpoint.read_checkpoint(path), config)
     result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
     result.require(tolerance, f"the import of {source.path}")
     return result

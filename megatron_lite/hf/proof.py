@@ -8,7 +8,7 @@ fixed seed. The models are loaded one after the other, so the proof needs the me
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from data_utils.objectives.base import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite import checkpoint
 from megatron_lite.attention import allowed
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
@@ -34,7 +33,6 @@ from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.released import reference_logits
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model import GLM, ModelInput
-from megatron_lite.tensor_parallel import local_shard, partition_of
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 
@@ -140,18 +138,3 @@ def released_logits(shards: Sequence[Weights], config: ModelConfig, batch: np.nd
 
 def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:
     return torch.from_numpy(batch[:, plane].astype(np.int64))
-
-
-def load_training_model(
-    found: checkpoint.Checkpoint,
-    config: ModelConfig,
-    rounding: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-) -> GLM:
-    """The fp32 model of a training checkpoint in eval mode; `rounding` is applied to each weight."""
-    with torch.device("meta"):
-        model = GLM(config)
-    weights = {name: rounding(weight) for name, weight in checkpoint.iterate_weights(found)}
-    for name, parameter in model.named_parameters():  # padding rows are not stored
-        weights[name] = local_shard(weights[name], partition_of(parameter), 0, 1, len(parameter))
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
