@@ -65,11 +65,9 @@ class ModelInput:
         rows = np.flatnonzero(weights)
         targets, objectives = (planes[plane].reshape(-1)[rows].astype(np.int64) for plane in (TARGETS, OBJECTIVE))
         inputs = torch.from_numpy(planes[[TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]).to(device)
-        return ModelInput(
-            *inputs.unbind(0),
-            plan,
-            *(torch.from_numpy(x).to(device) for x in (rows, targets, weights[rows], objectives)),
-        )
+        tokens, position_ids, block_position_ids = inputs.unbind(0)
+        loss = [torch.from_numpy(x).to(device) for x in (rows, targets, weights[rows], objectives)]
+        return ModelInput(tokens, position_ids, block_position_ids, plan, *loss)
 
 
 class _ShrinkGradient(torch.autograd.Function):
