@@ -117,13 +117,8 @@ class PrefixPlan:
         dtype, (rows, length, heads, head_dim) = q.dtype, q.shape
         # split, not slices: the backward pass of split is one concatenation, that of a slice a zero-filled full tensor.
         parts = (_heads_first(x.flatten(0, 1)).unsqueeze(0).split(self.lengths, dim=2) for x in (q, k, v))
-<<<<<<< HEAD
         each = zip(self.segments, *parts, strict=True)
         out = [self._document(segment, q, k, v, dropout) for segment, q, k, v in each]
-=======
-        documents = zip(self.segments, *parts, strict=True)
-        out = [self._document(segment, q, k, v, dropout) for segment, q, k, v in documents]
->>>>>>> bench
         return torch.cat(out, dim=2).transpose(1, 2).to(dtype).reshape(rows, length, heads, head_dim)
 
     @staticmethod
