@@ -182,6 +182,9 @@ class TrainingConfig:
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run"
     )
+    replica_check_interval: int = setting(
+        0, "steps between checks that weights held by several ranks are equal bit for bit; 0 = never"
+    )
     eval_interval: int = setting(
         1000, "steps between evaluations on the validation split; 0 = only at the end"
     )
@@ -192,10 +195,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, f"training.steps is {self.steps}; it must be at least 1.")
-        check(
-            self.eval_interval >= 0,
-            f"training.eval_interval is {self.eval_interval}; it must not be negative.",
-        )
+        for name in ("eval_interval", "replica_check_interval"):
+            value = getattr(self, name)
+            check(value >= 0, f"training.{name} is {value}; it must not be negative.")
         check(self.eval_samples >= 1, f"training.eval_samples is {self.eval_samples}; it must be at least 1.")
         check(
             self.max_nonfinite_steps >= 1,

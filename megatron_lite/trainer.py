@@ -37,6 +37,7 @@ from megatron_lite.metrics import (
     train_line,
 )
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.replicas import differing_replicas
 from megatron_lite.settings import to_tree
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class Trainer:
             if self.step % self.config.run.log_interval == 0 or self.step == stop_after:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
+            if self._is_multiple(self.config.training.replica_check_interval):
+                interval = self._outside(interval, self._check_replicas)
             if self._is_multiple(self.config.training.eval_interval):
                 interval = self._outside(interval, self.evaluate)
             if self._is_multiple(self.config.checkpoint.save_interval):
@@ -212,6 +215,17 @@ class Trainer:
                 f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
                 f"left as they were before them. Lower optimizer.lr, or continue "
                 f"from an earlier checkpoint in {self.checkpoints}."
+            )
+
+    def _check_replicas(self) -> None:
+        found = differing_replicas(
+            self.engine.named_parameters, self.context, self.config.parallel.zero_stage
+        )
+        if found:
+            raise TrainingError(
+                f"after step {self.step} these weights differ between ranks that should hold the same: "
+                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and continue "
+                f"from a checkpoint before the fault in {self.checkpoints}."
             )
 
     # Reports
