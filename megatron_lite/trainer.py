@@ -77,6 +77,7 @@ class Trainer:
         self.consumed_tokens = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
+        self.restarts = 0  # how often the run was continued from a checkpoint
         self.stop_requested = False
         self._saved_step = 0
 
@@ -281,6 +282,7 @@ class Trainer:
             "consumed_tokens": self.consumed_tokens,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "restarts": self.restarts,
             "config": to_tree(self.config),
             "data": self.train_data.fingerprint(),
         }
@@ -307,6 +309,7 @@ class Trainer:
         checkpoint.load(found, self.engine, self.context)
         for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
             setattr(self, name, found.state[name])
+        self.restarts = found.state.get("restarts", 0) + 1
         self._saved_step = self.step
         if self.context.is_main:
             log.info(

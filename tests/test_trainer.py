@@ -11,6 +11,7 @@ from distributed import run_ranks
 
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
+from megatron_lite.checkpoint import list_checkpoints, read_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import make_engine
 from megatron_lite.settings import build, merge
@@ -51,6 +52,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
     resumed = run_ranks(fit, 2, parts)
     for name, weight in whole[0].items():
         assert torch.equal(weight, resumed[0][name]) and torch.equal(weight, resumed[1][name])
+    newest = list_checkpoints(tmp_path / "parts/checkpoints")[-1]
+    assert read_checkpoint(newest).state["restarts"] == 1
     for kind in ("train", "validation"):
         assert records(tmp_path / "run", kind) == records(tmp_path / "parts", kind)
     assert sorted(records(tmp_path / "run", "validation")) == [2, 4, 6]
