@@ -33,6 +33,7 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -73,7 +74,7 @@ class BartConfig(RowSizes):
         return sequence_length
 
 
-@njit(nogil=True)
+@inlined
 def _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s):
     """Write CLS and the text, its sentences in random order, to the context. `units`: a sentence begins."""
     sentences = 0
@@ -96,7 +97,7 @@ def _permute_sentences(row, used, text, units, start, maskable, length, stream, 
         at += 1
 
 
-@njit(nogil=True)
+@inlined
 def _infill(row, used, maskable, length, stream, w, cumulative, s):
     """Replace runs of the context by one mask each, insert further masks. Returns its new end.
 
@@ -135,7 +136,7 @@ def _infill(row, used, maskable, length, stream, w, cumulative, s):
     return at
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s)

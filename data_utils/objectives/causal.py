@@ -16,6 +16,7 @@ from data_utils.objectives.rows import (
     RowSizes,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     predict,
     put,
@@ -38,7 +39,7 @@ class CausalConfig(RowSizes):
         return sequence_length - 1
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     for i in range(length):
         put(row, used + i, text[start + i - 1] if i > 0 else s.eos, i, i)

@@ -45,6 +45,7 @@ from data_utils.objectives.rows import (
     begin_row,
     check_ratios,
     digest_of,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -91,7 +92,7 @@ def _split_point(stream, text, start, length, sentence_end):
     return 1
 
 
-@njit(nogil=True)
+@inlined
 def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, sentence_end, s):
     """Kind and halves of every piece of a sample, wrong second halves exchanged."""
     first, last = -1, -1  # pieces that get a wrong B; B of each goes to the one before
@@ -170,7 +171,7 @@ def _write_structure(row, used, middle, end, kind, s):
         row[SEGMENT_IDS, i] = segment
 
 
-@njit(nogil=True)
+@inlined
 def _mask_runs(row, used, size, stream, w, cumulative, s):
     """Choose runs and treat their tokens, each for itself or all of a run alike."""
     count = draw_runs(stream, w, size, masked_target(s.masked_ratio, size), s.gap, cumulative)
@@ -184,7 +185,7 @@ def _mask_runs(row, used, size, stream, w, cumulative, s):
             row[TOKENS, i] = treated(stream, token, treatment, s)
 
 
-@njit(nogil=True)
+@inlined
 def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulative, s):
     """Write the Example of one pair at `used`. Returns its end."""
     row[TOKENS, used] = s.cls

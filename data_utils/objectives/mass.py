@@ -21,6 +21,7 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -76,7 +77,7 @@ def _draw_start(stream, places, s):
     return below(stream, places)
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)

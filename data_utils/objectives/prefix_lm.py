@@ -17,6 +17,7 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     predict,
     put,
@@ -47,7 +48,7 @@ class PrefixLmConfig(RowSizes):
         return 1
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     high = min(length - 1, int(s.max_prefix_ratio * length))
     low = min(high, int(s.min_prefix_ratio * length))

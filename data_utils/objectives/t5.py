@@ -21,6 +21,7 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -86,7 +87,7 @@ def _divide(stream, w, line, total, parts):
     w[line, part] = length
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     noise = min(max(1, int(s.noise_ratio * maskable + 0.5)), maskable - 1)

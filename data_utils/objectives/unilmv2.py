@@ -32,6 +32,7 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -77,7 +78,7 @@ class UniLmV2Config(RowSizes):
         return sequence_length + 1
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     size = length + 2
     maskable = maskable_length(text, start, length, s)

@@ -24,6 +24,7 @@ from data_utils.objectives.rows import (
     RowSizes,
     digest_of,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -88,7 +89,7 @@ def _draw_targets(stream, w, first, last, goal, cumulative, s):
             chosen += 1
 
 
-@njit(nogil=True)
+@inlined
 def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     size = length + 2  # the text, then SEP and CLS, as in XLNet
