@@ -210,7 +210,8 @@ def _finish(job: Job, tokenizer: Any, writers: Sequence[IndexedDatasetWriter], s
 
 def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
     """Counts of all shards and the first contaminated documents, with the lines of the files."""
-    counts, contaminated = RecordCounts(), []
+    counts = RecordCounts()
+    contaminated: list[Place] = []
     lines: dict[str, int] = {}
 
     def in_file(places: Iterable[Place]) -> list[Place]:

@@ -26,7 +26,10 @@ class Ranks:
 
     def on_first(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on rank 0 and return its result on every rank. Raises its UserError on every rank."""
-        result, error = _attempt(work) if self.rank == 0 else (None, None)
+        result: Any = None
+        error = None
+        if self.rank == 0:
+            result, error = _attempt(work)
         if self._communicator is not None:
             self._meet()
             result, error = self._communicator.bcast((result, error))

@@ -159,7 +159,7 @@ def _difference(started: Any, plan: Any) -> str | None:
             return f"another tokenizer ({before})"
         if key != "inputs":
             return f"{key} {before!r} instead of {now!r}"
-        pairs = zip(before, now, strict=False)
+        pairs = zip(before or [], now or [], strict=False)
         changed = next(
             (f"another version of input {old[0]}" for old, new in pairs if old[0] == new[0] != old), None
         )
@@ -198,8 +198,8 @@ class ShardWriter:
             for files in self._files:
                 for file in files.values():
                     sync_file(file)
-            with open(self._partial / _RECORD, "w") as file:
-                json.dump(record, file)
+            with open(self._partial / _RECORD, "wb") as file:
+                file.write(json.dumps(record).encode())
                 sync_file(file)
             sync_directory(self._partial)
             try:
