@@ -92,11 +92,8 @@ class Block:
     start: int  # byte at which the piece begins
     first_line: int  # line (or row) number of the first record, counted from the start of the piece
     data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
+    num_lines: int  # newlines (or rows) in it
     input_bytes: int  # how far this block advances through the file as stored, for progress
-
-    @property
-    def num_lines(self) -> int:
-        return self.data.count(b"\n") if isinstance(self.data, bytes) else len(self.data)
 
 
 @dataclass(slots=True)
@@ -312,15 +309,16 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
             )
         cut = _last_boundary(pending, layout, searched) if started else 0
         if cut:
-            yield Block(str(path), layout, piece.start, line, pending[:cut], position - consumed)
-            line += pending.count(b"\n", 0, cut)
-            pending, consumed = pending[cut:], position
+            lines = pending.count(b"\n", 0, cut)
+            yield Block(str(path), layout, piece.start, line, pending[:cut], lines, position - consumed)
+            line, pending, consumed = line + lines, pending[cut:], position
     if not started:
         pending = _strip_bom(pending, path)
     if pending:
         if piece.stop is None:  # a decompressor may not have met the end of its file yet
             position = path.stat().st_size - piece.start
-        yield Block(str(path), layout, piece.start, line, pending, position - consumed)
+        lines = pending.count(b"\n")
+        yield Block(str(path), layout, piece.start, line, pending, lines, position - consumed)
 
 
 def _strip_bom(data: bytes, path: Path) -> bytes:
@@ -438,7 +436,7 @@ def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
                 texts = batch.column(0).cast(pyarrow.large_string())
                 rows = texts.cast(pyarrow.large_binary()).to_pylist()
                 position = size * (row + len(rows) - 1) // num_rows
-                yield Block(str(path), "rows", 0, row, rows, position - consumed)
+                yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
                 row, consumed = row + len(rows), position
     except (pyarrow.ArrowException, OSError) as error:
         problem = " ".join(str(error).split())
@@ -517,7 +515,7 @@ def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | Non
     if record is None:
         raise _UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     if layout == "jsonl":
-        return _parse_json_line(record, text_key) if record.strip() else None
+        return _parse_json_line(record, text_key) if record and not record.isspace() else None
     try:
         text = record.decode("utf-8")
     except UnicodeDecodeError as error:

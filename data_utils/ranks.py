@@ -26,13 +26,16 @@ class Ranks:
 
     def on_first(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on rank 0 and return its result on every rank. Raises its UserError on every rank."""
-        result, error = _attempt(work) if self.rank == 0 else (None, None)
+        result: Any = None
+        error = None
+        if self.rank == 0:
+            result, error = _attempt(work)
         if self._communicator is not None:
             self._meet()
             result, error = self._communicator.bcast((result, error))
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]  # without an error it is there
+        return result
 
     def on_each(self, work: Callable[[], None]) -> None:
         """Run `work` on every rank. Raises the UserError of the lowest rank that has one, on every rank."""

@@ -152,8 +152,6 @@ class BuildDirectory:
 def _difference(started: Any, plan: Any) -> str | None:
     """What the started build had that `plan` has not, in words; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
-        before: Any
-        now: Any
         before, now = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
         if before == now:
             continue
@@ -161,7 +159,7 @@ def _difference(started: Any, plan: Any) -> str | None:
             return f"another tokenizer ({before})"
         if key != "inputs":
             return f"{key} {before!r} instead of {now!r}"
-        pairs = zip(before, now, strict=False)
+        pairs = zip(before or [], now or [], strict=False)
         changed = next(
             (f"another version of input {old[0]}" for old, new in pairs if old[0] == new[0] != old), None
         )
@@ -200,9 +198,9 @@ class ShardWriter:
             for files in self._files:
                 for file in files.values():
                     sync_file(file)
-            with open(self._partial / _RECORD, "w") as record_file:
-                json.dump(record, record_file)
-                sync_file(record_file)
+            with open(self._partial / _RECORD, "wb") as file:
+                file.write(json.dumps(record).encode())
+                sync_file(file)
             sync_directory(self._partial)
             try:
                 os.rename(self._partial, self._final)

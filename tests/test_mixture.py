@@ -172,3 +172,47 @@ def test_batch_sizes_are_checked():
     for global_batch_size in (0, 3, 6):
         with pytest.raises(ConfigError, match="multiple of 4"):
             batch_indices(0, global_batch_size=global_batch_size, micro_batch_size=2, dp_rank=0, dp_size=2)
+
+
+def check_a_run_that_changes_its_layout(index, segments):
+    """Segments: (data-parallel size, micro-batch size, accumulation steps, steps); each resumes the last."""
+    mixture = Mixture([(index, 1.0)], seed=3)
+    consumed, seen = 0, []
+    for dp_size, micro_batch_size, accumulation_steps, steps in segments:
+        global_batch_size = dp_size * micro_batch_size * accumulation_steps
+        for _ in range(steps):
+            for dp_rank in range(dp_size):
+                indices = batch_indices(
+                    consumed,
+                    global_batch_size=global_batch_size,
+                    micro_batch_size=micro_batch_size,
+                    dp_rank=dp_rank,
+                    dp_size=dp_size,
+                )
+                seen += indices.ravel().tolist()
+            consumed += global_batch_size
+    assert sorted(seen) == list(range(consumed))
+    _, epochs, windows = mixture.locate(np.array(seen))
+    visits = np.zeros((epochs.max() + 1, index.num_windows), int)
+    np.add.at(visits, (epochs, windows), 1)
+    assert np.all(visits[:-1] == 1) and visits[-1].max() == 1  # the last epoch may not be over
+
+
+SEGMENTS = st.lists(
+    st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(SEGMENTS)
+@settings(max_examples=100, deadline=None)
+def test_a_run_that_changes_its_layout_visits_every_window_once(indexes, segments):
+    check_a_run_that_changes_its_layout(indexes[2], segments)
+
+
+@pytest.mark.slow
+@given(SEGMENTS)
+@settings(max_examples=10_000, deadline=None)
+def test_ten_thousand_runs_that_change_their_layout(indexes, segments):
+    check_a_run_that_changes_its_layout(indexes[2], segments)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from data_utils.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
 from data_utils.sampler import WindowIndex, derive_key, permute
@@ -25,6 +26,20 @@ def test_permute_is_a_bijection_for_every_small_n():
     for n in range(1, 2001):
         image = {permute(i, n, 12345 + n) for i in range(n)}
         assert image == set(range(n)), n
+
+
+@njit
+def whole_image(n, key):
+    image = np.empty(n, np.int64)
+    for i in range(n):
+        image[i] = permute(i, n, key)
+    return image
+
+
+@pytest.mark.slow
+def test_permute_is_a_bijection_up_to_ten_thousand():
+    for n in range(1, 10_001):
+        assert np.all(np.bincount(whole_image(n, np.uint64(777 * n)), minlength=n) == 1), n
 
 
 @given(st.integers(1, 30000), KEYS)
