@@ -582,6 +582,16 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     assert "holds no checkpoint" in printed.err and not list(tmp_path.iterdir())
 
 
+def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
+    settings = merge(tree(vocabulary), {"model": {"segments": 2}})
+    write_run(tmp_path / "run", settings)
+    with pytest.raises(
+        CheckpointError, match=r"heads, embeddings or shared layers.*only models of GLM's own"
+    ):
+        export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    assert not (tmp_path / "export").exists()
+
+
 # Memory
 
 MEASURE = """

@@ -131,6 +131,11 @@ def export_run(
         )
         tokenizer = load_tokenizer(section)
         config = config.with_vocab_size(tokenizer.vocab_size)
+        if not config.model.is_plain:
+            raise CheckpointError(
+                f"checkpoint {found.path} is of a model with heads, embeddings or shared layers that the Hugging "
+                "Face classes do not have; only models of GLM's own layers can be exported."
+            )
         weights = Weights(found.shapes, checkpoint.weight_reader(found))
         check_shapes(weights, parameter_shapes(config.model), found.path)
         if options.layout == "released":
