@@ -99,18 +99,25 @@ def unigram_losses(config: Config) -> dict[str, float]:
     shape = (len(data.objective_names), tokenizer.vocab_size)
     seen = target_counts(data.train, config.training.steps * config.batch.global_batch_size, shape)
     wanted = target_counts(data.validation, config.training.eval_samples, shape)
-    is_label = np.isin(data.objective_names, SENTENCE_LEVEL)  # classes 0 and 1, and no tokens
-    nats = np.empty(shape)
-    nats[~is_label] = -log_frequencies(seen[~is_label].sum(0))
-    nats[is_label] = np.inf
-    nats[is_label, :2] = -log_frequencies(seen[is_label, :2].sum(0))
-    sums = np.stack([(wanted * np.where(wanted > 0, nats, 0)).sum(1), wanted.sum(1)], axis=1)
+    sums = loss_sums(seen, wanted, np.isin(data.objective_names, SENTENCE_LEVEL))
     if config.model.span_boundary_places:  # predicts the same targets once more
         names = list(data.objective_names)
         sums[names.index("span_boundary")] = sums[names.index("masked_spans")]
     training = config.training
     factors = training.loss_weights if training.loss_normalization == "per_objective" else None
     return objective_losses(sums, data.objective_names, factors)
+
+
+def loss_sums(seen: np.ndarray, wanted: np.ndarray, is_label: np.ndarray) -> np.ndarray:
+    """float64 [objectives, 2]: the unigram model's loss sum on the wanted targets, and their weight.
+
+    Args: seen, wanted: as of `target_counts`. is_label: bool [objectives]; their targets are classes 0 and 1, no tokens.
+    """
+    nats = np.zeros(seen.shape)
+    nats[~is_label] = -log_frequencies(seen[~is_label].sum(0))
+    if is_label.any():
+        nats[is_label, :2] = -log_frequencies(seen[is_label, :2].sum(0))
+    return np.stack([(wanted * nats).sum(1), wanted.sum(1)], axis=1)
 
 
 def target_counts(loader: SampleLoader, num_samples: int, shape: tuple[int, int]) -> np.ndarray:
