@@ -331,6 +331,10 @@ class DataConfig:
         (), "list of {prefix, weight}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)")
+    local_directory: str | None = setting(
+        None,
+        "node-local directory to which the corpora are copied before training; null = read where they are",
+    )
     row_length: int | None = setting(
         None, "padded length of a row; null = derived from sequence_length and the objective"
     )

@@ -184,14 +184,21 @@ class Trainer:
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
-        indices = batch_indices(
-            self.consumed_samples,
+        batches = [self.train_data.batch(samples) for samples in self._samples(self.consumed_samples)]
+        # The disk reads the next step's text while this one computes.
+        following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
+        self.train_data.prefetch(following.ravel())
+        return batches
+
+    def _samples(self, consumed: int) -> np.ndarray:
+        """int64 [micro-batches, micro_batch_size]: this rank's samples of the step that begins after `consumed`."""
+        return batch_indices(
+            consumed,
             global_batch_size=self.config.batch.global_batch_size,
             micro_batch_size=self.config.batch.micro_batch_size,
             dp_rank=self.context.dp.rank,
             dp_size=self.context.dp.size,
         )
-        return [self.train_data.batch(micro_batch) for micro_batch in indices]
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
         """What turns a micro-batch's loss sum into its share of the step's loss."""
