@@ -28,7 +28,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from data_utils import encoder_kernels as kernels
-from data_utils.encoders import without_lone_surrogates
+from data_utils.encoders import byte_symbols, without_lone_surrogates
 
 Array = np.ndarray
 CACHE_SLOTS = 2**19  # half of it words; a power of two
@@ -110,7 +110,7 @@ class ByteLevelEncoder(CompiledEncoder):
         super().__init__(backend, pipeline)
         model = pipeline["model"]
         vocab = model["vocab"]
-        self._byte_ids = np.array([vocab[symbol] for symbol in _byte_symbols()], np.int32)
+        self._byte_ids = np.array([vocab[symbol] for symbol in byte_symbols()], np.int32)
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         lefts = np.fromiter((vocab[left] for left, _ in pairs), np.int64, len(pairs))
         rights = np.fromiter((vocab[right] for _, right in pairs), np.int64, len(pairs))
@@ -136,7 +136,7 @@ class ByteLevelEncoder(CompiledEncoder):
             and pre_tokenizer.get("type") == "ByteLevel"
             and pre_tokenizer.get("add_prefix_space") is False
             and pre_tokenizer.get("use_regex", True) is True
-            and model["vocab"].keys() >= set(_byte_symbols())
+            and model["vocab"].keys() >= set(byte_symbols())
         )
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
@@ -240,13 +240,6 @@ def _is_plain(pipeline: dict[str, Any]) -> bool:
         and pipeline["truncation"] is None
         and pipeline["padding"] is None
     )
-
-
-def _byte_symbols() -> list[str]:
-    """The character that stands for each byte: itself if printable, else the next from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _utf8(text: str) -> bytes:

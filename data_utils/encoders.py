@@ -150,6 +150,13 @@ def flatten(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return (np.concatenate(rows) if len(rows) else np.empty(0, np.int32)), lengths
 
 
+def byte_symbols() -> list[str]:
+    """The character that stands for each byte: itself if printable, else the next from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
 def without_lone_surrogates(text: str) -> str:
     """`text` with U+FFFD for each surrogate, which UTF-8 cannot hold."""
     try:
