@@ -31,8 +31,8 @@ REFUSED = {
     "torch_autocast": "use training.precision",
     "elasticity": "use the section batch; it fits every number of processes that divides it",
     "pipeline": "use parallel.pipeline_parallel_size",
-    "zero_optimization.offload_optimizer": "offloading is not supported",
-    "zero_optimization.offload_param": "offloading is not supported",
+    "zero_optimization.offload_optimizer": "use parallel.offload_optimizer",
+    "zero_optimization.offload_param": "offloading weights is not supported",
 }
 
 
@@ -80,6 +80,12 @@ def _derived(config: Config, dp_size: int | None) -> dict[str, tuple[Any, str]]:
         "bf16.enabled": (config.training.precision == "bf16", precision),
         "fp16.enabled": (config.training.precision == "fp16", precision),
     }
+    if config.parallel.offload_optimizer:
+        # torch's AdamW steps on the CPU as well; DeepSpeed's own would have to be compiled at the start.
+        offload = "parallel.offload_optimizer"
+        derived["zero_force_ds_cpu_optimizer"] = (False, offload)
+        derived["zero_optimization.offload_optimizer.device"] = ("cpu", offload)
+        derived["zero_optimization.offload_optimizer.pin_memory"] = (True, offload)
     if config.parallel.pipeline_parallel_size > 1:
         # Splitting what stages send over tensor-parallel ranks contradicts sequence parallelism, which did it already.
         for key in ("pipe_partitioned", "grad_partitioned"):

@@ -30,7 +30,7 @@ from data_utils.objectives.base import (
 from megatron_lite.attention import plan_attention
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.cross_entropy import cross_entropy
-from megatron_lite.engine import Engine, MicroBatch, StepResult
+from megatron_lite.engine import Engine, MicroBatch, StepResult, without_chatter
 from megatron_lite.model import Block, Flow, Head, PositionEmbeddings, initialize_parameters, sum_losses
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -171,7 +171,8 @@ class PipelineEngine(Engine):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_objectives = num_objectives
         self._sums = self._no_sums(context.device)
-        stages = _Stages(config, context, parallel, self._loss)
+        with without_chatter():
+            stages = _Stages(config, context, parallel, self._loss)
         named = stages.global_names(config.model.num_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(stages, named, config, context, mpu=None)
