@@ -1,10 +1,12 @@
 """Skipped steps and the derived DeepSpeed dictionary. That layouts compute the same: test_parity.py."""
 
+import parity
 import pytest
 import torch
 from batches import prefix_batch
 from distributed import run_ranks
 
+from megatron_lite import checkpoint
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.engine import MicroBatch, make_engine
@@ -83,3 +85,41 @@ def test_a_world_that_does_not_fit_the_batch_is_refused():
         ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
     ):
         deepspeed_options(build(Config, tree()), dp_size=3)
+
+
+def train_and_save(context, case, directory):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    for step in range(2):
+        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+    checkpoint.save(directory, 2, engine, {}, context)
+
+
+def continue_and_compare(context, case, directory, record):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    outcome = parity.Outcome(case)
+    parity.run_step(context, engine, case, 2, record, outcome)
+    for fragment in engine.fragments():
+        parity.compare_fragment(outcome, "weights", 2, fragment, fragment.tensors["weight"], record.weights)
+    return outcome.failures()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1)),
+        (parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True)),
+        (parity.Case(1, 1, 2, 3, offload=True), parity.Case(2, 1, 2, 3, True, offload=True)),
+    ],
+    ids=str,
+)
+def test_a_run_continues_with_or_without_offloading(tmp_path, before, after):
+    """Two steps, a checkpoint, the third step on another layout: as three steps in one process."""
+
+    def run(function, case, *args):
+        parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+        return run_ranks(function, case.ranks, case, tmp_path, *args, parallel=parallel)
+
+    run(train_and_save, before)
+    record = parity.reference_of(after)
+    assert run(continue_and_compare, after, record) == [[]] * after.ranks
