@@ -1,5 +1,6 @@
 """Skipped steps and the derived DeepSpeed dictionary. That layouts compute the same: test_parity.py."""
 
+import deepspeed
 import parity
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_all_stages_and_tensor_parallel_ranks_skip_together(precision):
     settings = tree(training={"precision": precision}, parallel=parallel)
     results = run_ranks(poisoned_steps, 4, settings, parallel=ParallelConfig(**parallel))
     assert results == [[(False, True), (True, False), (False, True)]] * 4
+
+
+def optimizer_and_compiled_operations(context, settings):
+    engine = make_engine(build(Config, settings), context, num_objectives=3)
+    return type(engine._zero.optimizer), deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_is_compiled_at_the_start(offload):
+    """DeepSpeed's own optimizers and shared memory would be, for minutes, and a killed build blocks later starts."""
+    settings = tree(parallel={"offload_optimizer": offload, "zero_stage": 2})
+    assert run_ranks(optimizer_and_compiled_operations, 1, settings) == [(torch.optim.AdamW, False)]
 
 
 def test_the_deepspeed_dictionary_is_derived():
