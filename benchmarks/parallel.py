@@ -239,7 +239,9 @@ def launched(layouts: Sequence[Layout], options: argparse.Namespace) -> list[Row
                 "as many, or choose layouts of as many."
             )
         parallel = ParallelConfig(tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
-        rows.append(measure(initialize(launch, parallel, 1800), layout, options, traffic))
+        context = initialize(launch, parallel, 1800)
+        rows.append(measure(context, layout, options, traffic))
+    context.close()
     return rows if launch.rank == 0 else []
 
 

@@ -59,7 +59,7 @@ KINDS = ("loss", "norm", "gradients", "weights")
 # the largest element of a tensor collects the worst of them. Measured: half of these at most.
 TOLERANCES = {
     "fp32": dict.fromkeys(KINDS, 1e-5),
-    "bf16": {"loss": 1e-3, "norm": 1e-2, "gradients": 0.15, "weights": 0.2},
+    "bf16": {"loss": 1e-3, "norm": 1e-2, "gradients": 0.2, "weights": 0.2},
     "fp16": {"loss": 1e-4, "norm": 2e-3, "gradients": 0.02, "weights": 0.02},
 }
 
@@ -473,8 +473,8 @@ def table(titled: dict[str, list[list[Outcome]]]) -> str:
 INTRODUCTION = """# Every layout against one process
 
 Written by `python tests/parity.py --output docs/parity.md`; `python -m pytest -m slow tests/test_parity.py` runs the
-same cases. {cases} cases in {minutes:.0f} minutes, {failed} beyond their tolerance. Commit {commit}; {hardware}; torch
-{torch}, DeepSpeed {deepspeed}, gloo.
+same cases. {cases} cases in {minutes:.0f} minutes, {failed} beyond their tolerance.
+Commit {commit}; {hardware}; torch {torch}, DeepSpeed {deepspeed}, gloo.
 
 A case trains {steps} AdamW steps (weight decay 0.1, gradients clipped to norm {clip}, learning rate {lr}) of {samples}
 samples with unequal numbers of loss tokens, two to four documents per row and {objectives} objectives. It is compared
