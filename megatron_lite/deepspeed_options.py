@@ -16,8 +16,10 @@ from megatron_lite.settings import merge, nest
 if TYPE_CHECKING:
     from megatron_lite.config import Config
 
-# What a user may change: the reference's fp16 loss scaling, and DeepSpeed's own log lines, off.
+# What a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the weights
+# and round what was accumulated in fp32), the reference's fp16 loss scaling, and DeepSpeed's own log lines, off.
 DEFAULTS: dict[str, Any] = {
+    "communication_data_type": "fp32",
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "steps_per_print": 2**31 - 1,
 }

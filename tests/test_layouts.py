@@ -1,4 +1,5 @@
-"""What must not depend on the layout: the text of every sample of a step, and each objective's loss, on every rank."""
+"""What must not depend on the layout: the text of every sample of a step, and each objective's loss, on every rank,
+in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from test_trainer import make_trainer
 
 from data_utils.objectives.base import DOC, OBJECTIVE
 from megatron_lite.config import ParallelConfig
+from megatron_lite.metrics import Metrics
 from megatron_lite.settings import merge
 
 MIXED = {
@@ -19,7 +21,7 @@ MIXED = {
 
 
 def two_steps(context, settings):
-    """Sample number -> its row; per step objective sums, gradient norm, other counts."""
+    """Sample number -> its row; per step objective sums, gradient norm, other counts; the evaluation after it."""
     trainer = make_trainer(context, settings)
     fetch, rows = trainer.train_data.batch, {}
 
@@ -36,7 +38,8 @@ def two_steps(context, settings):
         interval = trainer._new_interval()
         result, _ = trainer._train_step(interval)
         steps.append((interval.objective_sums, result.grad_norm, interval.tokens, interval.flops))
-    return rows, steps
+    trainer.metrics = Metrics(trainer.directory, enabled=False, tensorboard=False)
+    return rows, steps, trainer.evaluate()
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +61,16 @@ def alone():
 def test_samples_and_losses_of_mixed_objectives_do_not_depend_on_the_layout(settings, alone, ranks, parallel):
     settings = merge(settings, MIXED)
     if not alone:
-        alone["rows"], alone["steps"] = run_ranks(two_steps, 1, settings)[0]
-    rows, steps = alone["rows"], alone["steps"]
+        alone["results"] = run_ranks(two_steps, 1, settings)[0]
+    rows, steps, evaluated = alone["results"]
     assert sorted(rows) == list(range(48))
     assert len({int(row[OBJECTIVE, 0]) for row in rows.values()}) >= 5
     assert max(row[DOC].max() for row in rows.values()) >= 2  # several short documents in one row
     settings = merge(settings, {"parallel": parallel})
     results = run_ranks(two_steps, ranks, settings, parallel=ParallelConfig(**parallel))
     seen = set()
-    for own_rows, own_steps in results:
+    for own_rows, own_steps, own_evaluated in results:
+        assert own_evaluated == pytest.approx(evaluated, rel=1e-5)
         seen |= own_rows.keys()
         for index, row in own_rows.items():
             assert np.array_equal(row, rows[index])
