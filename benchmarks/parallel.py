@@ -68,7 +68,8 @@ class Layout:
                 f"--layouts {text} is no layout; write tensor x pipeline x data ranks such as 2x1x2, "
                 f"and +option of {', '.join(OPTIONS)}."
             )
-        return Layout(text, *map(int, match.groups()), frozenset(options))
+        tensor, pipeline, data = map(int, match.groups())
+        return Layout(text, tensor, pipeline, data, frozenset(options))
 
     @property
     def ranks(self) -> int:

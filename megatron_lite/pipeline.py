@@ -171,7 +171,8 @@ class PipelineEngine(Engine):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_objectives = num_objectives
         self._sums = self._no_sums(context.device)
-        with without_chatter():
+        # Without gradients: DeepSpeed broadcasts the tied weight, and autograd would warn of it in every backward pass.
+        with without_chatter(), torch.no_grad():
             stages = _Stages(config, context, parallel, self._loss)
         named = stages.global_names(config.model.num_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
