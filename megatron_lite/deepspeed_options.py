@@ -40,6 +40,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": "optimizer state is fp32",
     "zero_optimization.compute_grad_norm": "without the norm nothing is clipped or skipped",
     "zero_optimization.mics_shard_size": "checkpoints need every stage's usual shards",
+    "zero_optimization.round_robin_gradients": "DeepSpeed then misplaces weights, so that checkpoints would be wrong",
     "zero_optimization.zenflow": "it applies gradients late",
     "zero_optimization.offload_optimizer": "use parallel.offload_optimizer",
     "zero_optimization.offload_param": "offloading weights is not supported",

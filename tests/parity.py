@@ -566,7 +566,8 @@ def main(arguments: list[str] | None = None) -> int:
     failures = [
         line for rows in results.values() for row in rows for outcome in row for line in outcome.failures()
     ]
-    print("\n".join(failures), file=sys.stderr)
+    for line in failures:
+        print(line, file=sys.stderr)
     return 1 if failures else 0
 
 
