@@ -542,6 +542,8 @@ def main(arguments: list[str] | None = None) -> int:
     for layout in options.layouts or []:
         if layout not in known:
             raise ConfigError(f"--layouts {layout} is not known; choose from {', '.join(known)}.")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigError(f"--output {options.output}: its directory does not exist; create it.")
     started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
     for title, cases in (

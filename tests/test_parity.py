@@ -13,6 +13,7 @@ from parity import Case, by_layout, outcomes_of
 
 from megatron_lite.config import ParallelConfig
 from megatron_lite.engine import make_engine
+from megatron_lite.errors import ConfigError
 from megatron_lite.tensor_parallel import TensorParallel
 
 
@@ -63,6 +64,18 @@ def test_the_matrix_is_complete():
     assert (
         layouts[1, 1, 8] == 3 * 3 * 2 and layouts[4, 1, 2] == 3 * 2 * 3 * 2 and layouts[2, 2, 2] == 2 * 3 * 2
     )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layouts", "3x1x1"], "--layouts 3x1x1 is not known"),
+        (["--output", "absent/page.md"], "does not exist"),
+    ],
+)
+def test_the_command_refuses_at_once_what_it_cannot_do(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parity.main(arguments)
 
 
 def test_micro_batches_and_ranks_have_unequal_numbers_of_loss_tokens():
