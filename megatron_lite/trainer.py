@@ -25,6 +25,7 @@ from megatron_lite import checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import CheckpointError, UserError
+from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
     Interval,
@@ -151,7 +152,7 @@ class Trainer:
             MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
             for micro, batch in enumerate(batches)
         ]
-        result = self.engine.train_step(micro_batches, self._learning_rate(self.step + 1))
+        result = self._engine_step(micro_batches)
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
@@ -162,6 +163,22 @@ class Trainer:
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
         interval.objective_sums += self._all_losses(result.objective_sums)
         return result, stop > 0
+
+    def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
+        """The step itself; now and then with a record of every layer's gradient norm."""
+        step, interval = self.step + 1, self.config.training.gradient_norm_interval
+        lr = self._learning_rate(step)
+        if interval == 0 or step % interval:
+            return self.engine.train_step(micro_batches, lr)
+        layers = GradientNorms(self.config.model.num_layers, self.context)
+        with self.engine.observed_gradients(layers.add):
+            result = self.engine.train_step(micro_batches, lr)
+        if not result.skipped:
+            norms = layers.norms(self.engine.clip_divisor(result.grad_norm))
+            largest = max(norms, key=norms.__getitem__)
+            line = f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
+            self.metrics.write("gradient_norms", step, norms, line)
+        return result
 
     def _totals(self, batches: list[np.ndarray]) -> list[float]:
         """Over all ranks, in one reduction: tokens, visible keys, loss rows, stop requests, weight of each loss."""
