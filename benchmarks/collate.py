@@ -94,15 +94,19 @@ def best_seconds(run: Callable[[int], object], rounds: int = 12, calls: int = 20
     return best
 
 
-def measure(name: str) -> dict:
-    """One line of the table."""
-    sequence_length, document_length, config, *objective = CASES[name]
+def make_vocabulary() -> Vocabulary:
+    """Random word starts and sentence ends."""
     rng = np.random.default_rng(1)
     sentence_end = rng.random(VOCABULARY) < 1 / SENTENCE_LENGTH
     word_start = rng.random(VOCABULARY) < WORDS_PER_TOKEN
-    vocabulary = Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+    return Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+
+
+def measure(name: str) -> dict:
+    """One line of the table."""
+    sequence_length, document_length, config, *objective = CASES[name]
     kind = objective[0] if objective else "blank_infilling"
-    made = make_one(kind, OBJECTIVES[kind][0](**config), vocabulary, 1, sequence_length)
+    made = make_one(kind, OBJECTIVES[kind][0](**config), make_vocabulary(), 1, sequence_length)
     collate = Collator(made)
     tokens, piece_lengths, per_sample = source(sequence_length, document_length)
     indices = np.arange(ROWS)

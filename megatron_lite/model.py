@@ -34,7 +34,7 @@ from data_utils.objectives.base import (
     WEIGHTS,
 )
 from data_utils.random_streams import derive_seed
-from megatron_lite.attention import AttentionPlan, PrefixPlan, plan_attention
+from megatron_lite.attention import AttentionPlan, CallPlan, plan_attention
 from megatron_lite.boxes import whole_shape
 from megatron_lite.collectives import SINGLE, copy_to_group, gather_tokens
 from megatron_lite.config import Config, ModelConfig
@@ -55,7 +55,7 @@ from megatron_lite.tensor_parallel import (
 class ModelInput:
     """A batch on the device, ready for the model."""
 
-    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], all rows' tokens one after the other
+    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], the tokens of all rows
     position_ids: torch.Tensor  # as tokens
     block_position_ids: torch.Tensor  # as tokens
     plan: AttentionPlan
@@ -76,14 +76,13 @@ class ModelInput:
     ) -> ModelInput:
         """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py).
 
-        Padding is dropped where the attention plan needs no rows (4 % of the token objective), unless
-        `keep_padding` asks for one shape for every batch.
+        Padding is dropped and tokens stand in the order of the attention plan's calls where the plan needs no rows,
+        unless `keep_padding` asks for one shape for every batch.
         """
         plan = plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel)
         planes = batch.swapaxes(0, 1)
-        present = batch[:, DOC] >= 0
-        if isinstance(plan, PrefixPlan) and not keep_padding and present.any():
-            planes, plan = planes[:, None, present], plan.without_padding()
+        if isinstance(plan, CallPlan) and not keep_padding and plan.units:
+            planes, plan = planes.reshape(len(planes), 1, -1)[:, :, plan.layout.rows], plan.laid_out()
         weights = np.ascontiguousarray(planes[WEIGHTS]).view(np.float32).reshape(-1)
         rows = np.flatnonzero(weights)
         targets, objectives = (

@@ -62,7 +62,7 @@ def test_parameter_count_is_the_modules():
 
 def test_plans_give_the_same_loss_and_gradients():
     model, batch = make(), prefix_batch(0)
-    dense, prefix = gradients(model, batch, "dense"), gradients(model, batch, "prefix")
+    dense, prefix = gradients(model, batch, "dense"), gradients(model, batch, "calls")
     # fp32, sums in another order.
     torch.testing.assert_close(dense[0], prefix[0], rtol=1e-6, atol=0)
     for a, b in zip(dense[2], prefix[2], strict=True):
