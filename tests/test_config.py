@@ -332,7 +332,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("data.sequence_length=513"),
         ("data.sequence_length (513)", "up to 513", "max_position is 512", "shorten the sequence or enlarge"),
     ),
-    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 584")),
+    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
     "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "not be negative")),
     "keep_every": (
         over("checkpoint.keep_every=2500"),
