@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import attention, train_step
+from benchmarks import attention, padding, train_step
+from data_utils.indexed_dataset import IndexedDatasetWriter
+from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import DOC, GRP, ORD
 from megatron_lite import cross_entropy
 from megatron_lite.attention import plan_attention
@@ -151,6 +153,21 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
     )
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_padding_reports_every_objective(tmp_path, capsys):
+    lengths = np.random.default_rng(0).integers(20, 200, 60)
+    with IndexedDatasetWriter(tmp_path / "d", 4000) as writer:
+        writer.add(np.arange(lengths.sum()) % 3000 + 10, lengths)
+        writer.finish({})
+    assert padding.main(["--prefix", str(tmp_path / "d"), "--lengths", "128", "--samples", "40"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0].strip() for row in rows[: len(OBJECTIVES)]] == list(OBJECTIVES)
+    for name, row_length, padded, lost in rows:
+        assert int(row_length) >= 128 and 0 <= float(padded.strip(" %")) < 15
+        assert 0 <= float(lost.strip(" %")) < 1, name
+    with pytest.raises(ConfigError, match="--samples is 0"):
+        padding.main(["--prefix", str(tmp_path / "d"), "--samples", "0"])
 
 
 def test_memory_of_attention_grows_linearly():

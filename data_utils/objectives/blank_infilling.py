@@ -48,7 +48,7 @@ from data_utils.objectives.base import (
     Example,
     SpecialTokens,
 )
-from data_utils.objectives.masking import cumulative_table, draw_length
+from data_utils.objectives.masking import cumulative_table, draw_length, run_count_moments
 from data_utils.random_streams import (
     below,
     chance,
@@ -202,7 +202,7 @@ class BlankInfillingConfig:
             room = 2 * (int(self.sentence_ratio * n) // EXPECTED_SENTENCE_LENGTH + 1)
         if self.token_prob > 0 and not self.masked_lm:
             weights = np.diff(_length_cumulative(self.mean_span_length, self.max_span_length)) / 2.0**32
-            mean, deviation = _span_count_moments(weights, int(self.masked_ratio * n))
+            mean, deviation = run_count_moments(weights, int(self.masked_ratio * n))
             room = max(room, math.ceil(2 * (mean + ROOM_DEVIATIONS * deviation)))
         return room
 
@@ -223,18 +223,6 @@ def _length_cumulative(mean: float, longest: int) -> np.ndarray:
     lengths = np.arange(1, longest + 1)
     log_weights = lengths * math.log(mean) - np.array([math.lgamma(length + 1) for length in lengths])
     return cumulative_table(np.exp(log_weights - log_weights.max()))
-
-
-def _span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
-    """Mean and standard deviation of the number of spans drawn until their sum reaches `target`, exactly."""
-    first, second = np.zeros(target + 1), np.zeros(target + 1)
-    for missing in range(1, target + 1):
-        reach = min(missing - 1, len(weights))  # lengths that leave something missing
-        later_first = np.dot(weights[:reach], first[missing - reach : missing][::-1])
-        later_second = np.dot(weights[:reach], second[missing - reach : missing][::-1])
-        first[missing] = 1 + later_first
-        second[missing] = 1 + 2 * later_first + later_second
-    return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
 
 
 # The config as the compiled code reads it. A record, not a tuple: it is passed as one pointer, where a tuple
