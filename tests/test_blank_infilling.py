@@ -638,7 +638,9 @@ def test_row_length_holds_most_draws():
     """512 tokens at 15 % need 513 + 2 x 24.6 on average, with a standard deviation of 5."""
     made = objective()
     assert made.row_length == 568
-    needed = np.array([len(example.tokens) for example in many(objective(row_length=700), text_of(512, False), 3000)])
+    needed = np.array(
+        [len(example.tokens) for example in many(objective(row_length=700), text_of(512, False), 3000)]
+    )
     assert abs(needed.mean() - 562.3) < 1
     assert 0.05 < (needed > 568).mean() < 0.2
 
@@ -653,7 +655,9 @@ def test_where_spans_do_not_fit_the_text_ends_earlier_and_they_stay_as_drawn():
             continue  # drawn again
         kept = rebuilt(short)
         assert len(kept) == 512 - over and (kept == text[: 512 - over]).all()
-        lengths = [sorted(len(targets) for _, targets, _, _ in spans_of(example)) for example in (whole, short)]
+        lengths = [
+            sorted(len(targets) for _, targets, _, _ in spans_of(example)) for example in (whole, short)
+        ]
         assert lengths[0] == lengths[1]
         lost += over
     assert 0 < lost < 2000 * 512 / 1000  # less than one token in a thousand
