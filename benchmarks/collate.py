@@ -8,6 +8,9 @@ machine disturbs it little. Compilation is outside the timing and reported apart
 - numpy: the same token-objective rows built per sample with Python and NumPy, in the usual manner of a
   collate function (lists of spans, concatenations, padding), with the four arrays GLM needs;
 - floor: the time to write the bytes of a row once, at the bandwidth of `ndarray.fill` on a batch.
+
+Target: a token of text costs at most TARGET times as much in every objective as in the token objective ("x token"),
+whatever the length of the rows that come of it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ ROWS = 64  # per batch
 VOCABULARY = 30000
 SENTENCE_LENGTH = 20  # tokens, mean
 WORDS_PER_TOKEN = 0.75
+TARGET = 2.0
 
 # name: (sequence length, document length or None for one document per row, config[, objective])
 CASES = {
@@ -94,15 +98,19 @@ def best_seconds(run: Callable[[int], object], rounds: int = 12, calls: int = 20
     return best
 
 
-def measure(name: str) -> dict:
-    """One line of the table."""
-    sequence_length, document_length, config, *objective = CASES[name]
+def make_vocabulary() -> Vocabulary:
+    """Random word starts and sentence ends."""
     rng = np.random.default_rng(1)
     sentence_end = rng.random(VOCABULARY) < 1 / SENTENCE_LENGTH
     word_start = rng.random(VOCABULARY) < WORDS_PER_TOKEN
-    vocabulary = Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+    return Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+
+
+def measure(name: str) -> dict:
+    """One line of the table."""
+    sequence_length, document_length, config, *objective = CASES[name]
     kind = objective[0] if objective else "blank_infilling"
-    made = make_one(kind, OBJECTIVES[kind][0](**config), vocabulary, 1, sequence_length)
+    made = make_one(kind, OBJECTIVES[kind][0](**config), make_vocabulary(), 1, sequence_length)
     collate = Collator(made)
     tokens, piece_lengths, per_sample = source(sequence_length, document_length)
     indices = np.arange(ROWS)
@@ -201,17 +209,22 @@ def main() -> int:
     ratio = results[0]["rows_per_second"] * numpy_seconds
     print(f"{ROWS} rows per batch, one thread, CPU time")
     print(f"first call {first_call:.1f} s (compiles, or loads what an earlier process compiled)")
-    titles = f"{'us/row':>8} {'floor us':>9} {'x floor':>8} {'padding':>8}"
+    for line in results:
+        line["times_floor"] = line["microseconds_per_row"] / line["floor_microseconds_per_row"]
+        line["times_token"] = results[0]["source_tokens_per_second"] / line["source_tokens_per_second"]
+    titles = f"{'us/row':>8} {'floor us':>9} {'x floor':>8} {'x token':>8} {'padding':>8}"
     print(f"{'case':28} {'rows/s':>9} {'new array':>10} {titles}")
     for line in results:
-        times = line["microseconds_per_row"] / line["floor_microseconds_per_row"]
         print(
             f"{line['case']:28} {line['rows_per_second']:9,} {line['rows_per_second_new_array']:10,} "
-            f"{line['microseconds_per_row']:8.2f} {line['floor_microseconds_per_row']:9.2f} {times:8.1f} "
+            f"{line['microseconds_per_row']:8.2f} {line['floor_microseconds_per_row']:9.2f} {line['times_floor']:8.1f} "
+            f"{line['times_token']:8.2f} "
             f"{line['padding']:8.1%}"
         )
     print(f"{'token, numpy per sample':28} {1 / numpy_seconds:9,.0f} {'':10} {numpy_seconds * 1e6:8.2f}")
     print(f"compiled / numpy: {ratio:.0f} x")
+    slow = [line["case"] for line in results if line["times_token"] > TARGET]
+    print(f"beyond {TARGET:g} x token: {', '.join(slow) or 'none'}")
     if arguments.json:
         summary = {
             "first_call_seconds": round(first_call, 2),

@@ -101,6 +101,13 @@ def open_stream(stream, key, sample, piece, attempt):
 
 
 @njit(nogil=True)
+def rewind(stream):
+    """Back to the start of the address: the same numbers come again."""
+    stream.counter_0 = _ZERO
+    stream.words_left = _ZERO
+
+
+@njit(nogil=True)
 def _next_block(stream):
     stream.word_0, stream.word_1, stream.word_2, stream.word_3 = philox4x32(
         stream.counter_0, stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1

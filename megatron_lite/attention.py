@@ -6,33 +6,44 @@ Every objective describes its visibility by `doc`, `ord` and `grp` per token (da
     query_bound(q) =  ord[q]  if ord[q] >= 0 else -ord[q] - 1    (up to when q may look)
     allowed(q, k)  =  doc[q] == doc[k] and (key_time(k) <= query_bound(q) or grp[q] == grp[k] != 0)
 
-A plan is made once per batch and serves all layers. Two exist so far:
+A plan is made once per batch and serves all layers; attention_layout.py finds the structure. The plans:
 
-  PrefixPlan  every document is [ord 0 ... | ord 1, 2, 3, ...] and grp is 0 (GLM, prefix LM, causal, bidirectional):
-              two calls per document on disjoint query rows, A x A in full and B x [A;B] causal from the bottom right.
-              No mask is stored and no forbidden block is computed.
-  DensePlan   anything else, and rows of very short documents, where the calls would cost more than the mask saves.
+  CallPlan   a few kernel calls per document on disjoint rows, most of them without a mask. On CPU it serves every
+             structure: what is left over runs in blocks of rows with small masks that are made when they are needed,
+             also in the backward pass, so memory grows linearly with the row length. On CUDA it serves structures that
+             need no mask (all recipes but UniLMv2's and joined short documents).
+  FlexPlan   the rest on CUDA: FlexAttention with the rule as its mask function (attention_flex.py).
+  DensePlan  the reference: one masked call, B x S x S booleans. Also CUDA where the others do not fit: dropout, which
+             FlexAttention does not have.
 
-Padding rows see nothing and get zeros.
+Rows that see nothing, padding above all, get zeros.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_lite.attention_layout import (
+    BLIND,
+    CAUSAL,
+    MASKED,
+    Call,
+    Layout,
+    Unit,
+    make_layout,
+    make_units,
+)
 from megatron_lite.linear import widens
 
-# Mean document length from which PrefixPlan's calls beat one masked call. CPU: measured by
-# benchmarks/attention_plan.py (with 4 heads it breaks even there, with more heads or longer rows earlier).
-# CUDA: not measured yet; a kernel's start is worth more work there.
-_PREFIX_MIN_MEAN_LENGTH = {"cpu": 16, "cuda": 128}
+# CUDA: mean rows per call from which CallPlan is taken. Not measured yet.
+_LEAST_ROWS_PER_CALL = 64
 
 
 class AttentionPlan(Protocol):
@@ -60,7 +71,7 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     x = x.transpose(-3, -2)
     if x.device.type != "cpu":
         return x
-    # torch's CPU kernel is 1.2 to 1.3 times faster when the rows of a head lie side by side.
+    # torch's CPU kernel is up to 1.3 times faster when the rows of a head lie side by side.
     if widens(x):
         return x.to(torch.float32, memory_format=torch.contiguous_format)
     return x.contiguous()
@@ -92,76 +103,174 @@ class DensePlan:
         return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One document of the flattened batch, or a stretch of padding (context = -1). Lengths in tokens."""
+class CallPlan:
+    """The calls of `make_units`, one after the other.
 
-    length: int
-    context: int  # part A: rows with ord 0, seen by the whole document
+    Args: rows: the tokens of the batch in the order of the calls, as indices into the flattened [B, S]; None if they
+        are in this order already and there is no padding.
+    """
 
+    def __init__(self, layout: Layout, units: list[Unit], rows: torch.Tensor | None, device: torch.device):
+        self.layout = layout
+        self.units = units
+        self.rows = rows
+        self.device = device
+        self._joins_documents = any(
+            layout.document[unit.start] != layout.document[unit.stop - 1] for unit in units
+        )
+        self._has_groups = bool(layout.grp.any())
+        planes = (layout.document, layout.key_time, layout.query_bound, layout.grp)
+        self._planes = torch.from_numpy(np.stack(planes)).to(device)
 
-class PrefixPlan:
-    """Two calls per document, no mask in memory."""
-
-    def __init__(self, segments: list[Segment]):
-        self.segments = segments
-        self.lengths = [segment.length for segment in segments]
-
-    def without_padding(self) -> PrefixPlan:
-        """The plan for the same documents in one row [1, T], one after the other."""
-        return PrefixPlan([segment for segment in self.segments if segment.context >= 0])
+    def laid_out(self) -> CallPlan:
+        """The plan for a batch [1, T] that holds the tokens `layout.rows` of this one, in that order."""
+        return CallPlan(self.layout, self.units, None, self.device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
     ) -> torch.Tensor:
-        dtype, (rows, length, heads, head_dim) = q.dtype, q.shape
+        if q.device.type == "cpu" and not dropout:
+            return _CallsOnCpu.apply(q, k, v, self)
+        if not self.units:
+            return torch.zeros_like(q)
+        lengths = [unit.stop - unit.start for unit in self.units]
         # split, not slices: the backward pass of split is one concatenation, that of a slice a zero-filled full tensor.
-        parts = (_heads_first(x.flatten(0, 1)).unsqueeze(0).split(self.lengths, dim=2) for x in (q, k, v))
-        each = zip(self.segments, *parts, strict=True)
-        out = [self._document(segment, q, k, v, dropout) for segment, q, k, v in each]
-        return torch.cat(out, dim=2).transpose(1, 2).to(dtype).reshape(rows, length, heads, head_dim)
+        parts = (_heads_first(self._take(x)).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v))
+        out: list[torch.Tensor] = []
+        for unit, *heads in zip(self.units, *parts, strict=True):
+            out += self._unit(unit, heads, dropout)
+        return self._put(torch.cat(out, dim=2)[0].transpose(0, 1).to(q.dtype), q)
+
+    def _take(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, H, D] -> [T, H, D] in the order of the calls."""
+        x = x.flatten(0, 1)
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    def _put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_take`; rows that are not in the plan are 0."""
+        if self.rows is None:
+            return x.reshape(like.shape)
+        whole = x.new_zeros(like.shape[0] * like.shape[1], *like.shape[2:])
+        return whole.index_copy(0, self.rows, x).view(like.shape)
+
+    def _unit(self, unit: Unit, heads: list[torch.Tensor], dropout: float) -> Iterator[torch.Tensor]:
+        """q, k, v [1, H, unit, D] -> the outputs of its calls, under autograd."""
+        q, k, v = heads
+        attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
+        for call, rows in zip(
+            unit.calls, q.split([c.stop - c.start for c in unit.calls], dim=2), strict=True
+        ):
+            if call.kind == BLIND:
+                yield torch.zeros_like(rows)
+                continue
+            keys, values = _part(k, call), _part(v, call)
+            if call.kind == CAUSAL:
+                yield attend(rows, keys, values, causal_lower_right(rows.shape[2], keys.shape[2]))
+            else:
+                yield attend(rows, keys, values, self.bias(unit, call, rows.dtype))
+
+    def bias(self, unit: Unit, call: Call, dtype: torch.dtype) -> torch.Tensor | None:
+        """What a masked call adds to its scores: [rows, keys], 0 or -infinity; None for the other calls."""
+        if call.kind != MASKED:
+            return None
+        planes = self._planes[:, unit.start : unit.stop]
+        document, _, bound, group = planes[:, call.start : call.stop, None]
+        parts = [planes[:, start:stop] for start, stop in call.keys]
+        key_document, time, _, key_group = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        hidden = time > bound
+        if self._has_groups:
+            hidden &= (group != key_group) | (group == 0)
+        if self._joins_documents:
+            hidden |= document != key_document
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+
+
+def _part(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """The keys (or values) of a call out of those of its unit, [1, H, keys, D]."""
+    parts = [x[:, :, start:stop] for start, stop in call.keys]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+# The kernels that F.scaled_dot_product_attention runs on CPU: called here to keep the sums, and no mask, for backward.
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _CallsOnCpu(torch.autograd.Function):
+    """All calls of a plan as one node.
+
+    It saves q, k, v as the kernel wants them, the output and a number per row and head. Masks are made again in the
+    backward pass, and gradients of keys are added up in place.
+    """
 
     @staticmethod
-    def _document(
-        segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
-        """[1, H, document, D] tensors."""
-        a, n = segment.context, segment.length
-        attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
-        if a < 0:
-            return torch.zeros_like(q)
-        if a == n:
-            return attend(q, k, v)
-        bias = causal_lower_right(n - a, n)
-        if a == 0:
-            return attend(q, k, v, bias)
-        q_a, q_b = q.split([a, n - a], dim=2)
-        return torch.cat([attend(q_a, k[:, :, :a], v[:, :, :a]), attend(q_b, k, v, bias)], dim=2)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: CallPlan) -> torch.Tensor:
+        heads = [_heads_first(plan._take(x)).unsqueeze(0) for x in (q, k, v)]
+        out = torch.empty(len(plan.layout.rows), *q.shape[2:], dtype=q.dtype)
+        sums = []  # log of the sum of exponentials, of each call
+        for unit, call in ((u, c) for u in plan.units for c in u.calls):
+            rows = slice(unit.start + call.start, unit.start + call.stop)
+            if call.kind == BLIND:
+                out[rows] = 0.0
+                continue
+            keys, values = (_part(x[:, :, unit.start : unit.stop], call) for x in heads[1:])
+            bias = plan.bias(unit, call, keys.dtype)
+            queries = heads[0][:, :, rows]
+            part, log_sum = _forward(queries, keys, values, 0.0, call.kind == CAUSAL, attn_mask=bias)
+            out[rows] = part[0].transpose(0, 1)
+            sums.append(log_sum)
+        ctx.plan = plan
+        ctx.save_for_backward(out, *heads, *sums)
+        return plan._put(out, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        plan: CallPlan = ctx.plan
+        out, *heads = ctx.saved_tensors
+        heads, sums = heads[:3], heads[3:]
+        tokens = plan._take(grad)
+        # fp32: a key's gradient is a sum over calls.
+        totals = [torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32)) for _ in heads]
+        for unit in reversed(plan.units):
+            is_first = True
+            for call in reversed(unit.calls):
+                rows = slice(unit.start + call.start, unit.start + call.stop)
+                if is_first:
+                    _clear(totals[1:], unit, call)
+                if call.kind == BLIND:
+                    totals[0][rows] = 0.0
+                else:
+                    keys, values = (_part(x[:, :, unit.start : unit.stop], call) for x in heads[1:])
+                    bias = plan.bias(unit, call, keys.dtype)
+                    given, out_rows = (
+                        x[rows].to(keys.dtype).transpose(0, 1).unsqueeze(0) for x in (tokens, out)
+                    )
+                    inputs = (given, heads[0][:, :, rows], keys, values, out_rows, sums.pop(), 0.0)
+                    parts = _backward(*inputs, call.kind == CAUSAL, attn_mask=bias)
+                    totals[0][rows] = parts[0][0].transpose(0, 1)
+                    for total, part in zip(totals[1:], parts[1:], strict=True):
+                        _add(total, part[0].transpose(0, 1), unit, call, is_first)
+                is_first = False
+        return *(plan._put(total.to(grad.dtype), grad) for total in totals), None
 
 
-def prefix_segments(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> list[Segment] | None:
-    """The documents of a batch if all have prefix structure, else None. Arrays are int [B, S] on the host."""
-    if grp.any() or (order < 0).any():
-        return None
-    rows, length = doc.shape
-    doc, order = doc.reshape(-1), order.reshape(-1)
-    starts_row = np.zeros(rows * length, bool)
-    starts_row[::length] = True
-    begins = np.flatnonzero(starts_row | np.r_[True, doc[1:] != doc[:-1]])
-    ends = np.r_[begins[1:], rows * length]
-    # Within a document ord must be 0 ... 0, 1, 2, 3, ...: each step is +1, or 0 while still at 0.
-    step = np.diff(order)
-    good_step = (step == 1) | ((step == 0) & (order[1:] == 0))
-    good_step[begins[1:] - 1] = True
-    padding = doc < 0
-    real = begins[~padding[begins]]
-    if not (good_step | padding[1:]).all() or (order[real] > 1).any():
-        return None
-    if np.unique(np.stack([real // length, doc[real]]), axis=1).shape[1] != len(real):
-        return None  # a document in several stretches
-    contexts = np.add.reduceat((order == 0).astype(np.int64), begins)
-    contexts[padding[begins]] = -1
-    return [Segment(int(e - b), int(c)) for b, e, c in zip(begins, ends, contexts, strict=True)]
+def _clear(totals: list[torch.Tensor], unit: Unit, first: Call) -> None:
+    """Zero the gradients of the unit's keys, unless its first call has all of them."""
+    if first.keys != ((0, unit.stop - unit.start),):
+        for total in totals:
+            total[unit.start : unit.stop] = 0.0
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, unit: Unit, call: Call, is_first: bool) -> None:
+    """Add the gradients of a call's keys, [keys, H, D]; the first call of a unit writes them."""
+    at = 0
+    for start, stop in call.keys:
+        place = total[unit.start + start : unit.start + stop]
+        if is_first:
+            place.copy_(part[at : at + stop - start])
+        else:
+            place.add_(part[at : at + stop - start])
+        at += stop - start
 
 
 def plan_attention(
@@ -171,13 +280,30 @@ def plan_attention(
 
     Args:
         doc, order, grp: int32 [B, S] on the host.
-        kernel: "auto", "prefix" (error if the structure does not allow it) or "dense".
+        kernel: "auto", or one of "calls", "flex" and "dense".
     """
-    segments = prefix_segments(doc, order, grp) if kernel != "dense" else None
-    if kernel == "prefix":
-        assert segments is not None, "the batch has no prefix structure"
-    if segments is not None:
-        documents = sum(segment.context >= 0 for segment in segments)
-        if kernel == "prefix" or doc.size >= documents * _PREFIX_MIN_MEAN_LENGTH[device.type]:
-            return PrefixPlan(segments)
-    return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))
+    assert kernel in ("auto", "calls", "flex", "dense"), kernel
+
+    @functools.cache
+    def dense() -> DensePlan:
+        return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))
+
+    if kernel != "dense":
+        layout = make_layout(doc, order, grp)
+        units = make_units(layout, square_causal_only=device.type == "cpu")
+        if kernel == "calls" or (
+            kernel == "auto" and (device.type == "cpu" or _suits_cuda(units, len(layout.rows)))
+        ):
+            in_order = len(layout.rows) == doc.size and (np.diff(layout.rows) == 1).all()
+            return CallPlan(
+                layout, units, None if in_order else torch.from_numpy(layout.rows).to(device), device
+            )
+        from megatron_lite.attention_flex import FlexPlan  # here: its import takes seconds
+
+        return FlexPlan(layout, doc.size, device, dense, compiled=device.type != "cpu")
+    return dense()
+
+
+def _suits_cuda(units: list[Unit], tokens: int) -> bool:
+    calls = [call for unit in units for call in unit.calls]
+    return all(call.kind != MASKED for call in calls) and tokens >= _LEAST_ROWS_PER_CALL * len(calls)

@@ -36,7 +36,7 @@ from data_utils.objectives.base import (
     WEIGHTS,
 )
 from data_utils.random_streams import derive_seed
-from megatron_lite.attention import AttentionPlan, PrefixPlan, plan_attention
+from megatron_lite.attention import AttentionPlan, CallPlan, plan_attention
 from megatron_lite.boxes import whole_shape
 from megatron_lite.collectives import SINGLE
 from megatron_lite.config import TASKS, Config, ModelConfig
@@ -59,10 +59,8 @@ ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
 class ModelInput:
     """A batch on the device, ready for the model."""
 
-    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], all rows' tokens one after the other
-    ids: (
-        torch.Tensor
-    )  # int32 [len(ID_PLANES), B, S] or [.., 1, T]: what the embeddings need besides the tokens
+    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], the tokens of all rows
+    ids: torch.Tensor  # int32 [len(ID_PLANES), B, S] or [.., 1, T]: for the other embeddings
     plan: AttentionPlan
     loss_rows: LossRows
     targets: torch.Tensor  # int64 [K + P + M], see LossRows
@@ -81,14 +79,13 @@ class ModelInput:
     ) -> ModelInput:
         """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py).
 
-        Padding is dropped where the attention plan needs no rows (4 % of the token objective), unless
-        `keep_padding` asks for one shape for every batch.
+        Padding is dropped and tokens stand in the order of the attention plan's calls where the plan needs no rows,
+        unless `keep_padding` asks for one shape for every batch.
         """
         plan = plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel)
         planes = batch.swapaxes(0, 1)
-        present = batch[:, DOC] >= 0
-        if isinstance(plan, PrefixPlan) and not keep_padding and present.any():
-            planes, plan = planes[:, None, present], plan.without_padding()
+        if isinstance(plan, CallPlan) and not keep_padding and plan.units:
+            planes, plan = planes.reshape(len(planes), 1, -1)[:, :, plan.layout.rows], plan.laid_out()
         inputs = torch.from_numpy(planes[[TOKENS, *ID_PLANES]]).to(device)
         targets, weights, objectives = (
             torch.from_numpy(np.ascontiguousarray(planes[plane]).reshape(-1))

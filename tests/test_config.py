@@ -170,7 +170,7 @@ SYSTEMS = {
     "xlnet-large": (24, 1024, 16, "xlnet", 600, 4e-4, 8192, 500_000),
     "mass-base": (12, 1024, 16, "mass", 768, 1e-4, 256, 500_000),
     "t5-base": (24, 768, 12, "t5", 568, 4e-4, 128, 524_288),
-    "bart-large": (24, 1024, 16, "bart", 1024, 4e-4, 8000, 500_000),
+    "bart-large": (24, 1024, 16, "bart", 928, 4e-4, 8000, 500_000),
 }
 
 
@@ -372,7 +372,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("data.sequence_length=513"),
         ("data.sequence_length (513)", "up to 513", "max_position is 512", "shorten the sequence or enlarge"),
     ),
-    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 584")),
+    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
     "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "not be negative")),
     "keep_every": (
         over("checkpoint.keep_every=2500"),

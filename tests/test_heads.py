@@ -95,7 +95,9 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
 def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     """The losses of one row without padding, each head written out from its paper on the model's own weights."""
     p = dict(model.named_parameters())
-    inputs = ModelInput.from_batch(row[None], torch.device("cpu"), model.config)
+    inputs = ModelInput.from_batch(
+        row[None], torch.device("cpu"), model.config, keep_padding=True
+    )  # in row order
     ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
     embedded = (
         p["embedding.word_embeddings.weight"][ids[TOKENS]]

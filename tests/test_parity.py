@@ -149,11 +149,16 @@ def stages_of_zero(context, case):
         replace(case, zero_stage=2, offload=True),
     ]
     first, *rest = [weights_after_training(context, c) for c in [case, *others]]
-    return [name for name in first if not all(torch.equal(first[name], other[name]) for other in rest)]
+
+    def differ(one, other):
+        # CPU matmuls may round the last bit by the address of their operands, which the stages lay out differently.
+        return (one - other).abs().max() > 1e-4 * one.abs().max()
+
+    return [name for name in first if any(differ(first[name], other[name]) for other in rest)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_stages_of_zero_agree_bit_for_bit_in_half_precision(precision):
+def test_stages_of_zero_agree_in_half_precision(precision):
     """Gradients are summed over ranks in fp32; if they were summed in bf16, weights would differ by 1 %."""
     assert run_ranks(stages_of_zero, 2, Case(1, 1, 2, 1, accumulation=4, precision=precision)) == [[], []]
 

@@ -4,6 +4,9 @@ Part A (order 0) is the text with its sentences in random order and spans of Poi
 by one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself, shifted by a
 `sop` at its start. Positions of part B count from 0 again: it is a text of its own.
 
+Rows are near the mean length (`ROOM_DEVIATIONS`): where the masks that were drawn do not fit, the text ends a few
+tokens earlier, and the same numbers are drawn for it again.
+
 Differences: spans of text keep a token between them, so that each mask stands for one span; there are at most
 as many inserted masks as tokens removed, so that part A is never longer than the text.
 """
@@ -26,6 +29,7 @@ from data_utils.objectives.masking import (
     cumulative_table,
     draw_runs,
     masked_target,
+    run_count_moments,
 )
 from data_utils.objectives.rows import (
     RowObjective,
@@ -39,11 +43,12 @@ from data_utils.objectives.rows import (
     predict,
     put,
 )
-from data_utils.random_streams import below, chance, chance_threshold, shuffle
+from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
 from megatron_lite.settings import check, setting
 
 _DENOISING = OBJECTIVE_NAMES.index("denoising")
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
+ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +65,42 @@ class BartConfig(RowSizes):
         check(0.0 < mean < math.inf, f"bart.mean_span_length is {mean}; it must be positive.")
 
     @property
+    def length_weights(self) -> np.ndarray:
+        """Probabilities of spans of 1, 2, ... tokens."""
+        weights = np.cumprod(self.mean_span_length / np.arange(1, LONGEST_SPAN + 1))
+        return weights / weights.sum()
+
+    @property
+    def masks_per_span(self) -> float:
+        """With the masks inserted by spans of length 0 before it, on average."""
+        return 1.0 / (1.0 - math.exp(-self.mean_span_length))
+
+    @property
     def growth(self) -> float:
-        """Context and target."""
-        return 2.0
+        """Context and target, on average: a part of the text is replaced by masks, at most as many."""
+        length = float(self.length_weights @ np.arange(1, LONGEST_SPAN + 1))
+        return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
 
     @property
     def overhead(self) -> int:
-        """CLS; sop takes the place of the last token, which is never an input."""
-        return 1
+        """CLS (sop takes the place of the last token, which is never an input), and 2 for the shortest pieces."""
+        return 3
+
+    def most_tokens(self, length: int) -> int:
+        """Where no token is removed."""
+        return 2 * length + 1
+
+    def row_length_for(self, sequence_length: int) -> int:
+        """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
+        removed = max(1, int(self.masked_ratio * sequence_length + 0.5))
+        mean, deviation = run_count_moments(self.length_weights, removed)
+        inserted = mean * (self.masks_per_span - 1.0)
+        deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
+        masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)
+        length = max(
+            math.ceil(2 * sequence_length + 1 - removed + masks), self.least_row_length(sequence_length)
+        )
+        return -(-length // 8) * 8
 
     def max_position_needed(self, sequence_length: int) -> int:
         """Positions count the context, CLS included."""
@@ -137,12 +170,18 @@ def _infill(row, used, maskable, length, stream, w, cumulative, s):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
-    maskable = maskable_length(text, start, length, s)
-    _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s)
-    part_b = used + 1 + length
-    if maskable > 0:
-        part_b = _infill(row, used, maskable, length, stream, w, cumulative, s)
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+    while True:
+        maskable = maskable_length(text, start, length, s)
+        _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s)
+        part_b = used + 1 + length
+        if maskable > 0:
+            part_b = _infill(row, used, maskable, length, stream, w, cumulative, s)
+        over = part_b + length - limit
+        if over <= 0:
+            break
+        length -= (over + 1) // 2
+        rewind(stream)
     for i in range(length):
         put(row, part_b + i, text[start + i - 1] if i > 0 else s.sop, i, i + 1)
         predict(row, part_b + i, text[start + i])
@@ -178,8 +217,6 @@ class Bart(RowObjective):
         sequence_length: int,
         row_length: int | None = None,
     ) -> None:
-        lengths = np.arange(1, LONGEST_SPAN + 1)
-        weights = np.cumprod(config.mean_span_length / lengths)
         values = {
             "masked_ratio": float(config.masked_ratio),
             "permute_sentences": bool(config.permute_sentences),
@@ -191,5 +228,5 @@ class Bart(RowObjective):
             "vocabulary; set it to false.",
         )
         sizes = (sequence_length, row_length)
-        tables = (cumulative_table(weights), "sentences" if config.permute_sentences else None)
+        tables = (cumulative_table(config.length_weights), "sentences" if config.permute_sentences else None)
         super().__init__("bart", config, vocabulary, seed, *sizes, _fill_rows, values, *tables)

@@ -6,10 +6,11 @@ function of (seed, sample index, piece index, attempt), so it does not depend on
 the batch, worker or history. docs/objectives.md explains the options and the differences from the
 reference implementation.
 
-A row has a fixed length below the worst case: room for the mean number of spans and four standard
-deviations. Spans that do not fit are drawn again; after `ATTEMPTS` draws the fewest spans that still mask
-enough are used, and those always fit. So no text is dropped and no row overflows, at the price of
-slightly fewer spans in the rarest rows.
+A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the
+spans of a piece do not fit, its last tokens give way to them, a few in one row of ten; so spans keep their
+distribution and rows are full, at the price of about one token of text in 3,000. Where that would cost more than
+1 / MOST_CUT of the piece, spans are drawn again; after `ATTEMPTS` draws the fewest spans that still mask enough
+are used, and those always fit. A longer `row_length` loses nothing and pads more.
 
 The compiled part works on flat integer arrays, one pass per row, no allocation per row.
 """
@@ -47,7 +48,7 @@ from data_utils.objectives.base import (
     Example,
     SpecialTokens,
 )
-from data_utils.objectives.masking import cumulative_table, draw_length
+from data_utils.objectives.masking import cumulative_table, draw_length, run_count_moments
 from data_utils.random_streams import (
     below,
     chance,
@@ -60,6 +61,8 @@ from data_utils.random_streams import (
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check, choice, setting
 
+ROOM_DEVIATIONS = 1.0  # of the number of spans, beyond its mean, for which a row has room
+MOST_CUT = 32  # a piece loses at most length // MOST_CUT tokens at its end, where its spans do not fit
 ATTEMPTS = 16  # draws of spans before falling back to the fewest
 EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than real text, only sizes rows without the token objective
 SHORTEST_CROP = 32  # tokens
@@ -189,21 +192,21 @@ class BlankInfillingConfig:
         return sequence_length + 3 + int(2 * self.masked_ratio * (sequence_length + 1) / longest)
 
     def row_length_for(self, sequence_length: int) -> int:
-        """Row length for windows of `sequence_length` source tokens: four sigma of room, a multiple of 8."""
+        """Row length for windows of `sequence_length` source tokens, a multiple of 8: see `ROOM_DEVIATIONS`."""
         length = max(
             sequence_length + 1 + self._room(sequence_length + 1), self.least_row_length(sequence_length)
         )
         return -(-length // 8) * 8
 
     def _room(self, n: int) -> int:
-        """Tokens that the spans of a text of n tokens add, mean + 4 sigma, for the busiest objective."""
+        """Tokens that the spans of a text of n tokens add, mean + ROOM_DEVIATIONS, for the busiest objective."""
         room = 2
         if self.sentence_prob > 0:
             room = 2 * (int(self.sentence_ratio * n) // EXPECTED_SENTENCE_LENGTH + 1)
         if self.token_prob > 0 and not self.masked_lm:
             weights = np.diff(_length_cumulative(self.mean_span_length, self.max_span_length)) / 2.0**32
-            mean, deviation = _span_count_moments(weights, int(self.masked_ratio * n))
-            room = max(room, math.ceil(2 * (mean + 4 * deviation)))
+            mean, deviation = run_count_moments(weights, int(self.masked_ratio * n))
+            room = max(room, math.ceil(2 * (mean + ROOM_DEVIATIONS * deviation)))
         return room
 
     def max_position_needed(self, sequence_length: int) -> int:
@@ -223,18 +226,6 @@ def _length_cumulative(mean: float, longest: int) -> np.ndarray:
     lengths = np.arange(1, longest + 1)
     log_weights = lengths * math.log(mean) - np.array([math.lgamma(length + 1) for length in lengths])
     return cumulative_table(np.exp(log_weights - log_weights.max()))
-
-
-def _span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
-    """Mean and standard deviation of the number of spans drawn until their sum reaches `target`, exactly."""
-    first, second = np.zeros(target + 1), np.zeros(target + 1)
-    for missing in range(1, target + 1):
-        reach = min(missing - 1, len(weights))  # lengths that leave something missing
-        later_first = np.dot(weights[:reach], first[missing - reach : missing][::-1])
-        later_second = np.dot(weights[:reach], second[missing - reach : missing][::-1])
-        first[missing] = 1 + later_first
-        second[missing] = 1 + 2 * later_first + later_second
-    return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
 
 
 # The config as the compiled code reads it. A record, not a tuple: it is passed as one pointer, where a tuple
@@ -319,8 +310,17 @@ def _place_spans(stream, w, count, total, maskable, uniform):
 
 
 @njit(nogil=True)
-def _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s):
-    """Short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed."""
+def _tokens_to_cut(n, count, available):
+    """By how much a text of n tokens (CLS counted) with `count` spans exceeds the available row tokens."""
+    return max(0, n + 2 * count - available)
+
+
+@njit(nogil=True)
+def _draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s):
+    """Short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed.
+
+    Where they need more than the `available` row tokens, they are placed in a text that is as much shorter.
+    """
     longest = s.longest_token_span
     most = maskable - maskable // (longest + 1)  # one token in every longest + 1 is a gap
     target = min(max(1, int(s.masked_ratio * n)), most)
@@ -338,6 +338,10 @@ def _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s):
         total += length
         if single:
             break
+    cut = _tokens_to_cut(n, count, available)
+    maskable = min(maskable, n - 1 - cut)
+    if cut > (n - 1) // MOST_CUT or total + count - 1 > maskable:
+        return -1
     shuffle(stream, w[ORDER], count)  # the last length drawn is larger than the others on average
     _place_spans(stream, w, count, total, maskable, s.uniform_placement)
     return count
@@ -568,10 +572,11 @@ def _fill_example(
         length = crop
     n = length + 1
     maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
-    count = 0
+    available = 3 * n if s.masked_lm else limit - used
+    count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
         open_stream(stream, s.key, sample, piece, attempt)
-        fewest = attempt > ATTEMPTS
+        fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
             count = _draw_document_span(stream, w, n, length, maskable, tail, s)
         elif maskable == 0:
@@ -579,10 +584,11 @@ def _fill_example(
         elif objective == SENTENCE:
             count = _draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
         else:
-            count = _draw_token_spans(stream, w, n, maskable, single, fewest, cumulative, s)
-        extra = 0 if s.masked_lm else 2 * count
-        if count >= 0 and used + n + extra <= limit:
+            count = _draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s)
+            cut = _tokens_to_cut(n, count, available)
+        if count >= 0 and n + 2 * count - cut <= available:
             break
+    length -= cut
     for i in range(count):
         w[ORDER, i] = i
     if s.shuffle_spans:

@@ -40,7 +40,7 @@ class CausalConfig(RowSizes):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     for i in range(length):
         put(row, used + i, text[start + i - 1] if i > 0 else s.eos, i, i)
         predict(row, used + i, text[start + i])

@@ -7,6 +7,7 @@ price is that a draw may need several tries; with 15 % of the text masked, one o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,21 @@ def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     shares = np.asarray(weights, np.float64)
     cumulative = np.cumsum(shares) / shares.sum() * (2**32 - len(shares))
     return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
+
+
+def run_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
+    """Mean and standard deviation of the number of runs drawn until their sum reaches `target`, exactly.
+
+    Args: weights: probabilities of the lengths 1, 2, ...
+    """
+    first, second = np.zeros(target + 1), np.zeros(target + 1)
+    for missing in range(1, target + 1):
+        reach = min(missing - 1, len(weights))  # lengths that leave something missing
+        later_first = np.dot(weights[:reach], first[missing - reach : missing][::-1])
+        later_second = np.dot(weights[:reach], second[missing - reach : missing][::-1])
+        first[missing] = 1 + later_first
+        second[missing] = 1 + 2 * later_first + later_second
+    return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
 
 
 @njit(nogil=True)

@@ -78,7 +78,7 @@ def _draw_start(stream, places, s):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)
     first = _draw_start(stream, maskable - size + 1, s)

@@ -49,7 +49,7 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     high = min(length - 1, int(s.max_prefix_ratio * length))
     low = min(high, int(s.min_prefix_ratio * length))
     prefix = low + below(stream, high - low + 1)

@@ -2,8 +2,9 @@
 
 An objective of this kind is three things: a config section, a compiled function that writes the Example of
 one piece, and a bound on the row tokens a piece can need. The bound is linear in the piece and holds for
-every draw, so rows never overflow and nothing is ever drawn again. (Blank infilling, whose number of spans
-varies, has a tighter row and a loop of its own.)
+every draw, so rows never overflow and nothing is ever drawn again. (Where the number of spans varies, in BART and blank
+infilling, rows are near the mean length, and the last tokens of a piece give way; blank infilling has a loop of its
+own.)
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class RowSizes:
     def tokens_needed(self, lengths: Any) -> Any:
         """Row tokens that pieces of these lengths need at most, int64."""
         return np.floor(self.growth * np.asarray(lengths) + 1e-9).astype(np.int64) + self.overhead
+
+    def most_tokens(self, length: int) -> int:
+        """Row tokens of a piece of `length` tokens where there is room for any draw."""
+        return int(self.tokens_needed(length))
 
     def least_row_length(self, sequence_length: int) -> int:
         """A row length that every window fits, tokens."""
@@ -153,18 +158,37 @@ def fill_pieces(
     s,
     stream,
 ):
-    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`."""
+    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
+
+    Up to the `limit` it is given, the row is not needed by later pieces; objectives whose rows hold every draw need not
+    look at it.
+    """
     w = np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
     piece, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
+        rest = 0
+        for k in range(piece, piece + pieces_per_sample[i]):
+            rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
         for number in range(first_piece, first_piece + pieces_per_sample[i]):
             length = piece_lengths[piece]
+            rest -= np.int64(s.growth * length + 1e-9) + s.overhead
             if length > 0:
                 open_stream(stream, s.key, sample_indices[i], number, 0)
                 used = fill_piece(
-                    row, used, number, text, unit_start, start, length, stream, w, cumulative, s
+                    row,
+                    used,
+                    row.shape[1] - rest,
+                    number,
+                    text,
+                    unit_start,
+                    start,
+                    length,
+                    stream,
+                    w,
+                    cumulative,
+                    s,
                 )
             piece += 1
             start += length
@@ -242,7 +266,8 @@ class RowObjective:
             field.name: int(getattr(vocabulary.special, field.name))
             for field in dataclasses.fields(vocabulary.special)
         }
-        record = special | {"vocabulary_size": int(vocabulary.size), "key": np.uint64(seed)} | values
+        record = special | {"vocabulary_size": int(vocabulary.size), "key": np.uint64(seed)}
+        record |= {"growth": float(config.growth), "overhead": int(config.overhead)} | values
         self._settings = settings_record(record)
 
     def fill(
@@ -271,7 +296,7 @@ class RowObjective:
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
         """The Example of one piece (int32 tokens, not empty) as `fill` draws it when it is alone in a row."""
         text = np.ascontiguousarray(piece, np.int32)
-        batch = np.empty((1, len(FIELDS), int(self.config.tokens_needed(len(text)))), np.int32)
+        batch = np.empty((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         one = np.ones(1, np.int64)
         self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
         return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])

@@ -88,7 +88,7 @@ def _divide(stream, w, line, total, parts):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     noise = min(max(1, int(s.noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0

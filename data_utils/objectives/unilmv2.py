@@ -79,7 +79,7 @@ class UniLmV2Config(RowSizes):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     size = length + 2
     maskable = maskable_length(text, start, length, s)
     for i in range(size):

@@ -90,7 +90,7 @@ def _draw_targets(stream, w, first, last, goal, cumulative, s):
 
 
 @inlined
-def _fill_piece(row, used, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     size = length + 2  # the text, then SEP and CLS, as in XLNet
     for i in range(length):

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""What attention costs per objective: the plan's calls beside one dense masked call, time and peak memory.
+
+Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
+real corpus. A step is forward and backward of one layer. Times are medians of rounds in which both plans take turns.
+Peak memory is that of a forked process beyond the inputs (q, k, v and the gradient): it counts masks and copies.
+`plan ms` is the time to make the plan, once per batch.
+
+    python benchmarks/attention.py --threads 1 --clock process --plot attention.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks.collate import make_vocabulary
+from data_utils.collate import Collator
+from data_utils.objectives import OBJECTIVES, make_one
+from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD, GRP, ORD
+from megatron_lite.attention import CallPlan, plan_attention
+from megatron_lite.cpu_memory import keep_freed_memory
+from megatron_lite.errors import ConfigError, run_command
+
+HEAD_DIM = 64
+MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal
+TOKENS = 4096  # per micro-batch of the shorter rows
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+KERNELS = ("auto", "dense")
+COLUMNS = (
+    *("objective", "documents", "length", "row tokens", "plan ms"),
+    *("ours ms", "dense ms", "dense / ours", "ours MB", "dense MB"),
+)
+
+
+def documents(packed: bool, sequence_length: int) -> Iterator[int]:
+    """Lengths of documents in tokens, without end."""
+    sigma = math.sqrt(2 * math.log(MEAN_DOCUMENT / MEDIAN_DOCUMENT))
+    rng = np.random.default_rng(0)
+    while True:
+        length = rng.lognormal(math.log(MEDIAN_DOCUMENT), sigma) if packed else sequence_length
+        yield max(4, int(length))
+
+
+def make_batch(objective: str, sequence_length: int, rows: int, packed: bool) -> np.ndarray:
+    """int32 [rows, fields, row length]: windows of `sequence_length` over documents, as the sampler cuts them."""
+    section = OBJECTIVES[objective][0]()
+    made = make_one(objective, section, make_vocabulary(), 1, sequence_length)
+    lengths: list[int] = []
+    counts: list[int] = []
+    rest = 0
+    source = documents(packed, sequence_length)
+    for _ in range(rows):
+        room, before = sequence_length, len(lengths)
+        while room > DOCUMENT_OVERHEAD:
+            if not rest:
+                rest = next(source)
+                room -= DOCUMENT_OVERHEAD
+            piece = min(rest, room)
+            lengths.append(piece)
+            rest, room = rest - piece, room - piece
+        rest = rest if packed else 0
+        counts.append(len(lengths) - before)
+    tokens = np.random.default_rng(1).integers(1000, 30000, sum(lengths)).astype(np.int32)
+    return Collator(made)(tokens, np.array(lengths), np.array(counts), np.arange(rows))
+
+
+class Step:
+    """Forward and backward of one layer's attention with one plan; as in the model, calls run without the padding."""
+
+    def __init__(self, batch: np.ndarray, kernel: str, heads: int, dtype: torch.dtype):
+        self.batch, self.kernel = batch, kernel
+        shape = (len(batch), batch.shape[2], 3, heads, HEAD_DIM)
+        if kernel != "dense":
+            shape = (1, int((batch[:, DOC] >= 0).sum()), 3, heads, HEAD_DIM)
+        generator = torch.Generator().manual_seed(0)
+        self.qkv = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        self.grad = torch.randn((*shape[:2], heads, HEAD_DIM), generator=generator).to(dtype)
+
+    def plan(self) -> None:
+        doc, order, grp = (self.batch[:, plane] for plane in (DOC, ORD, GRP))
+        plan = plan_attention(doc, order, grp, torch.device("cpu"), self.kernel)
+        self.made = plan.laid_out() if isinstance(plan, CallPlan) else plan
+
+    def run(self) -> None:
+        q, k, v = self.qkv.unbind(2)
+        out = self.made.attend(0, q, k, v, 0.0)
+        torch.autograd.grad(out, self.qkv, self.grad)
+
+
+def peak_kilobytes(work: Callable[[], object]) -> int:
+    """Largest resident size of a forked process that does `work`."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        raise ConfigError(
+            f"a process that measured memory ended with status {status}; if it ran out of memory, lower --heads or "
+            "--lengths."
+        )
+    return usage.ru_maxrss
+
+
+def memory_megabytes(batch: np.ndarray, kernel: str, heads: int, dtype: torch.dtype) -> float:
+    """Peak of plan and step beyond the inputs."""
+
+    def step(of: np.ndarray) -> None:
+        torch.set_num_threads(1)  # the threads of a process do not survive its fork
+        made = Step(of, kernel, heads, dtype)
+        made.plan()
+        made.run()
+
+    step(batch[:1, :, :16])  # buffers that libraries keep
+    inputs = peak_kilobytes(lambda: Step(batch, kernel, heads, dtype))
+    return max(0, peak_kilobytes(lambda: step(batch)) - inputs) / 1024
+
+
+def milliseconds(works: list[Callable[[], None]], repeats: int, clock: str) -> list[float]:
+    """Median of each; they take turns, after one untimed round."""
+    now = CLOCKS[clock]
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(repeats + 1):
+        for work, mine in zip(works, times, strict=True):
+            start = now()
+            work()
+            if turn:
+                mine.append(now() - start)
+    return [1e3 * statistics.median(mine) for mine in times]
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    for length in options.lengths:
+        for packed in [kind == "packed" for kind in options.documents]:
+            for objective in options.objectives:
+                batch = make_batch(objective, length, max(1, TOKENS // length), packed)
+                kind = "packed" if packed else "one"
+                yield {"objective": objective, "documents": kind, "length": length}, batch
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record per case. Memory comes first: later, freed memory is kept, and there are threads."""
+    dtype = DTYPES[options.dtype]
+    records = []
+    for record, batch in cases(options):
+        peaks = [memory_megabytes(batch, kernel, options.heads, dtype) for kernel in KERNELS]
+        records.append(
+            record | {"row tokens": batch.shape[2]} | dict(zip(("ours MB", "dense MB"), peaks, strict=True))
+        )
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for record, (_, batch) in zip(records, cases(options), strict=True):
+        steps = [Step(batch, kernel, options.heads, dtype) for kernel in KERNELS]
+        (record["plan ms"],) = milliseconds([steps[0].plan], options.repeats, options.clock)
+        steps[1].plan()
+        times = milliseconds([step.run for step in steps], options.repeats, options.clock)
+        record["ours ms"], record["dense ms"] = times
+        record["dense / ours"] = times[1] / times[0]
+        cells = (f"{record[c]:.3g}" if isinstance(record[c], float) else str(record[c]) for c in COLUMNS)
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return records
+
+
+def plot(records: list[dict[str, Any]], path: str) -> None:
+    """Time and memory per row by row length, a line for each objective and plan."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = sorted({record["documents"] for record in records})
+    figure, grid = plt.subplots(2, len(kinds), figsize=(6 * len(kinds), 9), squeeze=False)
+    for column, kind in enumerate(kinds):
+        for axis, unit in zip(grid[:, column], ("ms", "MB"), strict=True):
+            for number, objective in enumerate(dict.fromkeys(record["objective"] for record in records)):
+                mine = [r for r in records if (r["objective"], r["documents"]) == (objective, kind)]
+                x = [r["row tokens"] for r in mine]
+                for which, style in (("ours", "-o"), ("dense", "--x")):
+                    y = [r[f"{which} {unit}"] / max(1, TOKENS // r["length"]) for r in mine]
+                    label = f"{objective}" if which == "ours" else None
+                    axis.loglog(x, y, style, color=f"C{number % 10}", label=label, markersize=4, linewidth=1)
+            axis.set_title(f"{kind}: solid ours, dashed dense")
+            axis.set_xlabel("tokens per row")
+            axis.set_ylabel(f"{unit} per row, forward + backward")
+    grid[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES, help="(default: all)")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[512, 2048, 8192],
+        help="source tokens (default: 512 2048 8192)",
+    )
+    add(
+        "--documents", nargs="+", default=["one", "packed"], choices=["one", "packed"], help="(default: both)"
+    )
+    add("--heads", type=int, default=4, help=f"of {HEAD_DIM} dimensions (default: 4)")
+    add("--dtype", default="fp32", choices=DTYPES, help="(default: fp32)")
+    add("--repeats", type=int, default=3, help="timed rounds; the median counts (default: 3)")
+    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
+    add(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="process: CPU seconds, for one thread on a shared machine",
+    )
+    add("--plot", metavar="PNG", help="also draw time and memory by length")
+    add("--json", metavar="FILE", help="also write the records")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    for name in ("heads", "repeats", "threads"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
+    if min(options.lengths) < 16:
+        raise ConfigError(f"--lengths holds {min(options.lengths)}; it must be at least 16.")
+    if options.clock == "process" and options.threads > 1:
+        raise ConfigError("--clock process counts CPU time of one thread; use it with --threads 1.")
+    records = measure(options)
+    if options.json:
+        Path(options.json).write_text(json.dumps(records, indent=1))
+    if options.plot:
+        plot(records, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

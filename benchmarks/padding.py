@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""How much of a batch is padding, and how much text gives way to masks, per objective and length, on a real corpus.
+
+    python benchmarks/padding.py --prefix quickstart/data/corpus_train
+
+Samples come as in training: windows of the dataset in the shuffled order of an epoch, through the collator. Word starts
+and sentence ends are random, which matters for the sentence objective of blank infilling alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
+from data_utils.collate import Collator
+from data_utils.indexed_dataset import IndexedDataset
+from data_utils.mixture import Mixture
+from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
+from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
+from data_utils.sampler import WindowIndex
+from megatron_lite.errors import ConfigError, run_command
+
+# name: config of blank infilling, beside the objectives with their defaults
+MORE_CASES = {
+    "blank_infilling, sentence": {"token_prob": 0.0, "sentence_prob": 1.0},
+    "blank_infilling, document": {"token_prob": 0.0},
+    "blank_infilling, half document": {"token_prob": 0.5},
+}
+
+
+def vocabulary_for(dataset: IndexedDataset) -> Vocabulary:
+    """Special tokens that do not occur in the text, but for its eos."""
+    size = dataset.manifest["vocab_size"] if dataset.manifest else int(np.iinfo(dataset.dtype).max)
+    eos = (dataset.manifest or {}).get("eos", SPECIAL.eos)
+    names = [field.name for field in dataclasses.fields(SPECIAL)]
+    special = type(SPECIAL)(**{name: size + i for i, name in enumerate(names)} | {"eos": eos})
+    rng = np.random.default_rng(1)
+    size += len(names)
+    return Vocabulary(
+        special, size, rng.random(size) < 1 / SENTENCE_LENGTH, rng.random(size) < WORDS_PER_TOKEN
+    )
+
+
+def measure(
+    dataset: IndexedDataset, name: str, sequence_length: int, samples: int
+) -> tuple[int, float, float]:
+    """Row length, padded share of the row tokens, and lost share of the text tokens."""
+    kind = name.split(",")[0]
+    section = OBJECTIVES[kind][0](**MORE_CASES.get(name, {}))
+    window = Mixture([(WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD), 1.0)], seed=1)
+    indices = np.arange(min(samples, window.indexes[0].num_windows))
+    arguments = (section, vocabulary_for(dataset), 1, sequence_length)
+    usual = make_one(kind, *arguments)
+    pieces = window.fetch(indices)
+    batch = Collator(usual)(*pieces, indices)
+    used = (batch[:, DOC] >= 0).sum()
+    roomy = Collator(make_one(kind, *arguments, 2 * usual.row_length))(*pieces, indices)
+    lost = (roomy[:, DOC] >= 0).sum() - used
+    # BART holds its text twice.
+    copies = 2 if kind == "bart" else 1
+    return usual.row_length, 1.0 - used / batch[:, DOC].size, lost / copies / len(pieces[0])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--prefix", required=True, help="dataset path without .bin/.idx/.json")
+    add("--lengths", nargs="+", type=int, default=[512, 2048], help="source tokens (default: 512 2048)")
+    add("--samples", type=int, default=2000, help="at most an epoch (default: 2000)")
+    options = parser.parse_args(arguments)
+    if options.samples < 1 or min(options.lengths) < 16:
+        raise ConfigError(
+            f"--samples is {options.samples} and the least of --lengths {min(options.lengths)}; they must be at "
+            "least 1 and 16."
+        )
+    dataset = IndexedDataset(options.prefix)
+    titles = "".join(f" {n}: row length | padding | text lost |" for n in options.lengths)
+    print(f"| objective |{titles}\n|{'---|' * (1 + 3 * len(options.lengths))}")
+    for name in [*OBJECTIVES, *MORE_CASES]:
+        cells = ""
+        for length in options.lengths:
+            row_length, padding, lost = measure(dataset, name, length, options.samples)
+            cells += f" {row_length} | {padding:.2%} | {lost:.3%} |"
+        print(f"| {name} |{cells}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,239 @@
+"""Arrays -> structure: from (doc, ord, grp) to an order of the tokens and to calls without a mask where possible.
+
+NumPy only; made once per batch, on the host. In a document the tokens are ordered [ghosts by step | content by ord], so
+what a row sees is a stretch of content from the document's start, and the ghosts of its group, which lie together:
+
+    queries                              keys of all of them                   call
+    rows that see the same               that stretch                          full
+    rows that each see one more          the stretch of the last one           causal, aligned at the bottom right
+    anything else, documents of a few    what any of them sees                 masked, by blocks of rows
+    tokens joined
+
+So GLM, prefix LM, T5, BART and UniLM's sequence-to-sequence kind are two calls (A x A full, B x [A; B] causal), causal
+and bidirectional documents one, MASS two (the masked tokens come first, then both see the whole context), XLNet a full
+and a causal call for each of its parts and a causal one for the query stream over the content. UniLMv2's originals and
+pseudo masks remain masked calls. Where causal calls are only known for squares (CPU), blocks of rows take their place.
+
+Masks are never built here: a masked call evaluates the rule on its own rows and keys when it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+NEVER = np.int64(1) << 31  # key_time of a ghost
+FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: rows that see nothing
+
+BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512 rows
+JOINED_ROWS = 64  # documents are joined up to so many rows: below, a call costs more than the pairs it saves
+LEAST_FULL_ROWS = 32  # rows that see the same get a call of their own from so many on
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of a batch in the order of the kernels, padding left out. Arrays of [T tokens]."""
+
+    rows: np.ndarray  # int64, index into the flattened [B, S] batch
+    document: np.ndarray  # int64, ascending; the same number only for tokens of one document in one row
+    key_time: np.ndarray  # int64, NEVER for ghosts
+    query_bound: np.ndarray  # int64
+    grp: np.ndarray  # int64
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call. Rows and keys are [start, stop) in the unit; several stretches of keys are joined."""
+
+    kind: int
+    start: int
+    stop: int
+    keys: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stretch of the layout that sees nothing outside itself: a document or a few short ones."""
+
+    start: int
+    stop: int
+    calls: tuple[Call, ...]  # their rows follow each other and cover the unit
+
+
+def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
+    """The layout of a batch; doc, order, grp are int [B, S], padding has doc < 0."""
+    flat_doc, flat_order = doc.reshape(-1).astype(np.int64), order.reshape(-1).astype(np.int64)
+    rows = np.flatnonzero(flat_doc >= 0)
+    document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]
+    step = flat_order[rows]
+    place = ((document * 2 + (step >= 0)) << 32) + np.abs(step)
+    if (np.diff(place) < 0).any():
+        sort = np.argsort(place, kind="stable")
+        rows, document, step = rows[sort], document[sort], step[sort]
+    return Layout(
+        rows=rows,
+        document=document,
+        key_time=np.where(step >= 0, step, NEVER),
+        query_bound=np.where(step >= 0, step, -step - 1),
+        grp=grp.reshape(-1)[rows].astype(np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class _Views:
+    """What each row may see, in positions of the layout: ghosts [first, last) and content [start, stop)."""
+
+    ghost_first: np.ndarray
+    ghost_last: np.ndarray
+    content_start: np.ndarray
+    content_stop: np.ndarray
+    seen: np.ndarray  # number of keys that the row sees; as many as the stretches hold = no mask needed
+
+    @property
+    def exact(self) -> np.ndarray:
+        stretches = self.ghost_last - self.ghost_first + self.content_stop - self.content_start
+        return self.seen == stretches
+
+
+def _views(layout: Layout) -> _Views:
+    document, bound = layout.document, layout.query_bound
+    is_content = layout.key_time < NEVER
+    content = np.flatnonzero(is_content)
+    times = (document[content] << 32) + layout.key_time[content]  # ascending
+    before = np.searchsorted(times, document << 32)
+    seen = np.searchsorted(times, (document << 32) + bound, side="right") - before
+    ghosts = np.flatnonzero(~is_content)
+    content_start = before + np.searchsorted(document[ghosts], document, side="right")
+    content_stop = content_start + seen
+    ghost_first = ghost_last = content_start
+    if layout.grp.any():
+        members = np.flatnonzero(layout.grp)
+        _, number = np.unique((document[members] << 32) + layout.grp[members], return_inverse=True)
+        sort = np.lexsort((layout.key_time[members], number))
+        ends = np.searchsorted(number[sort], np.arange(number.max() + 1), side="right")
+        begins = np.r_[0, ends[:-1]]
+        revealed = np.searchsorted(
+            (number[sort] << 32) + layout.key_time[members][sort],
+            (number << 32) + bound[members],
+            side="right",
+        )
+        seen, content_stop = seen.copy(), content_stop.copy()
+        seen[members] += ends[number] - revealed
+        at, ghost = members[sort], ~is_content[members[sort]]
+        last_content = np.maximum.reduceat(np.where(ghost, -1, at), begins) + 1
+        content_stop[members] = np.maximum(content_stop[members], last_content[number])
+        first = np.minimum.reduceat(np.where(ghost, at, len(document)), begins)[number]
+        last = np.maximum.reduceat(np.where(ghost, at, -1), begins)[number] + 1
+        some = last > 0
+        ghost_first, ghost_last = ghost_first.copy(), ghost_last.copy()
+        ghost_first[members[some]], ghost_last[members[some]] = first[some], last[some]
+    return _Views(ghost_first, ghost_last, content_start, content_stop, seen)
+
+
+def _stretches(layout: Layout, views: _Views, least_full_rows: int, split_steps: bool) -> np.ndarray:
+    """Where stretches of rows begin that one kind of call serves, int64, and at the end the number of rows.
+
+    They are rows of one document that see the same (at least `least_full_rows`, no mask needed), rows that see
+    nothing, and the rows between those; with `split_steps` these end where the view does not grow by one key.
+    """
+    no_ghosts = views.ghost_first == views.ghost_last
+    parts = (views.ghost_first, views.ghost_last, views.content_stop, views.exact, layout.document)
+    changes = np.r_[True, np.any([np.diff(part) != 0 for part in parts], axis=0)]
+    run = np.cumsum(changes) - 1
+    kind = np.where(views.exact & (np.bincount(run)[run] >= least_full_rows), run, -1)
+    kind[views.seen == 0] = -2
+    begins = (np.diff(kind) != 0) | (np.diff(layout.document) != 0)
+    if split_steps:
+        is_step = (np.diff(views.content_stop) == 1) & no_ghosts[1:] & no_ghosts[:-1]
+        begins |= (kind[1:] == -1) & ~is_step
+    return np.flatnonzero(np.r_[True, begins, True])
+
+
+def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
+    """The calls of a batch.
+
+    Args: square_causal_only: causal calls with more keys than rows become masked blocks, and short documents are
+        joined; false: every document for itself, as few calls as the structure allows.
+    """
+    if not len(layout.rows):
+        return []
+    views = _views(layout)
+    least = LEAST_FULL_ROWS if square_causal_only else 2
+    stretches = _stretches(layout, views, least, not square_causal_only)
+    units: list[Unit] = []
+    begins = np.flatnonzero(np.r_[True, np.diff(layout.document) != 0])
+    ends = np.r_[begins[1:], len(layout.rows)]
+    first = 0
+    while first < len(begins):
+        begin, last = begins[first], first + 1
+        if square_causal_only:
+            last = max(last, int(np.searchsorted(ends, begin + JOINED_ROWS, side="right")))
+        end = ends[last - 1]
+        cuts = stretches[np.searchsorted(stretches, begin) : np.searchsorted(stretches, end) + 1].tolist()
+        calls: list[Call] = []
+        if square_causal_only and end - begin <= JOINED_ROWS:
+            calls = _joined_calls(cuts, views)
+        else:
+            for start, stop in itertools.pairwise(cuts):
+                calls += _calls(start, stop, views, square_causal_only)
+        units.append(Unit(int(begin), int(end), tuple(_moved(call, -int(begin)) for call in calls)))
+        first = last
+    return units
+
+
+def _moved(call: Call, by: int) -> Call:
+    keys = tuple((start + by, stop + by) for start, stop in call.keys)
+    return Call(call.kind, call.start + by, call.stop + by, keys)
+
+
+def _joined_calls(cuts: list[int], views: _Views) -> list[Call]:
+    """Calls on short documents: all keys for all rows but those that see nothing."""
+    begin, end = cuts[0], cuts[-1]
+    blind = views.seen[begin:end] == 0
+    edges = [0, *(np.flatnonzero(np.diff(blind)) + 1).tolist(), end - begin]
+    kind = FULL if (views.seen[begin:end] == end - begin).all() else MASKED
+    return [
+        Call(BLIND, begin + start, begin + stop)
+        if blind[start]
+        else Call(kind, begin + start, begin + stop, ((begin, end),))
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def _calls(start: int, stop: int, views: _Views, square_causal_only: bool) -> list[Call]:
+    """Calls for a stretch of rows of one document (see `_stretches`)."""
+    seen, exact = views.seen[start:stop], bool(views.exact[start:stop].all())
+    if seen[0] == 0:
+        return [Call(BLIND, start, stop)]
+    keys = _keys(start, stop, views, exact)
+    if exact and (seen == seen[0]).all():
+        return [Call(FULL, start, stop, keys)]
+    steps = exact and len(keys) == 1 and (np.diff(views.content_stop[start:stop]) == 1).all()
+    steps = steps and (views.ghost_first[start:stop] == views.ghost_last[start:stop]).all()
+    if steps and (not square_causal_only or keys == ((start, stop),)):
+        return [Call(CAUSAL, start, stop, keys)]
+    if not square_causal_only:
+        return [Call(MASKED, start, stop, keys)]
+    blocks = -(-(stop - start) // BLOCK_ROWS)
+    edges = [start + (stop - start) * i // blocks for i in range(blocks + 1)]
+    return [
+        Call(MASKED, begin, end, _keys(begin, end, views, False)) for begin, end in itertools.pairwise(edges)
+    ]
+
+
+def _keys(start: int, stop: int, views: _Views, exact: bool) -> tuple[tuple[int, int], ...]:
+    """Stretches of keys that hold everything the rows see; if `exact`, nothing else for the last row."""
+    content = (int(views.content_start[start]), int(views.content_stop[start:stop].max()))
+    first, last = views.ghost_first[start:stop], views.ghost_last[start:stop]
+    grouped = first < last
+    if not grouped.any():
+        return (content,)
+    ghosts = (int(first[grouped].min()), int(last[grouped].max()))
+    hole = content[0] - ghosts[1]
+    if content[0] == content[1]:
+        return (ghosts,)
+    if hole == 0 or (not exact and 8 * hole <= content[1] - ghosts[0]):  # cheaper to mask than to join
+        return ((ghosts[0], content[1]),)
+    return (ghosts, content)
