@@ -159,6 +159,9 @@ DAMAGE = {
     "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
     "manifest cut": (lambda p: (p / "manifest.json").open("r+b").truncate(50), "manifest.json is damaged"),
     "manifest emptied": (lambda p: (p / "manifest.json").write_text("{}"), "not of format"),
+    "bit flip in manifest": (lambda p: flip_bit(p / "manifest.json", -20), "does not match manifest.json.sha256"),
+    "bit flip in its checksum": (lambda p: flip_bit(p / "manifest.json.sha256", 7), "manifest.json does not match"),
+    "no checksum": (lambda p: (p / "manifest.json.sha256").unlink(), "manifest.json.sha256: No such file"),
 }  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def test_damage_is_named_and_the_one_before_is_used(directory, caplog, kind):
 def edit(path, change):
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.write_manifest(path, manifest)
 
 
 EDITS = {
@@ -258,6 +261,7 @@ def save_where_one_rank_fails(context, settings, directory):
 
         def broken():
             raise OSError("No space left on device")
+            yield
 
         engine.fragments = broken
     try:

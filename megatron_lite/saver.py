@@ -1,0 +1,149 @@
+"""When a run saves: in the foreground or from a snapshot in the background, what it keeps, how many failures it bears.
+
+`checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start; threads write the
+copy while training goes on. A thread, not a forked process: a process cannot read GPU memory, and on CPU its
+copy-on-write costs the following step five times what the copy costs (docs/log.md). One save is in flight at most: two
+would take the memory of a second copy to write to the same disk; a save that comes too early waits for the one before.
+All ranks commit together at the end of some later step, so nothing is decided behind training's back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.checkpoint import Save, list_checkpoints, manifest_header, retain
+from megatron_lite.config import CheckpointConfig
+from megatron_lite.engine import Engine, Fragment
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel_context import ParallelContext
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves the checkpoints of one run. Every method is called by all ranks at the same point."""
+
+    def __init__(
+        self, directory: Path, engine: Engine, context: ParallelContext, config: CheckpointConfig
+    ) -> None:
+        self.saved_step = 0  # of the newest checkpoint that this run committed or was continued from
+        self._directory = directory
+        self._engine = engine
+        self._context = context
+        self._config = config
+        self._snapshot = Snapshot(engine) if config.asynchronous else None
+        self._running: Save | None = None
+        self._running_step = 0
+        self._waited_seconds = 0.0  # of training, for the save that is running
+        self._failures_in_a_row = 0
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to save `step`; ended when this returns, unless saves are asynchronous.
+
+        Raises CheckpointError on every rank when `checkpoint.max_failed_saves` saves failed in a row.
+        """
+        start = time.perf_counter()
+        self.finish()
+        fragments = self._engine.fragments() if self._snapshot is None else self._snapshot.take(self._engine)
+        header = manifest_header(step, self._engine, state)
+        self._running_step = step
+        self._running = Save(self._directory, step, fragments, header, self._context, self._retain)
+        if self._snapshot is None:
+            self.finish()
+        self._waited_seconds = time.perf_counter() - start
+
+    def save_last(self, step: int, state: dict[str, Any]) -> None:
+        """Save `step` unless that was done, and wait. Raises CheckpointError if it fails: the run ends here."""
+        self.finish()
+        if self.saved_step == step:
+            return
+        self._failures_in_a_row = self._config.max_failed_saves - 1
+        self.save(step, state)
+        self.finish()
+
+    def poll(self) -> None:
+        """Commit the save in flight if all ranks have written their part. One small reduction if there is one."""
+        self._advance(wait=False)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any."""
+        self._advance(wait=True)
+
+    def _advance(self, wait: bool) -> None:
+        if self._running is None:
+            return
+        try:
+            if not self._running.advance(wait):
+                return
+        except CheckpointError as error:
+            self._running = None
+            self._count_failure(error)
+            return
+        self._failures_in_a_row = 0
+        self.saved_step = self._running_step
+        if self._context.is_main:
+            background = f", {self._waited_seconds:.1f} s of them waited for" if self._snapshot else ""
+            log.info("saved %s in %.1f s%s", self._running.path, self._running.seconds, background)
+        self._running = None
+
+    def _count_failure(self, error: CheckpointError) -> None:
+        self._failures_in_a_row += 1
+        limit = self._config.max_failed_saves
+        if self._failures_in_a_row >= limit:
+            kept = list_checkpoints(self._directory)
+            newest = f"the newest checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
+            raise CheckpointError(
+                f"{error} The run ends because it could not be saved; {newest}. Mend the cause (space, rights, "
+                f"quota of {self._directory}) and start again to continue from there."
+            )
+        log.warning(
+            "%s Earlier checkpoints are untouched and training goes on; it ends after %d failed saves in a row "
+            "(checkpoint.max_failed_saves), this was number %d.",
+            error,
+            limit,
+            self._failures_in_a_row,
+        )
+
+    def _retain(self) -> None:
+        """After a commit, on rank 0. What cannot be deleted does not make the new checkpoint fail."""
+        try:
+            retain(self._directory, self._config.keep_last, self._config.keep_every)
+        except OSError as error:
+            log.warning("an old checkpoint in %s could not be deleted: %s", self._directory, error)
+
+
+class Snapshot:
+    """Copies of the state that this rank owns, in CPU memory that is allocated and touched once."""
+
+    def __init__(self, engine: Engine):
+        self._buffers = [
+            torch.zeros(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            for fragment in _written(engine.fragments())
+            for values in fragment.tensors.values()
+        ]
+
+    @torch.no_grad()
+    def take(self, engine: Engine) -> list[Fragment]:
+        """The engine's fragments as they are now; valid until the next call."""
+        fragments = list(engine.fragments())
+        buffers = iter(self._buffers)
+        copies = {}
+        for fragment in _written(fragments):
+            copies[fragment.name] = {
+                kind: next(buffers).copy_(values, non_blocking=True)
+                for kind, values in fragment.tensors.items()
+            }
+        if self._buffers and self._buffers[0].is_pinned():
+            torch.cuda.synchronize()
+        return [replace(fragment, tensors=copies.get(fragment.name, {})) for fragment in fragments]
+
+
+def _written(fragments: Iterator[Fragment] | list[Fragment]) -> Iterator[Fragment]:
+    return (fragment for fragment in fragments if not fragment.is_copy)
