@@ -155,7 +155,7 @@ class Save:
         self._after_commit = after_commit
         self._started = time.perf_counter()
         self._stages = iter((self._prepare, self._write, self._commit))
-        self._failure = ""
+        self.failure = ""  # of this rank
         self._thread: threading.Thread | None = None
         self._start_next_stage()
 
@@ -168,7 +168,7 @@ class Save:
             if wait:
                 self._thread.join()
             ended = not self._thread.is_alive()
-            failed = ended and bool(self._failure)
+            failed = ended and bool(self.failure)
             counts = torch.tensor([float(ended), float(failed)], device=self._context.device)
             all_ended, all_failed = self._context.sum(counts).tolist()
             if all_ended < self._context.world_size:
@@ -194,14 +194,14 @@ class Save:
         try:
             stage()
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            self._failure = _describe(error)
+            self.failure = _describe(error)
             log.debug("saving %s", self.path, exc_info=True)
 
     def _give_up(self, failed: int) -> None:
         self._thread = None
         if self._context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)  # gives a full disk its space back
-        raise CheckpointError(f"saving {self.path}: {self._failure or _others(failed)}")
+        raise CheckpointError(f"saving {self.path}: {self.failure or _others(failed)}")
 
     def _prepare(self) -> None:
         if self._context.is_main:

@@ -83,8 +83,8 @@ class Saver:
             if not self._running.advance(wait):
                 return
         except CheckpointError as error:
-            self._running = None
-            self._count_failure(error)
+            failed_here, self._running = bool(self._running.failure), None
+            self._count_failure(error, report=failed_here or self._context.is_main)
             return
         self._failures_in_a_row = 0
         self.saved_step = self._running_step
@@ -93,7 +93,7 @@ class Saver:
             log.info("saved %s in %.1f s%s", self._running.path, self._running.seconds, background)
         self._running = None
 
-    def _count_failure(self, error: CheckpointError) -> None:
+    def _count_failure(self, error: CheckpointError, report: bool) -> None:
         self._failures_in_a_row += 1
         limit = self._config.max_failed_saves
         if self._failures_in_a_row >= limit:
@@ -103,6 +103,8 @@ class Saver:
                 f"{error} The run ends because it could not be saved; {newest}. Mend the cause (space, rights, "
                 f"quota of {self._directory}) and start again to continue from there."
             )
+        if not report:
+            return
         log.warning(
             "%s Earlier checkpoints are untouched and training goes on; it ends after %d failed saves in a row "
             "(checkpoint.max_failed_saves), this was number %d.",

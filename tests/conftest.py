@@ -43,6 +43,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(corpus: Path, tmp_path: Path) -> dict:
+    return small_run(corpus, tmp_path / "run")
+
+
+def small_run(corpus: Path, directory: Path) -> dict:
     """Configuration tree of a two-layer model on `corpus`: fp32, no dropout, 8 samples a step."""
     dropout = {name: 0.0 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
     return {
@@ -66,7 +70,7 @@ def settings(corpus: Path, tmp_path: Path) -> dict:
         "blank_infilling": {"token_prob": 0.5, "sentence_prob": 0.2},
         "checkpoint": {"save_interval": 0},
         "run": {
-            "directory": str(tmp_path / "run"),
+            "directory": str(directory),
             "log_interval": 1,
             "tensorboard": False,
             "peak_tflops": 1.0,
