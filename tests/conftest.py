@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +78,27 @@ def small_run(corpus: Path, directory: Path) -> dict:
             "peak_tflops": 1.0,
         },
     }
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A function that gives `tmp_path/disk` a size and mount options."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = []
+
+    def mount(options):
+        change = f"{'remount,' if mounted else ''}{options}"
+        command = ["mount", "-t", "tmpfs", "-o", change, "tmpfs", str(disk)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(options)
+        return disk
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
