@@ -89,6 +89,17 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path names one checkpoint, good or damaged, and not a directory of several."""
+    return bool(_NAME.fullmatch(path.name)) or (path / "manifest.json").exists()
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """Committed checkpoint directories, oldest first.
 
@@ -309,12 +320,6 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match
-    return int(match[1])
-
-
 # Agreement
 
 
@@ -511,7 +516,7 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
 
     Called by every rank. Raises CheckpointError if there is none or it is damaged.
     """
-    if _NAME.fullmatch(path.name) or (path / "manifest.json").exists():
+    if is_checkpoint(path):
         return _read_together(path, context)
     inner = path / "checkpoints"
     newest = newest_valid(inner if inner.is_dir() else path, context)
