@@ -124,6 +124,10 @@ def clock(times: list[float]) -> Iterator[None]:
     times.append(time.perf_counter() - start)
 
 
+def report(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def fresh(directory: Path) -> Path:
     shutil.rmtree(directory, ignore_errors=True)
     os.sync()  # what others left in the cache is not charged to the next
@@ -189,7 +193,8 @@ def save_side(
     parameters = sum(values.numel() for values in state_of(engine).values()) // len(checkpoint.KINDS)
     result: dict[str, Any] = {"total": total_of(engine, context), "parameters": parameters}
     times: dict[str, list[float]] = {"disk": [], "save": [], "torch": [], "deepspeed": []}
-    for _ in range(repeats):
+    for number in range(repeats):
+        report(f"saving, round {number + 1} of {repeats}")
         fresh(root / "disk")
         (root / "disk").mkdir()
         with clock(times["disk"]):
@@ -303,11 +308,14 @@ def torch_load(root: Path) -> float:
 
 def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     options = str(root), arguments.size
+    report("building the model")
     (saved,) = in_ranks(save_side, 1, *options, arguments.repeats, not arguments.without_deepspeed)
     if not arguments.without_deepspeed:
+        report("converting with DeepSpeed")
         saved["seconds"]["convert"] = convert(root)
     loads = {}
     for name, ranks in (("same", 1), ("reshard", arguments.ranks)):
+        report(f"loading, ranks: {ranks}")
         loads[name] = slowest(in_ranks(load_side, ranks, *options, "ours"), saved["total"])
     if not arguments.without_deepspeed:
         loads["deepspeed"] = slowest(
