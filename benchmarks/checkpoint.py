@@ -4,7 +4,7 @@
 One process holds the state and saves it; another number of processes (`--ranks`) loads it. Everything is written to
 `--directory` in the same run and forced to disk (fsync), also where the program that is compared does not do so, and
 dropped from the page cache before it is read. The sequential rate of the disk is measured in each round with the same
-number of bytes. "Training" beside an asynchronous save is a loop of matrix multiplications.
+number of bytes. "Training" beside an asynchronous save is matrix multiplications, one second a step.
 
 DeepSpeed's way to another layout is `save_checkpoint`, `ds_to_universal`, `load_checkpoint` with `load_universal`; the
 conversion is timed from when its process has imported everything.
@@ -43,6 +43,7 @@ from megatron_lite.settings import build
 
 SIZES = {"tiny": (2, 64, 2), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, hidden size, heads
 STEP, WRITE_BYTES = 1, 16 << 20
+STEP_SECONDS = 1.0  # forward and backward of a training step beside a save
 TIMEOUT_SECONDS = 3600
 
 
@@ -222,27 +223,28 @@ def save_beside_training(engine: Engine, context: ParallelContext, root: Path) -
     """Seconds that training waits for one asynchronous save, until it is committed, and how it slows the steps."""
     a, b = torch.randn(512, 512), torch.randn(512, 512)
 
-    def step() -> float:
+    def work(count: int) -> float:
         start = time.perf_counter()
-        for _ in range(4):
+        for _ in range(count):
             a @ b
         return time.perf_counter() - start
 
     saver = Saver(fresh(root / "background"), engine, context, CheckpointConfig(asynchronous=True))
-    undisturbed = statistics.median(step() for _ in range(100))
+    count = max(1, int(200 * STEP_SECONDS / work(200)))
+    undisturbed = work(count)
     begun = time.perf_counter()
     waited: list[float] = []
     with clock(waited):
         saver.save(STEP, {})
     steps = []
     while saver.saved_step != STEP:
-        steps.append(step())
+        steps.append(work(count))  # forward and backward
         with clock(waited):
+            engine.before_update()
             saver.poll()
     committed = time.perf_counter() - begun
     fresh(root / "background")
-    lost = sum(steps) - undisturbed * len(steps)
-    return {"waited": sum(waited), "committed": committed, "slowed": lost}
+    return {"waited": sum(waited), "committed": committed, "slowed": sum(steps) - undisturbed * len(steps)}
 
 
 CONVERT = """

@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,8 @@ class Engine(ABC):
         log.debug("%s", chatter.getvalue())
         self.context = context
         self.named_parameters = named
+        self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
+        self._announce_updates()
         self._allocate_moments()
 
     @abstractmethod
@@ -144,6 +146,16 @@ class Engine(ABC):
                 state[key] = torch.zeros_like(flat)
         if not self._is_stage_3:
             self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _announce_updates(self) -> None:
+        """Between two updates, forward and backward leave the fragments alone: a copy of them can be made meanwhile."""
+        step = self._zero.step
+
+        def announced_step(*args: Any, **kwargs: Any) -> Any:
+            self.before_update()
+            return step(*args, **kwargs)
+
+        self._zero.step = announced_step
 
     @property
     def loss_scale(self) -> float:

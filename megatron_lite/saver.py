@@ -1,17 +1,19 @@
 """When a run saves: in the foreground or from a snapshot in the background, what it keeps, how many failures it bears.
 
-`checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start; threads write the
-copy while training goes on. A thread, not a forked process: a process cannot read GPU memory, and on CPU its
-copy-on-write costs the following step five times what the copy costs (docs/log.md). One save is in flight at most: two
-would take the memory of a second copy to write to the same disk; a save that comes too early waits for the one before.
-All ranks commit together at the end of some later step, so nothing is decided behind training's back.
+`checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start. That happens
+during the forward and backward pass of the next step, which do not change it; the update waits for what is left of it.
+Threads write the copy while training goes on. A thread, not a forked process: a process cannot read GPU memory, and on
+CPU its copy-on-write costs the following step five times what the copy costs (docs/log.md). One save is in flight at
+most: two would take the memory of a second copy to write to the same disk; one that comes too early waits
+for it. All ranks commit together at the end of some later step, so nothing is decided behind training's back.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,10 @@ class Saver:
         self._engine = engine
         self._context = context
         self._config = config
-        self._snapshot = Snapshot(engine) if config.asynchronous else None
+        self._snapshot = None
+        if config.asynchronous:
+            self._snapshot = Snapshot(engine)
+            engine.before_update = self._wait_for_copy
         self._running: Save | None = None
         self._running_step = 0
         self._waited_seconds = 0.0  # of training, for the save that is running
@@ -55,9 +60,15 @@ class Saver:
         header = manifest_header(step, self._engine, state)
         self._running_step = step
         self._running = Save(self._directory, step, fragments, header, self._context, self._retain)
+        self._waited_seconds = time.perf_counter() - start
         if self._snapshot is None:
             self.finish()
-        self._waited_seconds = time.perf_counter() - start
+
+    def _wait_for_copy(self) -> None:
+        assert self._snapshot is not None
+        start = time.perf_counter()
+        self._snapshot.wait()
+        self._waited_seconds += time.perf_counter() - start
 
     def save_last(self, step: int, state: dict[str, Any]) -> None:
         """Save `step` unless that was done, and wait. Raises CheckpointError if it fails: the run ends here."""
@@ -130,22 +141,46 @@ class Snapshot:
             for fragment in _written(engine.fragments())
             for values in fragment.tensors.values()
         ]
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def take(self, engine: Engine) -> Iterator[Fragment]:
+        """The engine's fragments as they are now, valid until the next call; they wait for the copy.
+
+        The copy is made in a thread: the caller must call `wait` before it changes them.
+        """
+        self.wait()
+        fragments = list(engine.fragments())
+        self._thread = threading.Thread(target=self._copy, args=(fragments,), name="snapshot", daemon=True)
+        self._thread.start()
+        return self._copies(fragments)
+
+    def wait(self) -> None:
+        """Until the copy is made."""
+        if self._thread is not None:
+            self._thread.join()
 
     @torch.no_grad()
-    def take(self, engine: Engine) -> list[Fragment]:
-        """The engine's fragments as they are now; valid until the next call."""
-        fragments = list(engine.fragments())
+    def _copy(self, fragments: list[Fragment]) -> None:
+        self._failure = None
+        try:
+            live = [values for fragment in _written(fragments) for values in fragment.tensors.values()]
+            for buffer, values in zip(self._buffers, live, strict=True):
+                buffer.copy_(values, non_blocking=True)
+            if live and live[0].is_cuda:
+                torch.cuda.synchronize(live[0].device)
+        except Exception as error:  # raised where the copy is read
+            self._failure = error
+
+    def _copies(self, fragments: list[Fragment]) -> Iterator[Fragment]:
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
         buffers = iter(self._buffers)
-        copies = {}
-        for fragment in _written(fragments):
-            copies[fragment.name] = {
-                kind: next(buffers).copy_(values, non_blocking=True)
-                for kind, values in fragment.tensors.items()
-            }
-        if self._buffers and self._buffers[0].is_pinned():
-            torch.cuda.synchronize()
-        return [replace(fragment, tensors=copies.get(fragment.name, {})) for fragment in fragments]
+        for fragment in fragments:
+            kinds = [] if fragment.is_copy else list(fragment.tensors)
+            yield replace(fragment, tensors={kind: next(buffers) for kind in kinds})
 
 
-def _written(fragments: Iterator[Fragment] | list[Fragment]) -> Iterator[Fragment]:
+def _written(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
     return (fragment for fragment in fragments if not fragment.is_copy)

@@ -34,9 +34,11 @@ class StubEngine:
             if count:
                 self._own[name] = start, {kind: torch.zeros(count) for kind in KINDS}
         self.step = 0
+        self.before_update = lambda: None
 
     def train(self, step: int) -> None:
         """Give every element its value of this step."""
+        self.before_update()
         self.step = step
         for name, (start, tensors) in self._own.items():
             for kind, values in tensors.items():

@@ -5,11 +5,15 @@ import time
 
 import pytest
 import torch
+from batches import prefix_batch
 from distributed import run_ranks
 from stub_engine import StubEngine, whole_state_is
+from test_checkpoint import layout, make_engine, run_layout
+from test_engine import SAMPLES
 
 from megatron_lite import checkpoint
 from megatron_lite.config import CheckpointConfig
+from megatron_lite.engine import MicroBatch
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.saver import Saver
@@ -196,10 +200,68 @@ def test_a_snapshot_reuses_its_memory(tmp_path):
     places = []
     for step in (1, 2):
         engine.train(step)
-        fragments = saver._snapshot.take(engine)
+        fragments = list(saver._snapshot.take(engine))
         places.append([t.data_ptr() for f in fragments for t in f.tensors.values()])
         live = [t.data_ptr() for f in engine.fragments() for t in f.tensors.values()]
         assert not set(places[-1]) & set(live)
         assert all(torch.equal(a, b) for f, g in zip(fragments, engine.fragments(), strict=True)
                    for a, b in zip(f.tensors.values(), g.tensors.values(), strict=True))  # fmt: skip
     assert places[0] == places[1]
+
+
+def update_during_a_slow_copy(context, settings, directory):
+    """A real engine, three updates while the copy of the state before them is held back; the saved state."""
+    engine = make_engine(context, settings)
+    saver = Saver(directory, engine, context, CheckpointConfig(save_interval=0, asynchronous=True))
+    before = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
+    copy, started = saver._snapshot._copy, threading.Event()
+
+    def slow_copy(fragments):
+        started.wait()
+        time.sleep(0.5)
+        copy(fragments)
+
+    saver._snapshot._copy = slow_copy
+    saver.save(1, {})
+    train = engine.train_step
+
+    def train_step(*args, **kwargs):
+        started.set()
+        return train(*args, **kwargs)
+
+    engine.train_step = train_step
+    run_steps(engine, settings, context)
+    saver.finish()
+    after = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
+    assert not any(torch.equal(after[name], before[name]) for name in after if "word_embeddings" in name)
+    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    for fragment in engine.fragments():
+        for kind, values in fragment.tensors.items():
+            for run in fragment.runs():  # without padding rows, which are not saved
+                part = slice(run.start - fragment.start, run.stop - fragment.start)
+                assert torch.equal(values[part], before[f"{fragment.name}/{kind}"][part])
+
+
+def run_steps(engine, settings, context):
+    size = settings["batch"]["micro_batch_size"]
+    count = SAMPLES // size // context.dp.size
+    for step in range(2):
+        samples = prefix_batch(step, rows=SAMPLES, vocab=500)
+        mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
+        engine.train_step([MicroBatch(batch, step, 0.01) for batch in mine], lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "ranks, parallel", [(1, layout()), (2, layout(zero=3)), (2, layout(pp=2)), (2, layout(zero=2))]
+)
+def test_an_update_waits_for_the_copy_of_the_state_before_it(tmp_path, ranks, parallel):
+    settings = {"batch": {"micro_batch_size": 1}}
+    run_layout(update_during_a_slow_copy, ranks, parallel, settings, tmp_path)
+
+
+def test_a_copy_that_fails_fails_the_save(tmp_path, caplog):
+    _, saver = make(tmp_path, ALONE, asynchronous=True)
+    saver._snapshot._buffers.pop()
+    saver.save(1, {})
+    saver.finish()
+    assert saver.saved_step == 0 and "ValueError" in caplog.text
