@@ -41,10 +41,13 @@ def uninterrupted(corpus, tmp_path_factory):
 def kill_at_random_moment(tree, directory, rng):
     """Start the run and kill one rank, or all, some time after a random step."""
     ranks = start_ranks(fit, RANKS, tree)
+    step = rng.randrange(STEPS)
+    # Before the ranks have found each other, one left alone would wait for the others: only a launcher ends it.
+    doomed = [rng.choice(ranks)] if step and rng.random() < 0.5 else ranks
     try:
-        wait_for_step(directory / "metrics.jsonl", rng.randrange(STEPS), ranks)
+        wait_for_step(directory / "metrics.jsonl", step, ranks)
         time.sleep(rng.uniform(0, 0.1))
-        for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
+        for process in doomed:
             process.kill()
         for process in ranks:  # one left alone ends by itself
             process.join(timeout=60)
