@@ -363,10 +363,26 @@ class CheckpointConfig:
     save_interval: int = setting(1000, "steps between checkpoints; 0 = only when the run stops")
     keep_last: int = setting(3, "newest checkpoints kept; 0 = all")
     keep_every: int = setting(0, "checkpoints at multiples of this many steps are kept for good; 0 = none")
+    asynchronous: bool = setting(
+        False,
+        "write in the background, from a copy of the state in CPU memory (12 bytes per parameter owned)",
+    )
+    max_failed_saves: int = setting(
+        3, "failed saves in a row, for example on a full disk, that stop the run; below that it only warns"
+    )
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of the run directory; never: refuse to start if it "
         "has one",
+    )
+    initialize_from: str | None = setting(
+        None,
+        "run directory or step_... directory to begin with where the run directory has no checkpoint yet; "
+        "null = initial weights",
+    )
+    initialize: str = setting(
+        "weights",
+        "what of it: weights (fresh optimizer, step 0) or all (optimizer, step and samples too: a branch)",
     )
 
     def __post_init__(self) -> None:
@@ -377,6 +393,15 @@ class CheckpointConfig:
             self.save_interval == 0 or self.keep_every % self.save_interval == 0,
             f"checkpoint.keep_every ({self.keep_every}) must be a multiple of checkpoint.save_interval "
             f"({self.save_interval}), or no checkpoint exists at most of its steps; change one of them.",
+        )
+        check(
+            self.max_failed_saves >= 1,
+            f"checkpoint.max_failed_saves is {self.max_failed_saves}; it must be at least 1.",
+        )
+        choice("checkpoint.initialize", self.initialize, ("weights", "all"))
+        check(
+            self.initialize == "weights" or self.initialize_from is not None,
+            "checkpoint.initialize is all, but checkpoint.initialize_from is null; name a checkpoint there.",
         )
         choice("checkpoint.resume", self.resume, ("auto", "never"))
 

@@ -132,6 +132,8 @@ class Engine(ABC):
         self.context = context
         self.named_parameters = named
         self._clip_grad_norm = config.optimizer.clip_grad_norm
+        self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
+        self._announce_updates()
         self._allocate_moments()
 
     @abstractmethod
@@ -155,6 +157,16 @@ class Engine(ABC):
                 state[key] = torch.zeros_like(flat)
         if not self._is_stage_3:
             self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _announce_updates(self) -> None:
+        """Between two updates, forward and backward leave the fragments alone: a copy of them can be made meanwhile."""
+        step = self._zero.step
+
+        def announced_step(*args: Any, **kwargs: Any) -> Any:
+            self.before_update()
+            return step(*args, **kwargs)
+
+        self._zero.step = announced_step
 
     @property
     def loss_scale(self) -> float:

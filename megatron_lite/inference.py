@@ -63,14 +63,4 @@ def load_model(
 
 def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
     """A `step_...` directory, or the newest valid checkpoint of a run directory; checksums verified."""
-    if (path / "manifest.json").exists():
-        found = checkpoint.read_checkpoint(path)
-        checkpoint.verify(found)
-        return found
-    alone = ParallelContext.alone()
-    newest = checkpoint.newest_valid(path / "checkpoints", alone)
-    if newest is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
-        )
-    return newest
+    return checkpoint.find_checkpoint(path, ParallelContext.alone())

@@ -39,6 +39,7 @@ from megatron_lite.metrics import (
 )
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
+from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.stop_requested = False
-        self._saved_step = 0
+        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint)
 
     # The run
 
@@ -106,8 +107,9 @@ class Trainer:
                 interval = self._outside(interval, self.evaluate)
             if self._is_multiple(self.config.checkpoint.save_interval):
                 interval = self._outside(interval, self._save)
-        if self._saved_step != self.step:
-            self._save()
+            else:
+                self._saver.poll()
+        self._saver.save_last(self.step, self._state())
         if self.step == self.config.training.steps and not self._is_multiple(
             self.config.training.eval_interval
         ):
@@ -323,39 +325,49 @@ class Trainer:
         }
 
     def _save(self) -> None:
-        start = time.perf_counter()
-        path = checkpoint.save(self.checkpoints, self.step, self.engine, self._state(), self.context)
-        self._saved_step = self.step
-        if self.context.is_main:
-            checkpoint.retain(
-                self.checkpoints, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every
-            )
-            log.info("saved %s in %.1f s", path, time.perf_counter() - start)
+        self._saver.save(self.step, self._state())
 
     def _resume(self) -> None:
+        """Continue the run, or begin with what `checkpoint.initialize_from` names; the former wins."""
+        settings = self.config.checkpoint
         found = checkpoint.newest_valid(self.checkpoints, self.context)
         if found is None:
+            if settings.initialize_from is not None:
+                self._initialize(Path(settings.initialize_from), settings.initialize)
             return
-        if self.config.checkpoint.resume == "never":
+        if settings.resume == "never":
             raise CheckpointError(
                 f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; "
                 f"choose another run.directory, or checkpoint.resume=auto to continue."
             )
+        self._restore(found)
+        self._saver.saved_step = self.step
+        self.restarts = found.state.get("restarts", 0) + 1
+        if self.context.is_main:
+            for change in config_changes(found.state["config"], to_tree(self.config)):
+                log.warning("changed since the checkpoint: %s", change)
+
+    def _restore(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.engine, self.context)
         for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
             setattr(self, name, found.state[name])
-        self.restarts = found.state.get("restarts", 0) + 1
-        self._saved_step = self.step
         if self.context.is_main:
             log.info(
                 "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
             )
-            for change in config_changes(found.state["config"], to_tree(self.config)):
-                log.warning("changed since the checkpoint: %s", change)
             if found.state["data"] != self.train_data.fingerprint():
                 log.warning(
                     "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
                 )
+
+    def _initialize(self, path: Path, what: str) -> None:
+        found = checkpoint.find_checkpoint(path, self.context)
+        if what == "all":
+            self._restore(found)
+            return
+        checkpoint.load_weights_only(found, self.engine, self.context)
+        if self.context.is_main:
+            log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
 
 
 def weigh_losses(batch: np.ndarray, factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:

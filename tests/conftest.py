@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(corpus: Path, tmp_path: Path) -> dict:
+    return small_run(corpus, tmp_path / "run")
+
+
+def small_run(corpus: Path, directory: Path) -> dict:
     """Configuration tree of a two-layer model on `corpus`: fp32, no dropout, 8 samples a step."""
     dropout = {name: 0.0 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
     return {
@@ -66,9 +72,33 @@ def settings(corpus: Path, tmp_path: Path) -> dict:
         "blank_infilling": {"token_prob": 0.5, "sentence_prob": 0.2},
         "checkpoint": {"save_interval": 0},
         "run": {
-            "directory": str(tmp_path / "run"),
+            "directory": str(directory),
             "log_interval": 1,
             "tensorboard": False,
             "peak_tflops": 1.0,
         },
     }
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A function that gives `tmp_path/disk` a size and mount options."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = []
+
+    def mount(options):
+        change = f"{'remount,' if mounted else ''}{options}"
+        command = ["mount", "-t", "tmpfs", "-o", change, "tmpfs", str(disk)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(options)
+        return disk
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

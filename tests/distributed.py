@@ -6,6 +6,7 @@ thread; when one fails its peers are killed at once, and a hang ends at a hard l
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -54,22 +55,15 @@ def _rank_main(
         result = function(context, *args)
         connection.send_bytes(pickle.dumps(("result", result)))  # by value, not by file descriptor
     except BaseException:
-        connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        with contextlib.suppress(OSError):  # nobody listens to ranks that a test kills
+            connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     connection.close()
     os._exit(0)  # skip exit handlers inherited from the test process
 
 
-def run_ranks(
-    function: Callable,
-    world_size: int,
-    *args: Any,
-    parallel: ParallelConfig | None = None,
-    limit_seconds: float = 120.0,
-) -> list[Any]:
-    """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.
-
-    Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
-    """
+def _start(
+    function: Callable, world_size: int, args: tuple, parallel: ParallelConfig | None
+) -> tuple[list[Connection], list[Any]]:
     port = free_port()
     connections, processes = [], []
     for rank in range(world_size):
@@ -83,6 +77,28 @@ def run_ranks(
         theirs.close()
         connections.append(ours)
         processes.append(process)
+    return connections, processes
+
+
+def start_ranks(
+    function: Callable, world_size: int, *args: Any, parallel: ParallelConfig | None = None
+) -> list[Any]:
+    """As `run_ranks`, but returns the processes at once, for a test that kills them; results are not collected."""
+    return _start(function, world_size, args, parallel)[1]
+
+
+def run_ranks(
+    function: Callable,
+    world_size: int,
+    *args: Any,
+    parallel: ParallelConfig | None = None,
+    limit_seconds: float = 120.0,
+) -> list[Any]:
+    """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.
+
+    Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
+    """
+    connections, processes = _start(function, world_size, args, parallel)
     try:
         return _collect(connections, time.monotonic() + limit_seconds)
     finally:

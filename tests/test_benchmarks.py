@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_bad_options_are_one_line_errors(arguments, expected):
 
 
 def test_scripts_start_without_installation(tmp_path):
-    for script in ("train_step.py", "attention.py", "parallel.py"):
+    for script in ("train_step.py", "attention.py", "parallel.py", "checkpoint.py"):
         result = subprocess.run(
             [sys.executable, str(ROOT / "benchmarks" / script), "--repeats", "0"],
             cwd=tmp_path,
@@ -231,6 +232,30 @@ def test_memory_of_attention_grows_linearly():
     # A mask of all pairs is 105 MB of fp32 more for the longer row; ours have 256 rows of it (5 MB) and 256 bytes
     # per token and copy of q, k, v or a gradient (12 MB).
     assert ours_longer - ours < 45 and dense_longer - dense > 80
+
+
+@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deepspeed):
+    """In a process of its own: it forks its ranks, which a process with threads should not."""
+    script, file = ROOT / "benchmarks/checkpoint.py", tmp_path / "measured.json"
+    command = [sys.executable, str(script), "--size", "tiny", "--repeats", "1", "--json", str(file)]
+    options = [] if deepspeed else ["--without-deepspeed"]
+    result = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "STATE DIFFERS" not in result.stdout and result.stdout.count("\n| ") == (11 if deepspeed else 9)
+    measured = json.loads(file.read_text())
+    layers, hidden = 2, 64
+    parameters = layers * (12 * hidden**2 + 13 * hidden) + (30524 + 2 * 513) * hidden + 2 * hidden
+    assert measured["saved"]["parameters"] == parameters
+    assert measured["saved"]["save_bytes"] == pytest.approx(12 * parameters, rel=0.01)  # headers and manifest
+    assert list(tmp_path.iterdir()) == [file]  # it cleans up
 
 
 def rule(doc, order, grp, q, k):

@@ -423,30 +423,6 @@ def test_a_large_document_in_the_middle(tmp_path):
 # Disks
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A function that gives `tmp_path/disk` a size and mount options."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = []
-
-    def mount(options):
-        change = f"{'remount,' if mounted else ''}{options}"
-        command = ["mount", "-t", "tmpfs", "-o", change, "tmpfs", str(disk)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("there is no mount command")
-        if done.returncode:
-            pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-        mounted.append(options)
-        return disk
-
-    yield mount
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
 # What is written when the disk is full, and a size at which that happens: 10,000 documents of 2 tokens need
 # 80 kB in shards, then 40 kB for tokens and 40 kB for lengths, then 200 kB for the index.
 @pytest.mark.parametrize(("kilobytes", "resumes"), [(60, False), (140, True), (300, True)])

@@ -1,6 +1,9 @@
+import hashlib
 import json
 import math
+import random
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,10 @@ import torch
 from distributed import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from test_engine import tree
 
-from megatron_lite import checkpoint
+from megatron_lite import checkpoint, checkpoint_files
 from megatron_lite import engine as engines
 from megatron_lite.boxes import Box, matrix_shape, runs, whole_shape
 from megatron_lite.config import Config, ParallelConfig
@@ -159,6 +163,9 @@ DAMAGE = {
     "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
     "manifest cut": (lambda p: (p / "manifest.json").open("r+b").truncate(50), "manifest.json is damaged"),
     "manifest emptied": (lambda p: (p / "manifest.json").write_text("{}"), "not of format"),
+    "bit flip in manifest": (lambda p: flip_bit(p / "manifest.json", -20), "does not match manifest.json.sha256"),
+    "bit flip in its checksum": (lambda p: flip_bit(p / "manifest.json.sha256", 7), "manifest.json does not match"),
+    "no checksum": (lambda p: (p / "manifest.json.sha256").unlink(), "manifest.json.sha256: No such file"),
 }  # fmt: skip
 
 
@@ -173,7 +180,7 @@ def test_damage_is_named_and_the_one_before_is_used(directory, caplog, kind):
 def edit(path, change):
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.write_manifest(path, manifest)
 
 
 EDITS = {
@@ -195,6 +202,67 @@ def test_inconsistent_manifests_are_refused(directory, kind):
     edit(newest(directory), change)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.read_checkpoint(newest(directory))
+
+
+def as_version_1(path):
+    """What earlier versions wrote: SHA-256 of whole files, no checksum of the manifest."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["version"] = 1
+    del manifest["saved_at"]
+    for name in manifest["files"]:
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json.sha256").unlink()
+
+
+def test_version_1_is_still_read_and_verified(directory):
+    as_version_1(newest(directory))
+    assert checkpoint.newest_valid(directory, ALONE).step == 2
+    run_ranks(load_and_check, 2, tree(parallel=layout()), directory)
+    flip_bit(newest(directory) / "rank_00000.safetensors", -5)
+    assert checkpoint.newest_valid(directory, ALONE).step == 1
+
+
+def test_another_version_is_refused_by_number(directory):
+    edit(newest(directory), lambda m: m.update(version=3))
+    with pytest.raises(
+        CheckpointError, match=r"version 3 of the format; this program reads 1 and 2: use a newer"
+    ):
+        checkpoint.read_checkpoint(newest(directory))
+
+
+def test_the_files_are_safetensors(directory):
+    found = checkpoint.read_checkpoint(newest(directory))
+    for piece in found.pieces:
+        values = load_file(found.path / piece.file)[piece.key]
+        assert values.dtype == torch.float32 and tuple(values.shape) == piece.box.shape
+        rows, columns = matrix_shape(found.shapes[piece.name])
+        box = piece.box
+        positions = torch.arange(rows * columns).view(rows, columns)[box.within(Box(0, rows, 0, columns))]
+        assert torch.equal(values, expected(piece.name, piece.kind, 2, positions))
+
+
+@pytest.mark.parametrize("block", [100, 4096, 1 << 20])
+def test_checksums_of_blocks_are_those_of_the_file(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", block)
+    values = torch.arange(3000.0)
+    described = checkpoint_files.write_tensors(
+        tmp_path / "a", [("x", values, (30, 100)), ("y", values[:0], (0, 1))]
+    )
+    content = (tmp_path / "a").read_bytes()
+    assert described == checkpoint_files.describe_file(tmp_path / "a")
+    assert described["crc32"] == [zlib.crc32(content[i : i + block]) for i in range(0, len(content), block)]
+    assert torch.equal(load_file(tmp_path / "a")["x"].flatten(), values)
+
+
+def test_overlapping_boxes_are_found():
+    rng = random.Random(0)
+    for _ in range(300):
+        corners = [(rng.randrange(6), rng.randrange(6)) for _ in range(4)]
+        boxes = [Box(r, r + rng.randint(1, 3), c, c + rng.randint(1, 3)) for r, c in corners]
+        every_pair = any(a.overlap(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert checkpoint._overlapping(boxes) == every_pair
 
 
 def test_no_valid_checkpoint_is_an_error_not_a_fresh_start(directory):
@@ -258,6 +326,7 @@ def save_where_one_rank_fails(context, settings, directory):
 
         def broken():
             raise OSError("No space left on device")
+            yield
 
         engine.fragments = broken
     try:

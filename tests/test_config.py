@@ -383,6 +383,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("checkpoint.resume=always"),
         ("checkpoint.resume is 'always'", "one of auto, never"),
     ),
+    "failed saves": (
+        over("checkpoint.max_failed_saves=0"),
+        ("checkpoint.max_failed_saves is 0", "at least 1"),
+    ),
+    "initialize choice": (
+        over("checkpoint.initialize=some"),
+        ("checkpoint.initialize is 'some'", "one of weights, all"),
+    ),
+    "initialize from nothing": (
+        over("checkpoint.initialize=all"),
+        ("checkpoint.initialize is all", "initialize_from is null", "name a checkpoint"),
+    ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "positive or null")),
     "sentinels": (

@@ -139,11 +139,11 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
 
 def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
-    manifest = copy / "checkpoints/step_00000000/manifest.json"
-    content = json.loads(manifest.read_text())
+    saved = copy / "checkpoints/step_00000000"
+    content = json.loads((saved / "manifest.json").read_text())
     content["state"]["data"] = [{"documents": 3, "tokens": 99, "sha256": "abc", "weight": 1.0}]
     content["state"]["restarts"] = 4
-    manifest.write_text(json.dumps(content))
+    checkpoint.write_manifest(saved, content)
     records = [("train", 0, 9.0), ("validation", 0, 2.5), ("validation", 10, 1.5)]
     lines = [json.dumps({"kind": kind, "step": step, "loss": loss}) for kind, step, loss in records]
     (copy / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "validation", "st')

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_run
 from distributed import run_ranks
+from test_engine import own_weights
 
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
-from megatron_lite.checkpoint import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import make_engine
 from megatron_lite.settings import build, merge
@@ -165,6 +167,103 @@ def test_resume_never_refuses_a_directory_with_a_checkpoint(settings):
     run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 1}}))
     with pytest.raises(AssertionError, match="already holds a checkpoint of step 1"):
         run_ranks(fit, 1, merge(settings, {"checkpoint": {"resume": "never"}}))
+
+
+def test_background_saves_hold_what_saves_in_the_foreground_hold(settings, tmp_path):
+    settings = merge(settings, {"checkpoint": {"save_interval": 2}})
+    run_ranks(fit, 2, settings)
+    background = {"checkpoint": {"asynchronous": True}, "run": {"directory": str(tmp_path / "background")}}
+    run_ranks(fit, 2, merge(settings, background))
+    saved = [list_checkpoints(tmp_path / name / "checkpoints") for name in ("run", "background")]
+    for ours, theirs in zip(*saved, strict=True):
+        assert ours.name == theirs.name
+        for file in ours.glob("*.safetensors"):
+            assert file.read_bytes() == (theirs / file.name).read_bytes()
+    assert [path.name[-1] for path in saved[0]] == ["2", "4", "6"]
+
+
+def start(context, tree):
+    """Where a run begins, before its first step: progress, owned weights, largest Adam moment."""
+    trainer = make_trainer(context, tree)
+    trainer._resume()
+    moments = [
+        t.abs().max().item()
+        for f in trainer.engine.fragments()
+        for k, t in f.tensors.items()
+        if k != "weight"
+    ]
+    return (
+        (trainer.step, trainer.consumed_samples, trainer.restarts),
+        own_weights(trainer.engine),
+        max(moments),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A run of 4 steps with checkpoints at 2 and 4."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    stop = {"checkpoint": {"save_interval": 2}, "training": {"stop_after_step": 4}}
+    run_ranks(fit, 2, merge(small_run(corpus, directory), stop))
+    return directory
+
+
+def from_checkpoint(path, what="weights"):
+    return {"checkpoint": {"initialize_from": str(path), "initialize": what}}
+
+
+def check_weights(results, checkpoint_path):
+    for name, weight in load_weights(read_checkpoint(checkpoint_path)).items():
+        seen = torch.zeros(weight.shape, dtype=torch.bool).view(len(weight), -1)
+        for _, weights, _ in results:
+            if name in weights:
+                owned = ~weights[name].isnan()
+                assert torch.equal(weights[name][owned], weight.view(owned.shape)[owned])
+                seen |= owned
+        assert seen.all()
+
+
+@pytest.mark.parametrize("place, step", [("", 4), ("checkpoints", 4), ("checkpoints/step_00000002", 2)])
+def test_a_run_begins_with_the_weights_of_another(settings, finished, place, step):
+    other_layout = {"parallel": {"zero_stage": 2}, "batch": {"micro_batch_size": 1}}
+    tree = merge(settings, {**other_layout, **from_checkpoint(finished / place)})
+    results = run_ranks(start, 4, tree)
+    for progress, _, moment in results:
+        assert progress == (0, 0, 0) and moment == 0.0
+    check_weights(results, finished / f"checkpoints/step_{step:08d}")
+
+
+def test_a_branch_continues_another_run_bit_for_bit(settings, finished, tmp_path):
+    expected = run_ranks(fit, 2, merge(settings, {"run": {"directory": str(tmp_path / "whole")}}))
+    branch = run_ranks(
+        fit, 2, merge(settings, from_checkpoint(finished / "checkpoints/step_00000002", "all"))
+    )
+    for name, weight in expected[0].items():
+        assert torch.equal(weight, branch[0][name])
+    assert sorted(records(tmp_path / "run")) == [3, 4, 5, 6]
+    newest = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])
+    assert newest.state["restarts"] == 0  # a branch is another run
+
+
+def test_the_runs_own_checkpoints_win(settings, finished):
+    tree = merge(settings, from_checkpoint(finished))
+    run_ranks(fit, 1, merge(tree, {"training": {"stop_after_step": 1}}))
+    ((progress, _, moment),) = run_ranks(start, 1, tree)
+    assert progress == (1, 8, 1) and moment > 0
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("absent", {}, "absent holds no checkpoint; give a run directory or one of its"),
+        ("finished", {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the"),
+        ("finished/checkpoints/step_00000009", {}, "manifest.json: No such file"),
+    ],
+)
+def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, change, message):
+    tree = merge(settings, {**change, **from_checkpoint(finished.parent / place)})
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(start, 2, tree)
 
 
 def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):

@@ -31,6 +31,7 @@ from data_utils.objectives.base import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape, whole_shape
+from megatron_lite.checkpoint_files import describe_file, write_file
 from megatron_lite.config import Config, ModelConfig, padded_vocab_size
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.hf import proof, released
@@ -256,7 +257,7 @@ def _write_provenance(
         },
         "state": {key: value for key, value in found.state.items() if key != "config"},
     }
-    checkpoint.write_json(directory / TRAINING_JSON, described)
+    write_file(directory / TRAINING_JSON, (json.dumps(described, indent=1) + "\n").encode())
     (directory / "README.md").write_text(model_card(found, config, tokenizer), encoding="utf-8")
 
 
@@ -511,9 +512,7 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
         "version": checkpoint.FORMAT_VERSION,
         "step": 0,
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
-        "files": {
-            name: {"bytes": (path / name).stat().st_size, "sha256": checkpoint.file_sha256(path / name)}
-        },
+        "files": {name: describe_file(path / name)},
         "pieces": pieces,
         "optimizer": {"adam_step": 0.0, "loss_scaler": {}},
         "state": {
@@ -526,7 +525,7 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
             "data": None,
         },
     }
-    checkpoint.write_json(path / "manifest.json", manifest)
+    checkpoint.write_manifest(path, manifest)
 
 
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:

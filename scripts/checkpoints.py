@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""List and verify the checkpoints of a run. See docs/checkpoints.md.
+
+python scripts/checkpoints.py list runs/base
+python scripts/checkpoints.py verify runs/base
+python scripts/checkpoints.py verify runs/base/checkpoints/step_00001000
+
+`list` reads manifests and file sizes; `verify` reads everything and compares the checksums. Exit status: 0 when all
+checkpoints are good, 1 when one is damaged, 2 when there is none or the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from megatron_lite import checkpoint
+from megatron_lite.checkpoint import Checkpoint
+from megatron_lite.errors import CheckpointError, run_command
+
+COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
+DAMAGED_STATUS = 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("list", "verify"))
+    parser.add_argument(
+        "directory", type=Path, help="a run, its directory of checkpoints, or one step_... directory"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    paths = find(arguments.directory)
+    check = verify if arguments.command == "verify" else lambda found: None
+    rows, problems = [], []
+    for path in paths:
+        row, problem = examine(path, check)
+        rows.append(row)
+        problems += [problem] if problem else []
+    print_table(rows, arguments.command == "verify")
+    for problem in problems:
+        print(f"damaged: {problem}", file=sys.stderr)
+    return DAMAGED_STATUS if problems else 0
+
+
+def find(directory: Path) -> list[Path]:
+    """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
+    if checkpoint.is_checkpoint(directory) and directory.exists():
+        return [directory]
+    inner = directory / "checkpoints"
+    paths = checkpoint.list_checkpoints(inner if inner.is_dir() else directory)
+    if not paths:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint; give a run directory or one of its checkpoints."
+        )
+    return paths
+
+
+def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
+    """A row of the table, and what is wrong with the checkpoint if anything is."""
+    try:
+        found = checkpoint.read_checkpoint(path)
+        check(found)
+    except CheckpointError as error:
+        return [path.name, "", "", "", "", "damaged"], str(error)
+    tokens = found.state.get("consumed_tokens")
+    return [
+        path.name,
+        (found.saved_at or "?").removesuffix("+00:00"),
+        f"{found.bytes / 1e6:,.1f} MB",
+        layout(found),
+        "?" if tokens is None else f"{tokens:,}",
+        "good",
+    ], ""
+
+
+def layout(found: Checkpoint) -> str:
+    """`tp2 pp1 dp4 zero1`: the ranks that wrote it."""
+    parallel: dict[str, Any] = (found.state.get("config") or {}).get("parallel") or {}
+    tp, pp = parallel.get("tensor_parallel_size", 1), parallel.get("pipeline_parallel_size", 1)
+    return f"tp{tp} pp{pp} dp{len(found.files) // (tp * pp)} zero{parallel.get('zero_stage', '?')}"
+
+
+def verify(found: Checkpoint) -> None:
+    """Compare all checksums, with a progress bar on a terminal."""
+    with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=found.path.name, disable=None) as bar:
+        for block in checkpoint.blocks(found):
+            checkpoint.verify(found, [block])
+            bar.update(block.bytes)
+
+
+def print_table(rows: list[list[str]], verified: bool) -> None:
+    titles = [*COLUMNS[:-1], "checksums" if verified else "manifest"]
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    for row in [titles, *rows]:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,76 @@
+"""scripts/checkpoints.py as a user runs it."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stub_engine import StubEngine
+
+from megatron_lite import checkpoint
+from megatron_lite.parallel_context import ParallelContext
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "checkpoints.py"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The script in this process, which has imported torch: exit status, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def directory(tmp_path):
+    state = {"consumed_tokens": 12345, "config": {"parallel": {"zero_stage": 2, "tensor_parallel_size": 1}}}
+    for step in (10, 20):
+        engine = StubEngine()
+        engine.train(step)
+        checkpoint.save(tmp_path / "run/checkpoints", step, engine, state, ParallelContext.alone())
+    return tmp_path / "run"
+
+
+def test_list_and_verify_good_checkpoints(directory, run):
+    for arguments in (
+        ("list", directory),
+        ("verify", directory / "checkpoints"),
+        ("verify", directory / "checkpoints/step_00000020"),
+    ):
+        status, out, err = run(*arguments)
+        assert status == 0 and err == ""
+        last = out.splitlines()[-1].split()
+        assert last[0] == "step_00000020" and len(last[1]) == len("2026-01-01T00:00:00")
+        assert last[2:] == ["0.2", "MB", "tp1", "pp1", "dp1", "zero2", "12,345", "good"]
+
+
+def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
+    file = directory / "checkpoints/step_00000010/rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    assert run("list", directory)[0] == 0  # sizes and manifest are right
+    status, out, err = run("verify", directory)
+    assert status == 1
+    assert [line.split()[-1] for line in out.splitlines()] == ["checksums", "damaged", "good"]
+    assert "rank_00000.safetensors does not match its checksum in bytes 0 to" in err and err.count("\n") == 1
+    file.write_bytes(content[:100])
+    status, _, err = run("list", directory)
+    assert status == 1 and "has 100 bytes" in err
+    (file.parent / "manifest.json").unlink()
+    assert run("verify", file.parent)[0] == 1
+    for absent in (tmp_path / "absent", tmp_path / "step_00000001"):
+        status, _, err = run("list", absent)
+        assert status == 2 and err.startswith("error: ") and "holds no checkpoint" in err
+
+
+def test_the_script_starts_from_a_checkout(directory, tmp_path):
+    command = [sys.executable, str(SCRIPT), "list", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("good") == 2, done.stderr
