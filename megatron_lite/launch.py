@@ -89,17 +89,30 @@ def slurm_port(job_id: int, step_id: int = 0) -> int:
     return FIRST_PORT + (job_id * 7 + step_id) % NUMBER_OF_PORTS
 
 
+def free_slurm_port(job_id: int) -> int:
+    """The first port from the job's own on that nothing uses on this machine."""
+    candidates = range(slurm_port(job_id), FIRST_PORT + NUMBER_OF_PORTS + 100)
+    return next(port for port in candidates if _port_error(port) is None)
+
+
 def check_port_is_free(port: int) -> None:
     """Raises ConfigError if something on this machine listens on `port`."""
+    error = _port_error(port)
+    if error is not None:
+        raise ConfigError(
+            f"port {port}, which follows from the SLURM job, cannot be used on {socket.gethostname()} "
+            f"({error.strerror}); set MASTER_PORT to a free one below 32768."
+        )
+
+
+def _port_error(port: int) -> OSError | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ConfigError(
-                f"port {port}, which follows from the SLURM job, cannot be used on {socket.gethostname()} "
-                f"({error.strerror}); set MASTER_PORT to a free one below 32768."
-            ) from None
+            return error
+    return None
 
 
 def report_status(status: int) -> None:
