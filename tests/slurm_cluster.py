@@ -108,7 +108,7 @@ SlurmctldPort={control}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge/socket,cred_expire=2
+AuthInfo=socket={directory}/munge/socket
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
