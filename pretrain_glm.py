@@ -48,6 +48,12 @@ def parse_arguments() -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
     parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="PROCESSES",
+        help="estimate memory and speed on so many devices of run.peak_tflops each, and stop; needs no GPU or data",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings on top of the files"
     )
     arguments, unknown = parser.parse_known_intermixed_args()
@@ -66,7 +72,22 @@ def main() -> ExitStatus:
     if arguments.print_config:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
+    if arguments.dry_run is not None:
+        dry_run(config, arguments.dry_run)
+        return ExitStatus.FINISHED
     return train(config, arguments.local_rank)
+
+
+def dry_run(config: Config, processes: int) -> None:
+    if processes < 1:
+        raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
+    if config.model.vocab_size is None:
+        if config.tokenizer is None:
+            raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+        config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+    from megatron_lite.estimate import report
+
+    print(report(config, processes))
 
 
 def train(config: Config, local_rank: int | None) -> ExitStatus:
