@@ -124,7 +124,9 @@ def glm_variants(
     model = GLM(config)
     initialize_parameters(model.named_parameters(), config, seed=1)
     model.to(device, dtype)
-    inputs = {kernel: ModelInput.from_batch(batch, device, kernel=kernel) for kernel in ("auto", "dense")}
+    inputs = {
+        kernel: ModelInput.from_batch(batch, device, config, kernel=kernel) for kernel in ("auto", "dense")
+    }
     rows, length = batch.shape[0], batch.shape[2]
     loss_rows = len(inputs["auto"].targets)
     real, visible = int((batch[:, DOC] >= 0).sum()), count_visible_keys(batch)
@@ -137,7 +139,7 @@ def glm_variants(
 
     def dense() -> torch.Tensor:
         i = inputs["dense"]
-        hidden = model.hidden_states(i.tokens, i.position_ids, i.block_position_ids, i.plan)
+        hidden = model.hidden_states(i.tokens, i.ids, i.plan)
         losses = cross_entropy(model.logits(hidden.flatten(0, 1)), targets)
         return (losses * weights).sum() / loss_rows
 

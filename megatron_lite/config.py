@@ -16,6 +16,7 @@ from typing import Any
 from data_utils.objectives import ObjectiveChoice, objective_classes
 from data_utils.objectives.albert import AlbertConfig
 from data_utils.objectives.bart import BartConfig
+from data_utils.objectives.base import OBJECTIVE_NAMES
 from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.objectives.causal import CausalConfig
 from data_utils.objectives.ernie import ErnieConfig
@@ -44,7 +45,10 @@ from megatron_lite.settings import (
     setting_mapping,
 )
 
+LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to this; a multiple suits GPU matrix units
+TASKS = 64  # rows of the task embedding: room for more losses than there are
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,20 @@ class ModelConfig:
     embedding_gradient_shrink: float = setting(
         1.0, "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off"
     )
+    segments: int = setting(
+        0, "rows of a segment embedding: BERT 2 (texts A and B), UniLM 6 (kinds of language model), 0 = none"
+    )
+    task_embedding: bool = setting(False, "add an embedding of the objective that made a token (ERNIE 2.0)")
+    sentence_head: bool = setting(
+        False, "two-class head on CLS for next-sentence and sentence-order labels (BERT, ALBERT, UniLM)"
+    )
+    span_boundary_places: int = setting(
+        0, "places of SpanBERT's head that predicts a span from the tokens around it; 0 = no such head"
+    )
+    embedding_size: int | None = setting(
+        None, "width of the embeddings, projected to hidden_size (ALBERT: 128); null = hidden_size itself"
+    )
+    share_layers: bool = setting(False, "one set of weights for all blocks (ALBERT)")
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position"):
@@ -90,6 +108,23 @@ class ModelConfig:
                 self.vocab_size >= 1, f"model.vocab_size is {self.vocab_size}; it must be at least 1 or null."
             )
         choice("model.gelu", self.gelu, ("tanh", "erf"))
+        for name in ("segments", "span_boundary_places"):
+            value = getattr(self, name)
+            check(value >= 0, f"model.{name} is {value}; it must not be negative.")
+        size = self.embedding_size
+        check(size is None or size >= 1, f"model.embedding_size is {size}; it must be at least 1, or null.")
+
+    @property
+    def is_plain(self) -> bool:
+        """GLM's own layers and no others: what exports and their proofs know."""
+        return not (
+            self.segments
+            or self.task_embedding
+            or self.sentence_head
+            or self.span_boundary_places
+            or self.embedding_size is not None
+            or self.share_layers
+        )
 
     @property
     def head_dim(self) -> int:
@@ -178,7 +213,11 @@ class TrainingConfig:
     loss_normalization: str = setting(
         "global_tokens",
         "global_tokens: sum over loss tokens / their number in the whole step; mean_of_means: the "
-        "reference's mean per micro-batch, then over micro-batches and ranks",
+        "reference's mean per micro-batch, then over micro-batches and ranks; per_objective: the sum over the "
+        "losses (masked, next_sentence, ...) of each one's mean over its own tokens in the whole step",
+    )
+    loss_weights: dict[str, Any] = setting_mapping(
+        "per_objective only: loss -> factor of its mean, 1 if not named; names as in the log line, loss/NAME"
     )
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run"
@@ -207,7 +246,19 @@ class TrainingConfig:
         check(0 <= self.seed < 2**63, f"training.seed is {self.seed}; it must be in [0, 2^63).")
         choice("training.precision", self.precision, ("bf16", "fp16", "fp32"))
         choice("training.recompute", self.recompute, ("none", "selective", "full"))
-        choice("training.loss_normalization", self.loss_normalization, ("global_tokens", "mean_of_means"))
+        choice("training.loss_normalization", self.loss_normalization, LOSS_NORMALIZATIONS)
+        check(
+            not self.loss_weights or self.loss_normalization == "per_objective",
+            f"training.loss_weights is set but training.loss_normalization is {self.loss_normalization}; set "
+            "that to per_objective, or remove the weights.",
+        )
+        for name, weight in self.loss_weights.items():
+            choice("a name in training.loss_weights", name, OBJECTIVE_NAMES)
+            number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            check(
+                number and 0 <= weight < float("inf"),
+                f"training.loss_weights.{name} is {weight!r}; it must be a number, 0 or more.",
+            )
         if self.stop_after_step is not None:
             check(
                 1 <= self.stop_after_step <= self.steps,
@@ -422,6 +473,7 @@ class Config:
         )
         self._check_row_length()
         self._check_sentinels()
+        self._check_heads()
         self._check_layout()
         check_agreement(self)
 
@@ -472,6 +524,32 @@ class Config:
             if weight > 0
         )
 
+    def _check_heads(self) -> None:
+        """Heads and the objectives that need them: a head without labels would never get a gradient."""
+        model, chosen = self.model, self.objective_choices
+        labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
+        check(
+            model.sentence_head or not labelled,
+            f"model.sentence_head is false, but {', '.join(labelled)} makes next-sentence or sentence-order "
+            "labels; set it to true, or switch the labels off in that section.",
+        )
+        check(
+            not model.sentence_head or bool(labelled),
+            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose "
+            "masked_lm.next_sentence, albert or unilm.",
+        )
+        check(
+            not model.span_boundary_places or "spanbert" in [choice.name for choice in chosen],
+            f"model.span_boundary_places is {model.span_boundary_places} without the objective spanbert; set it "
+            "to 0, or add spanbert to objectives.",
+        )
+        segments = max(choice.section.segments for choice in chosen)
+        check(
+            model.segments in (0, *range(segments, 1000)),
+            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
+            "to 0 for no segment embedding.",
+        )
+
     def _check_layout(self) -> None:
         parallel, model = self.parallel, self.model
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -484,6 +562,11 @@ class Config:
             pp <= model.num_layers,
             f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
             "needs a block.",
+        )
+        check(
+            pp == 1 or not model.share_layers,
+            f"parallel.pipeline_parallel_size is {pp} with model.share_layers, whose one block cannot be on "
+            "several stages; set the size to 1, or share_layers to false.",
         )
         check(
             pp == 1 or self.training.precision != "fp16",
@@ -546,10 +629,19 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
 def parameter_count(model: ModelConfig) -> int:
     """Trainable parameters, padded vocabulary rows included. Needs model.vocab_size."""
     assert model.vocab_size is not None
-    h = model.hidden_size
-    embeddings = (padded_vocab_size(model.vocab_size) + 2 * (model.max_position + 1)) * h
+    h, e = model.hidden_size, model.embedding_size or model.hidden_size
+    tables = padded_vocab_size(model.vocab_size) + 2 * (model.max_position + 1) + model.segments
+    tables += TASKS * model.task_embedding
     block = 12 * h * h + 13 * h  # QKV 3h(h+1), dense h(h+1), FFN 4h(h+1) + h(4h+1), two LayerNorms 4h
-    return embeddings + model.num_layers * block + 2 * h
+    heads = 0
+    if model.embedding_size is not None:
+        heads += (h * e + h) + (h * e + e + 2 * e)  # to the hidden size; back, with a LayerNorm
+    if model.sentence_head:
+        heads += h * (h + 1) + 2 * (h + 1)
+    if model.span_boundary_places:
+        place = SPAN_PLACE_SIZE
+        heads += model.span_boundary_places * place + (2 * h + place) * h + h * h + 2 * 3 * h
+    return tables * e + (1 if model.share_layers else model.num_layers) * block + 2 * h + heads
 
 
 def load_config(

@@ -276,7 +276,7 @@ class PlainEngine(Engine):
         # Sequence parallelism splits the tokens evenly, which only whole rows allow.
         whole = self.model.parallel.sequence_parallel
         return ModelInput.from_batch(
-            batch, self.context.device, dropout_seed=dropout_seed, keep_padding=whole
+            batch, self.context.device, self.model.config, dropout_seed=dropout_seed, keep_padding=whole
         )
 
     def _no_sums(self) -> torch.Tensor:

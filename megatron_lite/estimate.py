@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from megatron_lite.config import Config, ModelConfig, padded_vocab_size, parameter_count
+from megatron_lite.config import Config, parameter_count
 
 DEFAULT_PEAK_TFLOPS = 989.0  # bf16 on an H100
 MFU = 0.4
@@ -49,33 +49,50 @@ class Stage:
     blocks: int
     has_embedding: bool
     has_head: bool
-
-    def parameters(self, model: ModelConfig, tp: int) -> int:
-        """Parameters on one rank of the stage."""
-        assert model.vocab_size is not None
-        h = model.hidden_size
-        block = (12 * h * h + 7 * h) // tp + 6 * h  # split: matrices, biases of column-parallel layers
-        words = padded_vocab_size(model.vocab_size, tp) // tp * h
-        positions = 2 * (model.max_position + 1) * h
-        embedding = positions if self.has_embedding else 0
-        head = 2 * h if self.has_head else 0
-        return self.blocks * block + words * (self.has_embedding or self.has_head) + embedding + head
+    parameters: int  # on one rank
 
 
 def stages(config: Config) -> list[Stage]:
-    """The pipeline stages of a layout, in order."""
+    """The pipeline stages of a layout, in order. Parameters are counted on real layers without memory."""
+    import torch
+    from torch import nn
+
+    from megatron_lite.collectives import Group
+    from megatron_lite.heads import Heads
+    from megatron_lite.model import Block, PositionEmbeddings, final_layernorm
+    from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
+
+    def count(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    parallel = TensorParallel(Group(None, 0, tp, tuple(range(tp))), config.parallel.sequence_parallel)
+    with torch.device("meta"):
+        words, block = count(VocabParallelEmbedding(model, parallel)), count(Block(model, parallel, "none"))
+        embedding = count(PositionEmbeddings(model, parallel))
+        readout = count(final_layernorm(model)) + count(Heads(model, parallel))
+    found = []
+    for blocks, first, last in _shares(config):
+        own_blocks = min(blocks, 1) if model.share_layers else blocks
+        # The first and the last stage each have a copy of the tied word embedding.
+        total = own_blocks * block + words * (first or last) + embedding * first + readout * last
+        found.append(Stage(blocks, first, last, total))
+    return found
+
+
+def _shares(config: Config) -> list[tuple[int, bool, bool]]:
+    """Blocks of each stage, and whether it begins with the embedding and ends with the head."""
     layers, size = config.model.num_layers, config.parallel.pipeline_parallel_size
     if size == 1:
-        return [Stage(layers, True, True)]
+        return [(layers, True, True)]
     from megatron_lite.pipeline import layer_costs, stage_bounds  # imports DeepSpeed
 
     bounds = stage_bounds(layer_costs(config.model), size)
     # Layers: words, positions, the blocks, final norm, words again.
-    found = []
-    for first, end in itertools.pairwise(bounds):
-        blocks = min(end, 2 + layers) - max(first, 2)
-        found.append(Stage(max(0, blocks), first == 0, end == layers + 4))
-    return found
+    return [
+        (max(0, min(end, 2 + layers) - max(first, 2)), first == 0, end == layers + 4)
+        for first, end in itertools.pairwise(bounds)
+    ]
 
 
 def estimate(config: Config, world_size: int) -> Estimate:
@@ -85,10 +102,9 @@ def estimate(config: Config, world_size: int) -> Estimate:
     micro_batches = batch.accumulation_steps(dp)
     ranks = []
     for number, stage in enumerate(stages(config)):
-        count = stage.parameters(config.model, parallel.tensor_parallel_size)
         # One-forward-one-backward: the first stage has the most micro-batches between their two passes.
         in_flight = min(parallel.pipeline_parallel_size - number, micro_batches)
-        ranks.append((count, _memory(config, stage, count, dp, in_flight)))
+        ranks.append((stage.parameters, _memory(config, stage, dp, in_flight)))
     rank_parameters, memory = max(ranks, key=lambda rank: sum(rank[1].values()))
 
     tokens = batch.global_batch_size * config.row_length * FILLED
@@ -114,9 +130,9 @@ def _step_flops(config: Config, tokens: float) -> float:
     return step_flops(config.model, int(tokens), int(loss_rows), int(visible_keys))
 
 
-def _memory(config: Config, stage: Stage, count: int, dp: int, in_flight: int) -> dict[str, float]:
-    """Bytes on a rank of a stage with `count` parameters."""
-    parallel = config.parallel
+def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, float]:
+    """Bytes on one rank of a stage."""
+    parallel, count = config.parallel, stage.parameters
     half = config.training.precision != "fp32"
     width = 2 if half else 4
     zero = parallel.zero_stage

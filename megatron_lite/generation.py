@@ -16,7 +16,7 @@ import torch
 from data_utils.objectives.base import SpecialTokens
 from megatron_lite.attention import attend_all
 from megatron_lite.errors import ConfigError, DataError
-from megatron_lite.model import GLM
+from megatron_lite.model import GLM, ID_PLANES
 from megatron_lite.settings import check, choice, setting
 
 _EMPTY = torch.empty(0)
@@ -118,8 +118,10 @@ class BlankFiller:
     def _hidden(
         self, tokens: list[list[int]], positions: list[list[int]], block_positions: list[list[int]]
     ) -> torch.Tensor:
-        ids, pos0, pos1 = (torch.tensor(x, device=self.device) for x in (tokens, positions, block_positions))
-        return self.model.hidden_states(ids, pos0, pos1, self.plan)
+        words = torch.tensor(tokens, device=self.device)
+        ids = torch.zeros(len(ID_PLANES), *words.shape, dtype=words.dtype, device=self.device)
+        ids[0], ids[1] = torch.tensor(positions), torch.tensor(block_positions)
+        return self.model.hidden_states(words, ids, self.plan)
 
     def next_logits(self, tokens: Sequence[int], position: int, block_position: int) -> torch.Tensor:
         """fp32 logits [rows, V] of what follows one new part-B token per row; the cache grows by it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: in
     h = model.hidden_size
     blocks = 2.0 * 12 * h * h * model.num_layers * tokens
     attention = 2.0 * 2 * h * model.num_layers * visible_keys
-    head = 2.0 * h * model.vocab_size * loss_rows
+    head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
     return 3.0 * (blocks + attention + head)
 
 
@@ -97,14 +97,21 @@ class Interval:
     started: float = field(default_factory=time.perf_counter)
 
 
-def objective_losses(sums: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Mean loss in total and per objective that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2]."""
-    total, weight = sums.sum(0)
-    losses = {"loss": float(total / weight) if weight else float("nan")}
-    for name, (objective_total, objective_weight) in zip(names, sums, strict=True):
-        if objective_weight:
-            losses[f"loss/{name}"] = float(objective_total / objective_weight)
-    return losses
+def objective_losses(
+    sums: np.ndarray, names: Sequence[str], factors: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2].
+
+    The total is what training minimises. Without `factors` all sums together by the number of predicted tokens, which
+    SpanBERT's second loss does not add to; with them (`per_objective`) the sum of the means, each times its factor.
+    """
+    means = {name: float(total / weight) for name, (total, weight) in zip(names, sums, strict=True) if weight}
+    if factors is None:
+        tokens = sum(weight for name, (_, weight) in zip(names, sums, strict=True) if name != "span_boundary")
+        total = float(sums[:, 0].sum() / tokens) if tokens else float("nan")
+    else:
+        total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
+    return {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
 
 
 def format_duration(seconds: float) -> str:

@@ -7,7 +7,8 @@ Between layers the hidden state is a token matrix [T, D], T = B x S; under seque
 rank holds T / size of its rows. Dropout is a pure function of a seed per micro-batch, the layer and the place, so
 recomputing a block or moving it to another pipeline stage repeats it.
 
-Shapes: B rows, S row length, T tokens, D hidden size, H heads of this rank, K rows with loss, V vocabulary (unpadded).
+Shapes: B rows, S row length, T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
+V vocabulary (unpadded); K, P, M as in heads.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from data_utils.objectives.base import (
     OBJECTIVE,
     ORD,
     POSITION_IDS,
+    SEGMENT_IDS,
     TARGETS,
     TOKENS,
     WEIGHTS,
@@ -36,9 +38,9 @@ from data_utils.objectives.base import (
 from data_utils.random_streams import derive_seed
 from megatron_lite.attention import AttentionPlan, PrefixPlan, plan_attention
 from megatron_lite.boxes import whole_shape
-from megatron_lite.collectives import SINGLE, copy_to_group, gather_tokens
-from megatron_lite.config import Config, ModelConfig
-from megatron_lite.cross_entropy import cross_entropy
+from megatron_lite.collectives import SINGLE
+from megatron_lite.config import TASKS, Config, ModelConfig
+from megatron_lite.heads import Heads, Linear, LossRows, find_loss_rows, row_losses, sum_losses
 from megatron_lite.linear import linear
 from megatron_lite.tensor_parallel import (
     ColumnParallelLinear,
@@ -50,25 +52,28 @@ from megatron_lite.tensor_parallel import (
     partition_of,
 )
 
+ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
+
 
 @dataclass
 class ModelInput:
     """A batch on the device, ready for the model."""
 
     tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], all rows' tokens one after the other
-    position_ids: torch.Tensor  # as tokens
-    block_position_ids: torch.Tensor  # as tokens
+    ids: (
+        torch.Tensor
+    )  # int32 [len(ID_PLANES), B, S] or [.., 1, T]: what the embeddings need besides the tokens
     plan: AttentionPlan
-    loss_rows: torch.Tensor  # int64 [K], indices into the flattened tokens
-    targets: torch.Tensor  # int64 [K]
-    weights: torch.Tensor  # fp32 [K]
-    objectives: torch.Tensor  # int64 [K], which objective made the row
+    loss_rows: LossRows
+    targets: torch.Tensor  # int64 [K + P + M], see LossRows
+    weights: torch.Tensor  # fp32 [K + P + M]
     dropout_seed: int | None  # of this micro-batch; None = no dropout
 
     @staticmethod
     def from_batch(
         batch: np.ndarray,
         device: torch.device,
+        config: ModelConfig,
         *,
         dropout_seed: int | None = None,
         kernel: str = "auto",
@@ -84,22 +89,20 @@ class ModelInput:
         present = batch[:, DOC] >= 0
         if isinstance(plan, PrefixPlan) and not keep_padding and present.any():
             planes, plan = planes[:, None, present], plan.without_padding()
-        weights = np.ascontiguousarray(planes[WEIGHTS]).view(np.float32).reshape(-1)
-        rows = np.flatnonzero(weights)
-        targets, objectives = (
-            planes[plane].reshape(-1)[rows].astype(np.int64) for plane in (TARGETS, OBJECTIVE)
+        inputs = torch.from_numpy(planes[[TOKENS, *ID_PLANES]]).to(device)
+        targets, weights, objectives = (
+            torch.from_numpy(np.ascontiguousarray(planes[plane]).reshape(-1))
+            for plane in (TARGETS, WEIGHTS, OBJECTIVE)
         )
-        inputs = torch.from_numpy(planes[[TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]).to(device)
-        tokens, position_ids, block_position_ids = inputs.unbind(0)
+        weights = weights.view(torch.float32)
+        found = find_loss_rows(weights, objectives, config)
         return ModelInput(
-            tokens=tokens,
-            position_ids=position_ids,
-            block_position_ids=block_position_ids,
+            tokens=inputs[0],
+            ids=inputs[1:],
             plan=plan,
-            loss_rows=torch.from_numpy(rows).to(device),
-            targets=torch.from_numpy(targets).to(device),
-            weights=torch.from_numpy(weights[rows]).to(device),
-            objectives=torch.from_numpy(objectives).to(device),
+            loss_rows=found.to(device),
+            targets=targets[found.labelled].long().to(device),
+            weights=weights[found.labelled].to(device),
             dropout_seed=dropout_seed,
         )
 
@@ -138,53 +141,62 @@ class Flow:
 
 
 class PositionEmbeddings(nn.Module):
-    """Adds position and block position embeddings to those of the words, then dropout: [T, D] -> [T, D]."""
+    """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
+
+    Position and block position always; segment and task where the configuration has them. With a factorised
+    embedding (ALBERT) all are of size E, and their sum is projected to D.
+    """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
-        self.position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
-        self.block_position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
+        size = config.embedding_size or config.hidden_size
+        self.position_embeddings = nn.Embedding(config.max_position + 1, size)
+        self.block_position_embeddings = nn.Embedding(config.max_position + 1, size)
+        self.segment_embeddings = nn.Embedding(config.segments, size) if config.segments else None
+        self.task_embeddings = nn.Embedding(TASKS, size) if config.task_embedding else None
+        self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
-    def forward(
-        self, words: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor, flow: Flow
-    ) -> torch.Tensor:
+    def forward(self, words: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
+        """Args: words: [T, E], or this rank's tokens of it under sequence parallelism. ids: int [len(ID_PLANES), T]."""
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
-        hidden = (
-            words
-            + self._positions(position_ids, self.position_embeddings.weight)
-            + self._positions(block_position_ids, self.block_position_embeddings.weight)
-        )
-        return flow.dropout(hidden, self.dropout, -1, "embedding", self.parallel.sequence_parallel)
-
-    def _positions(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         if self.parallel.sequence_parallel:
-            ids = ids.chunk(self.parallel.group.size)[self.parallel.group.rank]
-        return F.embedding(ids, self.parallel.replicated(table))
+            ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
+        hidden = words
+        tables = (
+            self.position_embeddings,
+            self.block_position_embeddings,
+            self.segment_embeddings,
+            self.task_embeddings,
+        )
+        for table, row in zip(tables, ids, strict=True):
+            if table is not None:
+                hidden = hidden + F.embedding(row, self.parallel.replicated(table.weight))
+        if self.projection is not None:
+            weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
+            hidden = linear(hidden, weight, bias)
+        return flow.dropout(hidden, self.dropout, -1, "embedding", self.parallel.sequence_parallel)
 
 
 class Embedding(PositionEmbeddings):
-    """All three embeddings and dropout: int [T] x 3 -> [T, D]."""
+    """Words and all others: int [T], int [len(ID_PLANES), T] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__(config, parallel)
         self.word_embeddings = VocabParallelEmbedding(config, parallel)
 
-    def forward(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor, flow: Flow
-    ) -> torch.Tensor:
-        return super().forward(self.word_embeddings(tokens), position_ids, block_position_ids, flow)
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
+        return super().forward(self.word_embeddings(tokens), ids, flow)
 
 
 class Attention(nn.Module):
     """Fused Q|K|V projection ([3D, D], contiguous thirds), the plan's kernel, output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: bool):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.parallel = parallel
@@ -194,20 +206,24 @@ class Attention(nn.Module):
         )
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
-    def forward(self, hidden: torch.Tensor, flow: Flow) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         qkv = self.query_key_value(self.parallel.enter(hidden))
         q, k, v = qkv.view(flow.rows, flow.length, 3, -1, self.head_dim).unbind(2)
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._attend, q, k, v, flow, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(
+                self._attend, q, k, v, flow, layer, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            out = self._attend(q, k, v, flow)
+            out = self._attend(q, k, v, flow, layer)
         return self.dense(out.reshape(flow.rows * flow.length, -1))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flow: Flow) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flow: Flow, layer: int
+    ) -> torch.Tensor:
         dropout = 0.0 if flow.dropout_seed is None else self.dropout
         if dropout:
-            flow.seed_dropout(self.layer, "attention", is_split=True)
-        return flow.plan.attend(self.layer, q, k, v, dropout)
+            flow.seed_dropout(layer, "attention", is_split=True)
+        return flow.plan.attend(layer, q, k, v, dropout)
 
 
 class MLP(nn.Module):
@@ -224,70 +240,40 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + dropout(attention(LN(x))), then the same with the MLP."""
+    """x + dropout(attention(LN(x))), then the same with the MLP. `layer` is its place, for dropout and caches."""
 
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
         super().__init__()
         hidden, epsilon = config.hidden_size, config.layernorm_epsilon
-        self.layer = layer
         self.input_layernorm = LayerNorm(hidden, epsilon, parallel)
-        self.attention = Attention(config, layer, parallel, recompute == "selective")
+        self.attention = Attention(config, parallel, recompute == "selective")
         self.post_attention_layernorm = LayerNorm(hidden, epsilon, parallel)
         self.mlp = MLP(config, parallel)
         self.dropout = config.output_dropout
         self.is_split = parallel.sequence_parallel
         self.recompute = recompute == "full"
 
-    def forward(self, hidden: torch.Tensor, flow: Flow) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, hidden, flow, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(hidden, flow)
+            return checkpoint(
+                self._forward, hidden, flow, layer, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._forward(hidden, flow, layer)
 
-    def _forward(self, hidden: torch.Tensor, flow: Flow) -> torch.Tensor:
-        attended = self.attention(self.input_layernorm(hidden), flow)
-        hidden = hidden + flow.dropout(attended, self.dropout, self.layer, "attended", self.is_split)
+    def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        attended = self.attention(self.input_layernorm(hidden), flow, layer)
+        hidden = hidden + flow.dropout(attended, self.dropout, layer, "attended", self.is_split)
         expanded = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + flow.dropout(expanded, self.dropout, self.layer, "expanded", self.is_split)
+        return hidden + flow.dropout(expanded, self.dropout, layer, "expanded", self.is_split)
 
 
-class Head(LayerNorm):
-    """Final LayerNorm and, after it, the output projection tied to the word embedding."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        # As a LayerNorm it stands alone: all ranks have all rows with loss, so no part of its gradients is missing.
-        super().__init__(config.hidden_size, config.layernorm_epsilon, TensorParallel())
-        self.region = parallel
-
-    def rows(self, hidden: torch.Tensor, loss_rows: torch.Tensor) -> torch.Tensor:
-        """The rows that carry loss, int64 [K], out of the last block's [T, D]: the head runs on no others."""
-        if self.region.sequence_parallel:
-            hidden = gather_tokens(hidden, self.region.group, reduce_backward=False)
-        return hidden.index_select(0, loss_rows)
-
-    def logits(self, rows: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
-        """[..., D] -> [..., local V]; the padding rows of the vocabulary do not take part."""
-        normed = copy_to_group(self(rows), self.region.group)
-        return linear(normed, embedding.weight[: embedding.local_vocab])
-
-    def losses(
-        self, rows: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
-    ) -> torch.Tensor:
-        """Cross entropy of each row in nats, fp32 [K], equal on all tensor-parallel ranks."""
-        return cross_entropy(self.logits(rows, embedding), targets, self.region.group, embedding.first)
-
-
-def sum_losses(
-    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_objectives: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss sum; without gradient, fp32 [objectives, 2]: loss sum and weight of each objective."""
-    weighted = losses * weights
-    per_objective = torch.zeros(num_objectives, 2, device=losses.device)
-    per_objective.index_add_(0, objectives, torch.stack([weighted.detach(), weights], dim=1))
-    return weighted.sum(), per_objective
+def final_layernorm(config: ModelConfig) -> LayerNorm:
+    """The one before the heads. All ranks have all rows with loss, so no part of its gradients is missing."""
+    return LayerNorm(config.hidden_size, config.layernorm_epsilon, TensorParallel())
 
 
 class GLM(nn.Module):
-    """The list of layers embedding, blocks, final norm, output, run in order.
+    """The list of layers embedding, blocks, final norm, heads, run in order.
 
     Args:
         parallel: None = one process holds every layer whole.
@@ -306,52 +292,43 @@ class GLM(nn.Module):
         self.num_objectives = num_objectives
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
-        self.layers = nn.ModuleList(
-            [Block(config, i, self.parallel, recompute) for i in range(config.num_layers)]
-        )
-        self.final_layernorm = Head(config, self.parallel)
+        blocks = 1 if config.share_layers else config.num_layers
+        self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
+        self.final_layernorm = final_layernorm(config)
+        self.heads = Heads(config, self.parallel)
 
     def _run(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        block_position_ids: torch.Tensor,
-        plan: AttentionPlan,
-        dropout_seed: int | None,
+        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout_seed: int | None
     ) -> torch.Tensor:
         rows, length = tokens.shape
         flow = Flow(rows, length, plan, dropout_seed, self.parallel.group.rank)
-        hidden = self.embedding(tokens.flatten(), position_ids.flatten(), block_position_ids.flatten(), flow)
-        for block in self.layers:
-            hidden = block(hidden, flow)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
+        for layer in range(self.config.num_layers):
+            hidden = self.layers[layer % len(self.layers)](hidden, flow, layer)
         return hidden
 
-    def hidden_states(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        block_position_ids: torch.Tensor,
-        plan: AttentionPlan,
-    ) -> torch.Tensor:
-        """Output of the last block, before the final LayerNorm, without dropout: [B, S, D]. One process only."""
-        hidden = self._run(tokens, position_ids, block_position_ids, plan, None)
+    def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Output of the last block, before the final LayerNorm, without dropout: [B, S, D]. One process only.
+
+        Args: tokens: int [B, S]. ids: int [len(ID_PLANES), B, S].
+        """
+        hidden = self._run(tokens, ids, plan, None)
         return hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]. One process only."""
-        return self.final_layernorm.logits(hidden, self.embedding.word_embeddings)
+        return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
 
     def forward(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2]: loss sum and weight of each.
 
         Both are equal on all tensor-parallel ranks.
         """
-        hidden = self._run(
-            batch.tokens, batch.position_ids, batch.block_position_ids, batch.plan, batch.dropout_seed
-        )
-        rows = self.final_layernorm.rows(hidden, batch.loss_rows)
-        losses = self.final_layernorm.losses(rows, batch.targets, self.embedding.word_embeddings)
-        return sum_losses(losses, batch.weights, batch.objectives, self.num_objectives)
+        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout_seed)
+        words = self.embedding.word_embeddings
+        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
+        losses = row_losses(self.heads.vocabulary_logits(vectors, words), classes, batch.targets, words)
+        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_objectives)
 
 
 def build_model(config: Config, num_objectives: int, parallel: TensorParallel | None = None) -> GLM:

@@ -17,32 +17,37 @@ from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
 from data_utils.objectives.base import (
-    BLOCK_POSITION_IDS,
     DOC,
     GRP,
     OBJECTIVE,
     ORD,
-    POSITION_IDS,
     TARGETS,
     TOKENS,
     WEIGHTS,
 )
 from megatron_lite.attention import plan_attention
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.cross_entropy import cross_entropy
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.model import Block, Flow, Head, PositionEmbeddings, initialize_parameters, sum_losses
+from megatron_lite.heads import Heads, LossRows, find_loss_rows, row_losses, sum_losses
+from megatron_lite.model import (
+    ID_PLANES,
+    Block,
+    Flow,
+    PositionEmbeddings,
+    final_layernorm,
+    initialize_parameters,
+)
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
-_PLANES = (DOC, ORD, GRP, WEIGHTS)  # what travels with the hidden state
+_PLANES = (DOC, ORD, GRP, WEIGHTS, OBJECTIVE)  # what travels with the hidden state
 _LABELS = (TARGETS, WEIGHTS, OBJECTIVE)
 _NO_DROPOUT = -1
 _LOSS_SHARE = 0.2  # part of the rows that carry loss, for the cost of the head (token objective: 0.18)
 
 Carried = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
-]  # hidden [T, D], planes int32 [B, 4, S], seed int64 [1]
+]  # hidden [T, D], planes int32 [B, 5, S], seed int64 [1]
 
 
 class _Flows:
@@ -55,7 +60,7 @@ class _Flows:
 
     def of(self, planes: torch.Tensor, seed: torch.Tensor) -> Flow:
         if self._flow is None or self._planes is not planes:
-            doc, order, grp, _ = planes.cpu().numpy().swapaxes(0, 1)
+            doc, order, grp = planes[:, :3].cpu().numpy().swapaxes(0, 1)
             plan = plan_attention(doc, order, grp, planes.device)
             number = int(seed.item())
             dropout_seed = None if number == _NO_DROPOUT else number
@@ -64,8 +69,10 @@ class _Flows:
         return self._flow
 
 
-def _loss_rows(weights_plane: torch.Tensor) -> torch.Tensor:
-    return weights_plane.flatten().nonzero().squeeze(1)
+def _loss_rows(planes: torch.Tensor, config: ModelConfig) -> LossRows:
+    """Of int32 [B, n, S] whose last two planes are weights and objectives."""
+    weights, objectives = planes[:, -2].flatten().view(torch.float32), planes[:, -1].flatten()
+    return find_loss_rows(weights, objectives, config)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -73,17 +80,17 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 class _Words(VocabParallelEmbedding):
-    """First layer: (ids int32 [B, 3, S], planes, seed) -> word embeddings, and the rest handed on."""
+    """First layer: (tokens and ids int32 [B, 1 + len(ID_PLANES), S], planes, seed) -> words, and the rest handed on."""
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ids, planes, seed = inputs
         return super().forward(ids[:, 0].flatten()), ids, planes, seed
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Head, torch.Tensor]) -> torch.Tensor:
+    def project(module: _Words, inputs: tuple[Heads, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Last layer, on the tied weight."""
-        head, rows = inputs
-        return head.logits(rows, module)
+        heads, vectors, classes = inputs
+        return heads.vocabulary_logits(vectors, module), classes
 
 
 class _Positions(PositionEmbeddings):
@@ -94,29 +101,34 @@ class _Positions(PositionEmbeddings):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> Carried:  # type: ignore[override]
         words, ids, planes, seed = inputs
         flow = self.flows.of(planes, seed)
-        return super().forward(words, ids[:, 1].flatten(), ids[:, 2].flatten(), flow), planes, seed
+        return super().forward(words, ids[:, 1:].transpose(0, 1).flatten(1), flow), planes, seed
 
 
 class _Block(Block):
     def __init__(
         self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, flows: _Flows
     ):
-        super().__init__(config, layer, parallel, recompute)
+        super().__init__(config, parallel, recompute)
+        self.layer = layer
         self.flows = flows
 
     def forward(self, inputs: Carried) -> Carried:  # type: ignore[override]
         hidden, planes, seed = inputs
-        return super().forward(hidden, self.flows.of(planes, seed)), planes, seed
+        return super().forward(hidden, self.flows.of(planes, seed), self.layer), planes, seed
 
 
-class _Head(Head):
-    """Picks the rows with loss; `_Words.project` applies the norm and the tied weight."""
+class _Readout(nn.Module):
+    """Final LayerNorm and heads; `_Words.project` applies the tied weight."""
 
-    def forward(self, inputs: Carried | torch.Tensor):  # type: ignore[no-untyped-def, override]
-        if isinstance(inputs, torch.Tensor):
-            return super().forward(inputs)
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.config = config
+        self.final_layernorm = final_layernorm(config)
+        self.heads = Heads(config, parallel)
+
+    def forward(self, inputs: Carried) -> tuple[Heads, torch.Tensor, torch.Tensor]:
         hidden, planes, _ = inputs
-        return self, self.rows(hidden, _loss_rows(planes[:, _PLANES.index(WEIGHTS)]))
+        return self.heads, *self.heads(hidden, _loss_rows(planes, self.config), self.final_layernorm)
 
 
 def layer_costs(model: ModelConfig) -> list[float]:
@@ -148,7 +160,7 @@ class _Stages(PipelineModule):
             TiedLayerSpec("words", _Words, model, parallel),
             LayerSpec(_Positions, model, parallel, flows),
             *blocks,
-            LayerSpec(_Head, model, parallel),
+            LayerSpec(_Readout, model, parallel),
             TiedLayerSpec("words", _Words, model, parallel, forward_fn=_Words.project),
         ]
         self.costs = layer_costs(model)
@@ -164,13 +176,13 @@ class _Stages(PipelineModule):
 
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
         """This stage's parameters under the names they have in a model that is not split."""
-        prefixes = {"tied_modules.words": "embedding.word_embeddings", "1": "embedding"}
-        prefixes |= {str(2 + i): f"layers.{i}" for i in range(num_layers)}
-        prefixes |= {str(2 + num_layers): "final_layernorm"}
+        prefixes = {"tied_modules.words": "embedding.word_embeddings.", "1": "embedding."}
+        prefixes |= {str(2 + i): f"layers.{i}." for i in range(num_layers)}
+        prefixes |= {str(2 + num_layers): ""}  # final_layernorm and heads
         named = {}
         for name, parameter in self.named_parameters():
             layer = "tied_modules.words" if name.startswith("tied_modules.") else name.split(".")[0]
-            named[prefixes[layer] + name[len(layer) :]] = parameter
+            named[prefixes[layer] + name[len(layer) + 1 :]] = parameter
         return named
 
 
@@ -180,6 +192,7 @@ class PipelineEngine(Engine):
     def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_objectives = num_objectives
+        self.model_config = config.model
         self._sums = self._no_sums(context.device)
         stages = _Stages(config, context, parallel, self._loss)
         named = stages.global_names(config.model.num_layers)
@@ -190,15 +203,15 @@ class PipelineEngine(Engine):
     def _no_sums(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_objectives, 2, dtype=torch.float64, device=device)
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, outputs: tuple[torch.Tensor, ...], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; keeps the objectives' sums aside."""
         planes, factor = labels
-        rows = _loss_rows(planes[:, 1])
-        targets, weights, objectives = (planes[:, i].flatten()[rows] for i in range(3))
-        words: VocabParallelEmbedding = self._stages.tied_modules["words"]
-        losses = cross_entropy(logits, targets.long(), words.parallel.group, words.first)
+        found = _loss_rows(planes, self.model_config)
+        targets, weights = (planes[:, i].flatten()[found.labelled] for i in range(2))
+        logits, classes = outputs
+        losses = row_losses(logits, classes, targets.long(), self._stages.tied_modules["words"])
         total, per_objective = sum_losses(
-            losses, weights.view(torch.float32), objectives.long(), self.num_objectives
+            losses, weights.view(torch.float32), found.objectives, self.num_objectives
         )
         self._sums += per_objective
         return total * factor
@@ -224,7 +237,7 @@ class PipelineEngine(Engine):
     def _feed(self, items: Iterator[tuple[np.ndarray, int, float]]) -> Iterator[tuple]:
         """What the first stage takes as inputs and the last as labels."""
         for batch, seed, factor in items:
-            ids = batch[:, [TOKENS, POSITION_IDS, BLOCK_POSITION_IDS]]
+            ids = batch[:, [TOKENS, *ID_PLANES]]
             inputs = (ids, batch[:, _PLANES], np.array([seed], np.int64))
             labels = (batch[:, _LABELS], np.array([factor], np.float32))
             yield tuple(map(_tensor, inputs)), tuple(map(_tensor, labels))

@@ -113,7 +113,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding with the padded vocabulary split: weight [padded/size, D]. Ranks sum their partial look-ups."""
+    """Word embedding with the padded vocabulary split: weight [padded/size, E]. Ranks sum their partial look-ups."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
@@ -123,10 +123,12 @@ class VocabParallelEmbedding(nn.Module):
         self.first = parallel.group.rank * rows
         self.local_vocab = max(0, min(config.vocab_size - self.first, rows))  # rows that are no padding
         partition = Partition(dim=0, rows=config.vocab_size)
-        self.weight = sharded(nn.Parameter(torch.empty(rows, config.hidden_size)), partition)
+        self.weight = sharded(
+            nn.Parameter(torch.empty(rows, config.embedding_size or config.hidden_size)), partition
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int [T] -> [T, D], or this rank's tokens of it under sequence parallelism."""
+        """int [T] -> [T, E], or this rank's tokens of it under sequence parallelism."""
         if self.parallel.group.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first

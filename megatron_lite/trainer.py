@@ -18,7 +18,7 @@ import torch
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
-from data_utils.objectives.base import DOC, PADDING_DOC, WEIGHTS
+from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
@@ -66,6 +66,8 @@ class Trainer:
         self.train_data = train_data
         self.validation_data = validation_data
         self.objective_names = list(objective_names)
+        by_objective = config.training.loss_normalization == "per_objective"
+        self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
         self.checkpoints = self.directory / "checkpoints"
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
@@ -189,7 +191,12 @@ class Trainer:
         batches = self._next_batches()
         interval.data_seconds += time.perf_counter() - start
         self.watchdog.at("summing totals of all ranks")
-        loss_weight, tokens, visible_keys, loss_rows, *requests = self._totals(batches)
+        totals, requests = self._totals(batches)
+        tokens, visible_keys, loss_rows, *loss_weights = totals
+        if self.loss_factors is not None:
+            factors = [self.loss_factors.get(name, 1.0) for name in self.objective_names]
+            batches = [weigh_losses(batch, factors, loss_weights) for batch in batches]
+        loss_weight = sum(loss_weights)
         micro_batches = [
             MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
             for micro, batch in enumerate(batches)
@@ -206,21 +213,24 @@ class Trainer:
         interval.tokens += int(tokens)
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
         interval.objective_sums += self._all_losses(result.objective_sums)
-        return result, RunControl.agreed(requests)
+        return result, requests
 
-    def _totals(self, batches: list[np.ndarray]) -> list[float]:
-        """Over all ranks, in one small reduction: loss weight, tokens, visible keys, loss rows, and requests."""
-        local = [0.0] * 4
+    def _totals(self, batches: list[np.ndarray]) -> tuple[list[float], Requests]:
+        """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
+        counts, weights = [0.0] * 3, np.zeros(len(self.objective_names))
         if self.context.counts_samples:
-            local = [
-                sum(float(batch[:, WEIGHTS].view(np.float32).sum()) for batch in batches),
+            counts = [
                 sum(int((batch[:, DOC] >= 0).sum()) for batch in batches),
                 sum(count_visible_keys(batch) for batch in batches),
                 sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches),
             ]
-        local += self.control.local_requests()
-        totals = torch.tensor(local, dtype=torch.float64, device=self.context.device)
-        return self.context.sum(totals).tolist()
+            for batch in batches:
+                losses, amounts = batch[:, OBJECTIVE].ravel(), batch[:, WEIGHTS].view(np.float32).ravel()
+                weights += np.bincount(losses, amounts, minlength=len(weights))
+        requests = self.control.local_requests()
+        local = torch.tensor([*requests, *counts, *weights], dtype=torch.float64, device=self.context.device)
+        sums = self.context.sum(local).tolist()
+        return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
 
     def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
         """fp64 [objectives, 2] over all samples, each counted on one rank."""
@@ -238,6 +248,8 @@ class Trainer:
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
         """What turns a micro-batch's loss sum into its share of the step's loss."""
+        if self.loss_factors is not None:
+            return 1.0  # the weights hold it
         if self.config.training.loss_normalization == "global_tokens":
             return 1.0 / max(loss_weight, 1.0)
         own_weight = float(batch[:, WEIGHTS].view(np.float32).sum())
@@ -289,7 +301,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(interval.objective_sums, self.objective_names),
+            **objective_losses(interval.objective_sums, self.objective_names, self.loss_factors),
             "lr": self._learning_rate(self.step),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -319,7 +331,8 @@ class Trainer:
             batches.append(
                 pad_rows(batch, size)
             )  # all ranks make the same number of passes of the same shape
-        losses = objective_losses(self._all_losses(self.engine.evaluate(batches)), self.objective_names)
+        sums = self._all_losses(self.engine.evaluate(batches))
+        losses = objective_losses(sums, self.objective_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
@@ -375,6 +388,16 @@ class Trainer:
                 log.warning(
                     "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
                 )
+
+
+def weigh_losses(batch: np.ndarray, factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
+    """The batch with each loss's weights times its factor over its total in the step: sums of losses become means."""
+    scale = np.array(
+        [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)], np.float32
+    )
+    weighed = batch.copy()
+    weighed[:, WEIGHTS] = (batch[:, WEIGHTS].view(np.float32) * scale[batch[:, OBJECTIVE]]).view(np.int32)
+    return weighed
 
 
 def pad_rows(batch: np.ndarray, rows: int) -> np.ndarray:

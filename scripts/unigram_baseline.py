@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_utils.loader import SampleLoader, open_datasets
-from data_utils.objectives.base import OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.objectives.base import OBJECTIVE, SENTENCE_LEVEL, TARGETS, WEIGHTS
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ConfigError, DataError, run_command
+from megatron_lite.metrics import objective_losses
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -98,12 +99,25 @@ def unigram_losses(config: Config) -> dict[str, float]:
     shape = (len(data.objective_names), tokenizer.vocab_size)
     seen = target_counts(data.train, config.training.steps * config.batch.global_batch_size, shape)
     wanted = target_counts(data.validation, config.training.eval_samples, shape)
-    nats = -log_frequencies(seen.sum(0))
-    losses = {"loss": mean_loss(wanted.sum(0), nats)}
-    for name, counts in zip(data.objective_names, wanted, strict=True):
-        if counts.any():
-            losses[f"loss/{name}"] = mean_loss(counts, nats)
-    return losses
+    sums = loss_sums(seen, wanted, np.isin(data.objective_names, SENTENCE_LEVEL))
+    if config.model.span_boundary_places:  # predicts the same targets once more
+        names = list(data.objective_names)
+        sums[names.index("span_boundary")] = sums[names.index("masked_spans")]
+    training = config.training
+    factors = training.loss_weights if training.loss_normalization == "per_objective" else None
+    return objective_losses(sums, data.objective_names, factors)
+
+
+def loss_sums(seen: np.ndarray, wanted: np.ndarray, is_label: np.ndarray) -> np.ndarray:
+    """float64 [objectives, 2]: the unigram model's loss sum on the wanted targets, and their weight.
+
+    Args: seen, wanted: as of `target_counts`. is_label: bool [objectives], whose targets are classes 0 and 1.
+    """
+    nats = np.zeros(seen.shape)
+    nats[~is_label] = -log_frequencies(seen[~is_label].sum(0))
+    if is_label.any():
+        nats[is_label, :2] = -log_frequencies(seen[is_label, :2].sum(0))
+    return np.stack([(wanted * nats).sum(1), wanted.sum(1)], axis=1)
 
 
 def target_counts(loader: SampleLoader, num_samples: int, shape: tuple[int, int]) -> np.ndarray:
@@ -120,11 +134,6 @@ def target_counts(loader: SampleLoader, num_samples: int, shape: tuple[int, int]
 def log_frequencies(counts: np.ndarray) -> np.ndarray:
     """Log of the add-one smoothed relative frequencies, nats."""
     return np.log(counts + 1) - np.log(counts.sum() + len(counts))
-
-
-def mean_loss(counts: np.ndarray, nats: np.ndarray) -> float:
-    """Mean of `nats` over tokens that occur `counts` times."""
-    return float(counts @ nats / counts.sum())
 
 
 def table(unigram: dict[str, float], model: dict[str, Any]) -> str:

@@ -214,7 +214,7 @@ def test_dropping_padding_changes_nothing(dtype):
     model.to(dtype).eval()
     results = []
     for keep_padding in (True, False):
-        inputs = ModelInput.from_batch(batch, CPU, keep_padding=keep_padding)
+        inputs = ModelInput.from_batch(batch, CPU, model.config, keep_padding=keep_padding)
         model.zero_grad()
         loss, _ = model(inputs)
         loss.backward()

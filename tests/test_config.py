@@ -307,7 +307,43 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "normalization": (
         over("training.loss_normalization=mean"),
-        ("training.loss_normalization is 'mean'", "one of global_tokens, mean_of_means"),
+        ("training.loss_normalization is 'mean'", "one of global_tokens, per_objective, mean_of_means"),
+    ),
+    "loss weights without their mode": (
+        over("training.loss_weights={token: 2}"),
+        ("loss_normalization is global_tokens", "set that to per_objective, or remove the weights"),
+    ),
+    "loss weight of an unknown loss": (
+        over("training.loss_weights={words: 2}", "training.loss_normalization=per_objective"),
+        ("'words'", "one of token, sentence"),
+    ),
+    "loss weight": (
+        over("training.loss_weights={token: -2}", "training.loss_normalization=per_objective"),
+        ("training.loss_weights.token is -2", "0 or more"),
+    ),
+    "segments": (over("model.segments=-1"), ("model.segments is -1", "not be negative")),
+    "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
+    "labels without a head": (
+        over("objectives={albert: 1}", "model.max_position=600"),
+        ("model.sentence_head is false", "albert makes", "set it to true, or switch the labels off"),
+    ),
+    "head without labels": (
+        over("model.sentence_head=true"),
+        ("model.sentence_head is true", "no objective", "set it to false, or choose"),
+    ),
+    "boundary head without spans": (
+        over("model.span_boundary_places=20"),
+        ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
+    ),
+    "too few segments": (
+        over(
+            "model.segments=2", "objectives={unilm: 1}", "model.sentence_head=true", "model.max_position=600"
+        ),
+        ("model.segments is 2", "the objectives use 6", "set it to 6, or to 0"),
+    ),
+    "shared layers in stages": (
+        over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),
+        ("pipeline_parallel_size is 2 with model.share_layers", "size to 1, or share_layers to false"),
     ),
     "stop": (
         over("training.stop_after_step=101"),

@@ -44,8 +44,7 @@ def test_parameters_of_every_rank_are_those_of_the_real_engine(layout):
     tree = merge(MODEL, {"parallel": layout})
     config, world_size = build(Config, tree), 4
     ranks = run_ranks(held, world_size, tree, parallel=build(ParallelConfig, layout))
-    tp = config.parallel.tensor_parallel_size
-    expected = [stage.parameters(config.model, tp) for stage in stages(config)]
+    expected = [stage.parameters for stage in stages(config)]
     for count, _, stage in ranks:
         assert count == expected[stage]
     found = estimate(config, world_size)
@@ -57,12 +56,13 @@ def test_parameters_of_every_rank_are_those_of_the_real_engine(layout):
     assert owned * 12 == pytest.approx(found.memory["optimizer state"], rel=0.02) or dp == 1
 
 
-def test_the_number_of_parameters_is_that_of_the_model():
-    config = build(Config, MODEL)
+@pytest.mark.parametrize("name", ["glm-10b", "albert-base", "bert-large", "spanbert-large", "unilm-large"])
+def test_one_process_holds_the_whole_model(name):
+    config = load_config([ROOT / f"configs/{name}.yaml"])
     found = estimate(config, 1)
-    assert found.parameters == found.rank_parameters
     with torch.device("meta"):
-        assert found.parameters == sum(p.numel() for p in GLM(config.model).parameters())
+        whole = sum(parameter.numel() for parameter in GLM(config.model).parameters())
+    assert found.parameters == found.rank_parameters == whole
 
 
 def kept_bytes(config, layers):
@@ -76,14 +76,12 @@ def kept_bytes(config, layers):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # the tensor, lest its address be used again
+            # with the tensor, lest its address be used again
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     batch = prefix_batch(0, rows=2, length=config.row_length, vocab=300)
-    data = ModelInput.from_batch(batch, torch.device("cpu"), dropout_seed=None, keep_padding=True)
+    data = ModelInput.from_batch(batch, torch.device("cpu"), model_config, keep_padding=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(data)
     return sum(size for size, _ in kept.values())

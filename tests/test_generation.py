@@ -48,8 +48,8 @@ def uncached_logits(model, context, spans):
     row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
     row[0, DOC] = 0
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
-    inputs = ModelInput.from_batch(row, torch.device("cpu"), kernel="dense")
-    hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    inputs = ModelInput.from_batch(row, torch.device("cpu"), model.config, kernel="dense")
+    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return model.logits(hidden[0, len(context) :])
 
 

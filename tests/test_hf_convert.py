@@ -23,7 +23,7 @@ from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
 from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, UserError
-from megatron_lite.hf import proof, released
+from megatron_lite.hf import convert, proof, released
 from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
 from megatron_lite.hf.weights import WORDS, open_directory
 from megatron_lite.inference import load_run
@@ -265,18 +265,40 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_released_layout_there_and_back(vocabulary, released_directory, tmp_path, form):
-    """Every name of the released layout, read and written again bit for bit; padding rows become zero."""
+    """Every name of the released layout, read and written again bit for bit, rows that pad the vocabulary too."""
     original = load_file(released_directory / "model.safetensors")
     assert {name: list(x.shape) for name, x in original.items()} == expected_released_names(2)
-    repack(released_directory, **{"change": lambda t: t, **FORMS[form]})
+    options = {"change": lambda t: t, **FORMS[form]}
+    repack(released_directory, **options)
     found = import_directory(released_directory, tmp_path / "run", tree(vocabulary))
     assert found.largest_difference <= 1e-5 and found.agreement == 1.0
     dtype = "fp16" if "half" in form else "fp32"
     export_run(tmp_path / "run", tmp_path / "again", ExportOptions(layout="released", dtype=dtype))
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == original.keys()
-    for name, tensor in original.items():
-        assert torch.equal(again[name], tensor.to(again[name].dtype)), name  # the original's padding is zero
+    for name, tensor in options["change"](original).items():
+        name = name.removeprefix("glm.")
+        assert torch.equal(again[name], tensor.to(again[name].dtype)), name
+
+
+@pytest.mark.parametrize("rows", [72, 80, 256])
+def test_the_number_of_padding_rows_survives(vocabulary, released_directory, tmp_path, rows):
+    """Released models pad to other multiples than ours, or not at all: the way back has as many rows, and the same."""
+    words = torch.randn(rows, 32)
+    repack(released_directory, lambda t: {**t, PADDED: words})
+    import_directory(released_directory, tmp_path / "run", tree(vocabulary))
+    export_run(tmp_path / "run", tmp_path / "again", ExportOptions(layout="released"))
+    again = load_file(tmp_path / "again/model.safetensors")[PADDED]
+    assert torch.equal(again, words)
+
+
+def test_padding_rows_of_another_model_are_refused(vocabulary, released_directory, tmp_path):
+    repack(released_directory, lambda t: {**t, PADDED: torch.randn(80, 32)})
+    import_directory(released_directory, tmp_path / "run", tree(vocabulary))
+    save_file({PADDED: torch.zeros(8, 16)}, tmp_path / "run" / convert.PADDING_ROWS)
+    with pytest.raises(CheckpointError, match=r"padding_rows.*32 columns.*remove it"):
+        export_run(tmp_path / "run", tmp_path / "again", ExportOptions(layout="released"))
+    assert not (tmp_path / "again").exists()
 
 
 def test_gelu_of_a_released_model_is_the_users_choice(vocabulary, released_directory, tmp_path):
@@ -558,6 +580,16 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     assert stopped.value.code == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert "holds no checkpoint" in printed.err and not list(tmp_path.iterdir())
+
+
+def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
+    settings = merge(tree(vocabulary), {"model": {"segments": 2}})
+    write_run(tmp_path / "run", settings)
+    with pytest.raises(
+        CheckpointError, match=r"heads, embeddings or shared layers.*only models of GLM's own"
+    ):
+        export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    assert not (tmp_path / "export").exists()
 
 
 # Memory

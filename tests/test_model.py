@@ -23,7 +23,9 @@ def make(config=CONFIG, seed=1, **options):
 
 
 def gradients(model, batch, kernel="auto", dropout_seed=None):
-    loss, per_objective = model(ModelInput.from_batch(batch, CPU, dropout_seed=dropout_seed, kernel=kernel))
+    loss, per_objective = model(
+        ModelInput.from_batch(batch, CPU, model.config, dropout_seed=dropout_seed, kernel=kernel)
+    )
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return loss, per_objective, grads
 
@@ -87,9 +89,9 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     model, batch = make(), prefix_batch(0)
     weights = batch[:, WEIGHTS].view(np.float32)
     weights *= np.random.default_rng(0).uniform(0.5, 2.0, weights.shape).astype(np.float32)
-    inputs = ModelInput.from_batch(batch, CPU, keep_padding=True)
+    inputs = ModelInput.from_batch(batch, CPU, model.config, keep_padding=True)
     loss, per_objective = model(inputs)
-    hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
     each = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), torch.from_numpy(batch[:, TARGETS]).flatten().long(), reduction="none"
@@ -120,12 +122,12 @@ def test_no_loss_row_sees_the_token_it_predicts():
     weights = batch[0, WEIGHTS].view(np.float32)
     rows = np.flatnonzero(weights)
     assert len(rows) >= 2
-    inputs = ModelInput.from_batch(batch, CPU)
-    base = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    inputs = ModelInput.from_batch(batch, CPU, model.config)
+    base = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     changed = batch.copy()
     changed[0, TOKENS, rows[1] :] = (changed[0, TOKENS, rows[1] :] + 1) % 100
-    inputs = ModelInput.from_batch(changed, CPU)
-    other = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    inputs = ModelInput.from_batch(changed, CPU, model.config)
+    other = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     assert torch.equal(base[0, : rows[1]], other[0, : rows[1]])
     assert not torch.equal(base[0, rows[1]], other[0, rows[1]])
 

@@ -42,6 +42,36 @@ def records(directory, kind="train"):
     }
 
 
+BERT = {
+    "objectives": {"masked_lm": 1},
+    "masked_lm": {"next_sentence": True},
+    "model": {"sentence_head": True, "segments": 2, "max_position": 66},
+    "training": {
+        "loss_normalization": "per_objective",
+        "loss_weights": {"next_sentence": 3},
+        "steps": 3,
+        "eval_interval": 3,
+    },
+}
+
+
+def test_each_loss_is_a_mean_of_its_own_in_any_layout(settings, tmp_path):
+    """BERT: the total is the mean over masked tokens and three times that over labels, for one rank and for two."""
+    for ranks in (1, 2):
+        run = {"run": {"directory": str(tmp_path / str(ranks))}}
+        run_ranks(fit, ranks, merge(merge(settings, BERT), run))
+    for kind in ("train", "validation"):
+        one, two = (records(tmp_path / ranks, kind) for ranks in "12")
+        assert one.keys() == two.keys() and one
+        for step, losses in one.items():
+            total = losses["loss/masked"] + 3 * losses["loss/next_sentence"]
+            assert losses["loss"] == pytest.approx(total, rel=1e-6)
+            assert losses["loss/next_sentence"] < 2  # two classes, not a vocabulary
+            losses.pop("perplexity", None)
+            for name, loss in losses.items():
+                assert loss == pytest.approx(two[step][name], rel=1e-4)  # weights differ by rounding
+
+
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_path):
     dropout = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1}
     settings = merge(settings, {"model": dropout, "training": {"eval_interval": 2}})

@@ -14,7 +14,7 @@ from megatron_lite.errors import DataError
 from scripts.unigram_baseline import (
     last_validation,
     log_frequencies,
-    mean_loss,
+    loss_sums,
     read_metrics,
     table,
     target_counts,
@@ -36,10 +36,12 @@ def test_cross_entropy_by_hand() -> None:
     # Counts 3, 1, 0 of a vocabulary of 3 become probabilities 4/7, 2/7, 1/7.
     nats = -log_frequencies(np.array([3.0, 1.0, 0.0]))
     assert nats == pytest.approx([math.log(7 / 4), math.log(7 / 2), math.log(7)])
-    # One target of token 0 and two of token 2.
-    assert mean_loss(np.array([1.0, 0.0, 2.0]), nats) == pytest.approx(
-        (math.log(7 / 4) + 2 * math.log(7)) / 3
-    )
+    # Two losses over tokens share one histogram; one target of token 0 and two of token 2. Labels have their own.
+    seen = np.array([[3.0, 0, 0], [0, 1.0, 0], [2.0, 1.0, 0]])
+    wanted = np.array([[1.0, 0, 2.0], [0, 0, 0], [0, 4.0, 0]])
+    sums = loss_sums(seen, wanted, np.array([False, False, True]))
+    assert sums[:, 1].tolist() == [3, 0, 4]
+    assert sums[:, 0] == pytest.approx([math.log(7 / 4) + 2 * math.log(7), 0, 4 * math.log(5 / 2)])
 
 
 def test_targets_are_counted_by_weight_and_objective() -> None:

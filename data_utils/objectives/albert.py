@@ -33,6 +33,10 @@ class AlbertConfig(MaskedSizes):
     whole_words: bool = setting(True, "count and mask words; false: tokens")
     sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
 
+    @property
+    def has_sentence_label(self) -> bool:
+        return self.sentence_order
+
     def __post_init__(self) -> None:
         check_treatment("albert", self)
         check(self.max_ngram >= 1, f"albert.max_ngram is {self.max_ngram}; it must be at least 1.")

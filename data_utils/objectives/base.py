@@ -59,6 +59,7 @@ OBJECTIVE_NAMES = (
     *("span_corruption", "denoising", "fragment"),  # T5, BART, MASS
     *("autoencoding", "partially_autoregressive"),  # UniLMv2
     "permutation",  # XLNet
+    "span_boundary",  # SpanBERT's second loss; no token has it in its plane (megatron_lite/heads.py)
 )
 TOKEN, SENTENCE, DOCUMENT = range(3)
 # Objectives whose rows go to a two-class head on CLS instead of the vocabulary.

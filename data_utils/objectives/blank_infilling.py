@@ -70,6 +70,9 @@ PLACEMENTS = ("uniform", "reference")
 class BlankInfillingConfig:
     """What is masked, and how. Probabilities are per Example; ratios are of n, the text with its CLS."""
 
+    segments = 1  # segment ids are below this
+    has_sentence_label = False  # see RowSizes
+
     token_prob: float = setting(
         1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
     )

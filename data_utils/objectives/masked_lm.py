@@ -34,6 +34,10 @@ class MaskedLmConfig(MaskedSizes):
         0, "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample"
     )
 
+    @property
+    def has_sentence_label(self) -> bool:
+        return self.next_sentence
+
     def __post_init__(self) -> None:
         check_treatment("masked_lm", self)
         copies = self.static_copies

@@ -47,6 +47,13 @@ class RowSizes:
 
     __slots__ = ()
 
+    segments = 2  # segment ids are below this
+
+    @property
+    def has_sentence_label(self) -> bool:
+        """Whether some rows of CLS carry a class, for which the model needs a sentence head."""
+        return False
+
     @property
     def growth(self) -> float:
         """Row tokens per token of text, at most."""

@@ -36,6 +36,12 @@ class UniLmConfig(MaskedSizes):
     single_token_prob: float = setting(0.8, "probability of masking one token; else a bigram or trigram")
     next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
 
+    segments = 6
+
+    @property
+    def has_sentence_label(self) -> bool:
+        return self.next_sentence
+
     def __post_init__(self) -> None:
         check_treatment("unilm", self)
         names = ("bidirectional_prob", "seq2seq_prob", "left_to_right_prob")

@@ -5,9 +5,9 @@
     import_megatron    the reference's model-parallel shards -> a run to continue from
 
 Tensors are streamed; only the proof holds a whole model. A result is made beside its place and renamed when
-everything, the proof included, went well. Rows that pad the vocabulary are never read; only the released
-layout has them, as zeros. An import has no optimizer state: its Adam moments
-are zero and its step is 0.
+everything, the proof included, went well. Rows that pad the vocabulary take no part in training: an import from the
+released layout puts them in a file of the run directory, and an export to that layout takes them from there (zeros
+where a run has none). An import has no optimizer state: its Adam moments are zero and its step is 0.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from megatron_lite.hf.weights import (
     Weights,
     check_shapes,
     open_directory,
+    open_safetensors,
     read_json,
     write_safetensors,
     write_sharded,
@@ -59,6 +60,7 @@ from megatron_lite.tensor_parallel import partition_of
 
 LAYOUTS = ("huggingface", "released")
 TRAINING_JSON = "training.json"
+PADDING_ROWS = "padding_rows.safetensors"  # in a run's directory: of the released model it continues
 _PREFIX = "glm."
 _CODE = ("configuration_glm.py", "modeling_glm.py", "tokenization_glm.py", "pipeline_glm.py")
 _AUTO_MAP = {
@@ -129,10 +131,16 @@ def export_run(
         )
         tokenizer = load_tokenizer(section)
         config = config.with_vocab_size(tokenizer.vocab_size)
+        if not config.model.is_plain:
+            raise CheckpointError(
+                f"checkpoint {found.path} is of a model with heads, embeddings or shared layers that the Hugging "
+                "Face classes do not have; only models of GLM's own layers can be exported."
+            )
         weights = Weights(found.shapes, checkpoint.weight_reader(found))
         check_shapes(weights, parameter_shapes(config.model), found.path)
         if options.layout == "released":
-            _write_released(directory, weights, config.model, options)
+            padded = _with_padding_rows(weights, config.model, found.path.parent.parent / PADDING_ROWS)
+            _write_released(directory, padded, config.model, options)
         else:
             _write_huggingface(directory, weights, config, tokenizer, options)
             _write_provenance(directory, found, config, tokenizer)
@@ -154,13 +162,10 @@ def _write_huggingface(
 
 
 def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
-    assert config.vocab_size is not None
-    rows = padded_vocab_size(config.vocab_size)
-    padded = _in_released_layout(weights.with_rows(WORDS, rows))
-    write_sharded(directory, padded, DTYPES[options.dtype], options.max_shard_bytes)
+    write_sharded(directory, _in_released_layout(weights), DTYPES[options.dtype], options.max_shard_bytes)
     described = {
         "model_type": "glm",
-        "vocab_size": rows,
+        "vocab_size": weights.shapes[WORDS][0],
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -171,6 +176,25 @@ def _write_released(directory: Path, weights: Weights, config: ModelConfig, opti
         **{theirs: getattr(config, ours) for ours, theirs in _RELEASED_SETTINGS.items()},
     }
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
+    """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
+    assert config.vocab_size is not None
+    if not kept.exists():
+        return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
+    padding = open_safetensors(kept)
+    rows, columns = padding.shapes.get(WORDS, (0, 0))
+    if columns != config.hidden_size:
+        raise CheckpointError(
+            f"{kept} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
+        )
+
+    def read(name: str) -> torch.Tensor:
+        tensor = weights.read(name)
+        return torch.cat([tensor, padding.read(WORDS)]) if name == WORDS else tensor
+
+    return Weights({**weights.shapes, WORDS: (config.vocab_size + rows, columns)}, read)
 
 
 def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
@@ -378,11 +402,21 @@ def import_source(
             source = replace(source, shards=[_in_released_layout(weights)])
         shapes = parameter_shapes(config.model)
         check_shapes(weights, shapes, source.path)
+        if source.shards is not None:
+            _keep_padding_rows(source.weights, tokenizer.vocab_size, directory / PADDING_ROWS)
         path = directory / "checkpoints" / checkpoint.checkpoint_name(0)
         write_training_checkpoint(path, Weights(shapes, weights.read), config)
         config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
         (directory / "config.yaml").write_text(config_text, encoding="utf-8")
         return _prove_import(source, path, config.model, tolerance) if verify else None
+
+
+def _keep_padding_rows(weights: Weights, vocab_size: int, path: Path) -> None:
+    """Write the rows that follow the vocabulary, so that an export in the released layout is bit-equal."""
+    rows, *columns = weights.shapes[WORDS]
+    padding = weights.read(WORDS)[vocab_size:]
+    shapes = {WORDS: (rows - vocab_size, *columns)}
+    write_safetensors(path, [padding], shapes, torch.float32, {"format": "pt"})
 
 
 def _in_released_layout(weights: Weights) -> Weights:

@@ -107,8 +107,8 @@ def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
 @torch.no_grad()
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """fp32 [B, S, vocab_size] of our training model, on padding too."""
-    inputs = ModelInput.from_batch(batch, torch.device("cpu"), kernel="dense")
-    hidden = model.hidden_states(inputs.tokens, inputs.position_ids, inputs.block_position_ids, inputs.plan)
+    inputs = ModelInput.from_batch(batch, torch.device("cpu"), model.config, kernel="dense")
+    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return model.logits(hidden).float()
 
 

@@ -1,0 +1,199 @@
+"""The output side: from the last block's hidden state to the loss of every row with one.
+
+Every model predicts tokens through its word embedding, after the final LayerNorm. Options add BERT's sentence head
+(two classes at CLS), SpanBERT's boundary head (a span's tokens from the rows around it) and ALBERT's way back from the
+hidden size to a smaller embedding. Which head predicts a row follows from the `objective` plane: `find_loss_rows`.
+
+All of it runs on the rows with loss only, and under tensor parallelism all ranks hold all of these rows: what is not
+split over the vocabulary is computed by each, with equal results and equal gradients.
+
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K rows that predict their token,
+P of them once more from the borders of their span, M rows of CLS that predict a class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data_utils.objectives.base import OBJECTIVE_NAMES, SENTENCE_LEVEL
+from megatron_lite.collectives import copy_to_group, gather_tokens
+from megatron_lite.config import SPAN_PLACE_SIZE, ModelConfig
+from megatron_lite.cross_entropy import cross_entropy
+from megatron_lite.linear import linear
+from megatron_lite.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding
+
+_SENTENCE_LEVEL = tuple(OBJECTIVE_NAMES.index(name) for name in SENTENCE_LEVEL)
+_MASKED_SPANS = OBJECTIVE_NAMES.index("masked_spans")
+_SPAN_BOUNDARY = OBJECTIVE_NAMES.index("span_boundary")
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """Rows with loss, sorted by the head that predicts them, and what they predict: int64, indices into [T]."""
+
+    tokens: torch.Tensor  # [K]
+    borders: torch.Tensor  # [P, 3]: the row before a span, the row after it, place in it from 0
+    sentences: torch.Tensor  # [M]
+    labelled: torch.Tensor  # [K + P + M]: rows of target and weight, in the order tokens, borders, sentences
+    objectives: torch.Tensor  # [K + P + M]: which loss each belongs to
+
+    def to(self, device: torch.device) -> LossRows:
+        return LossRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: ModelConfig) -> LossRows:
+    """From the flattened planes fp32 [T] and int [T] of a batch, or of its tokens without padding."""
+    rows = weights.nonzero().squeeze(1)
+    objective = objectives[rows].long()
+    empty = rows[:0]
+    sentences, borders, spans = empty, torch.stack([empty] * 3, dim=1), empty
+    if config.sentence_head:
+        is_sentence = torch.isin(objective, torch.tensor(_SENTENCE_LEVEL, device=rows.device))
+        sentences, rows = rows[is_sentence], rows[~is_sentence]
+    if config.span_boundary_places:
+        predicted = (weights != 0) & (objectives == _MASKED_SPANS)
+        borders, spans = _span_borders(predicted, config.span_boundary_places)
+    return LossRows(
+        tokens=rows,
+        borders=borders,
+        sentences=sentences,
+        labelled=torch.cat([rows, spans, sentences]),
+        objectives=torch.cat(
+            [
+                objectives[rows].long(),
+                torch.full_like(spans, _SPAN_BOUNDARY),
+                objectives[sentences].long(),
+            ]
+        ),
+    )
+
+
+def _span_borders(predicted: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs of True in [T]: for each True int64 [P, 3] as in LossRows, and its own index [P].
+
+    A token that is not predicted stands on both sides of every span (data_utils/objectives/spanbert.py): CLS or SEP
+    at the least. Places beyond the table take its last row.
+    """
+    index = torch.arange(len(predicted), device=predicted.device)
+    outside = ~predicted
+    before = torch.where(outside, index, -1).cummax(0).values
+    after = torch.where(outside, index, len(predicted)).flip(0).cummin(0).values.flip(0)
+    rows = predicted.nonzero().squeeze(1)
+    place = (rows - before[rows] - 1).clamp(max=places - 1)
+    return torch.stack([before[rows], after[rows], place], dim=1), rows
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class SentenceHead(nn.Module):
+    """BERT's pooler and classifier: [M, D] -> [M, 2]. Class 0 is the text as it was, 1 the exchanged one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.classifier = Linear(config.hidden_size, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.classifier(torch.tanh(self.dense(rows)))
+
+
+class _GeluNorm(nn.Module):
+    """LayerNorm(GeLU(dense(x)))."""
+
+    def __init__(self, in_features: int, out_features: int, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(in_features, out_features)
+        self.layernorm = LayerNorm(out_features, config.layernorm_epsilon, TensorParallel())
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(F.gelu(self.dense(x), approximate=self.approximate))
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
+        self.inner = _GeluNorm(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = _GeluNorm(config.hidden_size, config.hidden_size, config)
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, D]"""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+
+
+class Heads(nn.Module):
+    """Everything after the final LayerNorm but the word embedding, which belongs to the input side: often nothing."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.parallel = parallel
+        self.sentence = SentenceHead(config) if config.sentence_head else None
+        self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
+        size = config.embedding_size
+        self.projection = None if size is None else _GeluNorm(config.hidden_size, size, config)
+
+    def forward(
+        self, hidden: torch.Tensor, found: LossRows, final_layernorm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last block's [T, D] -> what the vocabulary predicts from, [K + P, E], and class logits [M, 2]."""
+        if self.parallel.sequence_parallel:
+            hidden = gather_tokens(hidden, self.parallel.group, reduce_backward=False)
+        rows = final_layernorm(hidden.index_select(0, found.tokens))
+        if self.span_boundary is not None:
+            before, after = (final_layernorm(hidden.index_select(0, found.borders[:, i])) for i in range(2))
+            rows = torch.cat([rows, self.span_boundary(before, after, found.borders[:, 2])])
+        classes = rows.new_zeros(0, 2)
+        if self.sentence is not None:
+            classes = self.sentence(final_layernorm(hidden.index_select(0, found.sentences)))
+        return rows if self.projection is None else self.projection(rows), classes
+
+    def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
+        """[..., E] -> [..., local V]; the padding rows of the vocabulary do not take part."""
+        vectors = copy_to_group(vectors, self.parallel.group)
+        return linear(vectors, embedding.weight[: embedding.local_vocab])
+
+    def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
+        """The final LayerNorm's [..., D] -> [..., local V], to predict tokens at their own rows."""
+        rows = normed if self.projection is None else self.projection(normed)
+        return self.vocabulary_logits(rows, embedding)
+
+
+def row_losses(
+    logits: torch.Tensor, classes: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+) -> torch.Tensor:
+    """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
+
+    Args: logits: [K + P, local V]. classes: [M, 2]. targets: int64 [K + P + M].
+    """
+    vocabulary, sentence = targets.split([len(logits), len(classes)])
+    losses = cross_entropy(logits, vocabulary, embedding.parallel.group, embedding.first)
+    if not len(classes):
+        return losses + classes.float().sum()  # keeps an unused head in the graph, with a gradient of zero
+    return torch.cat([losses, F.cross_entropy(classes.float(), sentence, reduction="none")])
+
+
+def sum_losses(
+    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_objectives: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss sum; without gradient, fp32 [objectives, 2]: loss sum and weight of each objective."""
+    weighted = losses * weights
+    per_objective = torch.zeros(num_objectives, 2, device=losses.device)
+    per_objective.index_add_(0, objectives, torch.stack([weighted.detach(), weights], dim=1))
+    return weighted.sum(), per_objective

@@ -1,0 +1,272 @@
+"""The model options of BERT, SpanBERT, ALBERT, ERNIE and UniLM: against the papers' formulas, and in every layout."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_ranks
+from recipes import make, text_of, vocabulary
+from test_engine import own_weights
+
+from data_utils.collate import Collator
+from data_utils.objectives import ObjectiveChoice, make_objective, objective_classes
+from data_utils.objectives.base import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    FIELDS,
+    OBJECTIVE,
+    OBJECTIVE_NAMES,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+    Example,
+)
+from data_utils.objectives.spanbert import span_boundaries
+from megatron_lite.config import Config, ModelConfig, ParallelConfig, parameter_count
+from megatron_lite.engine import MicroBatch, make_engine
+from megatron_lite.heads import find_loss_rows
+from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.settings import build
+from megatron_lite.trainer import weigh_losses
+
+NAMES = ("masked_lm", "spanbert", "albert", "unilm")
+SECTIONS = {"masked_lm": {"next_sentence": True}}
+OPTIONS = {
+    "segments": 6, "task_embedding": True, "sentence_head": True, "span_boundary_places": 4, "embedding_size": 24,
+}  # fmt: skip
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 3000, "max_position": 80,
+    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
+}  # fmt: skip
+SAMPLES = 8
+
+
+def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
+    """Rows of two documents each, from all objectives that need more than GLM's layers."""
+    choices = [ObjectiveChoice(name, objective_classes(name)[0](**SECTIONS.get(name, {}))) for name in names]
+    collate = Collator(make_objective(choices, vocabulary(), 5, 72))
+    pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
+    lengths = np.array([len(piece) for piece in pieces])
+    samples = np.arange(seed * SAMPLES, (seed + 1) * SAMPLES)
+    return collate(np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
+
+
+def make_model(seed: int = 3, **options) -> GLM:
+    config = ModelConfig(**{**SIZES, **OPTIONS, **options})
+    model = GLM(config, num_objectives=len(OBJECTIVE_NAMES))
+    initialize_parameters(model.named_parameters(), config, seed)
+    with torch.no_grad():  # zeros and ones would hide a mistake
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def test_rows_are_sorted_by_the_head_that_predicts_them():
+    batch = mixed_batch(0)
+    weights = torch.from_numpy(batch[:, WEIGHTS].copy()).flatten().view(torch.float32)
+    objectives = torch.from_numpy(batch[:, OBJECTIVE].copy()).flatten()
+    found = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
+    names = [OBJECTIVE_NAMES[i] for i in objectives]
+    rows = [i for i in range(len(weights)) if weights[i]]
+    sentences = [i for i in rows if names[i] in ("next_sentence", "sentence_order")]
+    assert found.sentences.tolist() == sentences and len(sentences) > 3
+    assert found.tokens.tolist() == [i for i in rows if i not in sentences]
+    expected = []
+    for number, row in enumerate(batch):
+        used = int((row[DOC] >= 0).sum())
+        example = Example.from_planes(row[:, :used])
+        if OBJECTIVE_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
+            borders = span_boundaries(example)
+            borders[:, :3] += number * row.shape[1]
+            expected += borders.tolist()
+    assert len(expected) > 5
+    spans = found.labelled[len(found.tokens) : len(found.tokens) + len(found.borders)]
+    assert spans.tolist() == [row for row, *_ in expected]
+    # Places count from 1 there; the table has four.
+    assert found.borders.tolist() == [[a, b, min(place - 1, 3)] for _, a, b, place in expected]
+    assert {OBJECTIVE_NAMES[i] for i in found.objectives[len(found.tokens) :]} == {
+        "span_boundary", "next_sentence", "sentence_order",
+    }  # fmt: skip
+
+
+def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
+    """The losses of one row without padding, each head written out from its paper on the model's own weights."""
+    p = dict(model.named_parameters())
+    inputs = ModelInput.from_batch(row[None], torch.device("cpu"), model.config)
+    ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
+    embedded = (
+        p["embedding.word_embeddings.weight"][ids[TOKENS]]
+        + p["embedding.position_embeddings.weight"][ids[POSITION_IDS]]
+        + p["embedding.block_position_embeddings.weight"][row[BLOCK_POSITION_IDS]]
+        + p["embedding.segment_embeddings.weight"][ids[SEGMENT_IDS]]
+        + p["embedding.task_embeddings.weight"][row[OBJECTIVE]]
+    )
+    hidden = F.linear(embedded, p["embedding.projection.weight"], p["embedding.projection.bias"])
+    captured = []
+    handle = model.layers[0].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+    last = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[0]
+    handle.remove()
+    torch.testing.assert_close(captured[0], hidden)
+    last = F.layer_norm(last, (32,), p["final_layernorm.weight"], p["final_layernorm.bias"], 1e-5)
+
+    def gelu_norm(x, name):
+        x = F.gelu(F.linear(x, p[f"{name}.dense.weight"], p[f"{name}.dense.bias"]), approximate="tanh")
+        return F.layer_norm(x, x.shape[-1:], p[f"{name}.layernorm.weight"], p[f"{name}.layernorm.bias"], 1e-5)
+
+    def token_loss(x, target):
+        logits = gelu_norm(x, "heads.projection") @ p["embedding.word_embeddings.weight"][:3000].T
+        return F.cross_entropy(logits, torch.tensor(target)).item()
+
+    losses: dict[str, list[float]] = {}
+    example = Example.from_planes(row)
+    borders = {r: rest for r, *rest in span_boundaries(example).tolist()}
+    for i in np.flatnonzero(example.weights):
+        name, target = OBJECTIVE_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
+        if name in ("next_sentence", "sentence_order"):
+            pooled = torch.tanh(
+                F.linear(last[i], p["heads.sentence.dense.weight"], p["heads.sentence.dense.bias"])
+            )
+            logits = F.linear(
+                pooled, p["heads.sentence.classifier.weight"], p["heads.sentence.classifier.bias"]
+            )
+            losses.setdefault(name, []).append(F.cross_entropy(logits, torch.tensor(target)).item())
+            continue
+        losses.setdefault(name, []).append(token_loss(last[i], target))
+        if name == "masked_spans":
+            before, after, place = borders[i]
+            places = p["heads.span_boundary.place_embeddings.weight"]
+            x = torch.cat([last[before], last[after], places[min(place - 1, 3)]])
+            x = gelu_norm(gelu_norm(x, "heads.span_boundary.inner"), "heads.span_boundary.outer")
+            losses.setdefault("span_boundary", []).append(token_loss(x, target))
+    return losses
+
+
+@torch.no_grad()
+def test_every_head_computes_its_papers_formula():
+    model, seen = make_model(), set()
+    for row in mixed_batch(1):
+        row = np.ascontiguousarray(row[:, row[DOC] >= 0])
+        expected = reference_losses(model, row)
+        loss, sums = model(ModelInput.from_batch(row[None], torch.device("cpu"), model.config))
+        assert loss.item() == pytest.approx(sum(map(sum, expected.values())), rel=1e-5)  # fp32 sums
+        for name, values in expected.items():
+            total, weight = sums[OBJECTIVE_NAMES.index(name)].tolist()
+            assert weight == len(values) and total == pytest.approx(sum(values), rel=1e-5)
+        seen |= expected.keys()
+    assert seen >= {
+        "masked",
+        "masked_spans",
+        "span_boundary",
+        "masked_ngrams",
+        "next_sentence",
+        "sentence_order",
+    }
+
+
+def test_shared_layers_are_one_block_run_again():
+    shared, plain = make_model(share_layers=True), make_model(seed=4)
+    state = shared.state_dict()
+    copies = {name.replace("layers.0.", "layers.1."): x for name, x in state.items() if "layers.0." in name}
+    plain.load_state_dict({**state, **copies})
+    batch = ModelInput.from_batch(mixed_batch(0), torch.device("cpu"), plain.config)
+    assert torch.equal(shared(batch)[0], plain(batch)[0])
+    assert len(shared.layers) == 1
+    for model in (shared, plain):
+        assert sum(p.numel() for p in model.parameters()) == parameter_count(model.config)
+
+
+def tree(parallel, **model):
+    return {
+        "model": {**SIZES, **OPTIONS, **model},
+        "training": {"steps": 10, "precision": "fp32"},
+        "batch": {"micro_batch_size": 2, "global_batch_size": SAMPLES},
+        "optimizer": {"clip_grad_norm": 0.5},
+        "data": {"sequence_length": 72},
+        "objectives": dict.fromkeys(NAMES, 1.0),
+        "parallel": parallel,
+        **SECTIONS,
+    }  # fmt: skip
+
+
+def train(context, settings):
+    """Two steps; the second without rows for the sentence and the boundary head. Losses, norms, weights."""
+    config = build(Config, settings)
+    engine = make_engine(config, context, len(OBJECTIVE_NAMES))
+    size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
+    records = []
+    for step, names in enumerate((NAMES, ("masked_lm",))):
+        samples = mixed_batch(step, names)
+        if step:
+            samples[:, WEIGHTS][samples[:, OBJECTIVE] == OBJECTIVE_NAMES.index("next_sentence")] = 0
+        weight = float(np.count_nonzero(samples[:, WEIGHTS]))
+        mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
+        result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
+        sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
+        records.append((context.sum(sums), result.grad_norm))
+    return records, own_weights(engine)
+
+
+LAYOUTS = [
+    # world, layout, shared layers
+    (2, {"tensor_parallel_size": 2}, True),
+    (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, False),
+    (2, {"pipeline_parallel_size": 2}, False),
+    (4, {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2}, False),
+    (2, {"zero_stage": 2}, True),
+    (2, {"zero_stage": 3}, True),
+]
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {shared: run_ranks(train, 1, tree({}, share_layers=shared))[0] for shared in (False, True)}
+
+
+@pytest.mark.parametrize("world, parallel, shared", LAYOUTS)
+def test_heads_and_options_are_the_same_in_every_layout(single, world, parallel, shared):
+    """fp32: only the order of sums differs; Adam amplifies it where gradients are near 0, see test_engine.py."""
+    expected_records, expected_weights = single[shared]
+    results = run_ranks(
+        train, world, tree(parallel, share_layers=shared), parallel=ParallelConfig(**parallel)
+    )
+    for records, weights in results:
+        for (sums, norm), (expected_sums, expected_norm) in zip(records, expected_records, strict=True):
+            torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=1e-6)
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+        for name, weight in weights.items():
+            owned = ~weight.isnan()
+            torch.testing.assert_close(weight[owned], expected_weights[name][owned], rtol=1e-4, atol=1e-6)
+    names = set().union(*(weights for _, weights in results))
+    assert names == expected_weights.keys() and "heads.span_boundary.place_embeddings.weight" in names
+
+
+def test_losses_become_means_of_their_own_rows():
+    batch = mixed_batch(0)
+    totals = [
+        float(batch[:, WEIGHTS].view(np.float32)[batch[:, OBJECTIVE] == i].sum())
+        for i in range(len(OBJECTIVE_NAMES))
+    ]
+    factors = np.arange(1.0, len(totals) + 1)
+    halves = [weigh_losses(half, factors, totals) for half in np.split(batch, 2)]
+    weighed = np.concatenate(halves)
+    for i, total in enumerate(totals):
+        found = weighed[:, WEIGHTS].view(np.float32)[weighed[:, OBJECTIVE] == i].sum()
+        assert found == pytest.approx(factors[i] if total else 0.0, rel=1e-5)
+    others = [plane for plane in range(len(FIELDS)) if plane != WEIGHTS]
+    assert np.array_equal(weighed[:, others], batch[:, others])
+
+
+def test_sections_say_which_segments_and_labels_they_make():
+    for name, (section, _) in ((name, objective_classes(name)) for name in NAMES):
+        config = section(**SECTIONS.get(name, {}))
+        made = make(name, 72, **SECTIONS.get(name, {}))
+        piece, ones = text_of(60), np.ones(64, np.int64)
+        batch = Collator(made)(np.tile(piece, 64), ones * 60, ones, np.arange(64))
+        labels = np.isin(
+            batch[:, OBJECTIVE], [OBJECTIVE_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
+        )
+        assert bool((labels & (batch[:, WEIGHTS] != 0)).any()) == config.has_sentence_label
+        assert batch[:, SEGMENT_IDS].max() < config.segments
