@@ -132,12 +132,13 @@ class Watchdog:
             self._rank, host, os.getpid(), here.section, here.place, here.step, here.passed, seconds, now
         )
 
-    def _beat(self) -> None:
+    def _beat(self, parents: bool = False) -> None:
+        """Args: parents: make the run's directory, which a run that is refused at its start must not leave behind."""
         path = self._directory / f"rank_{self._rank:05d}.json"
         temporary = path.with_suffix(".tmp")
         # A full or broken disk is not the heartbeat's business; and a save that hangs on it must be noticed.
         with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=parents, exist_ok=True)
             temporary.write_text(json.dumps(asdict(self._heartbeat())) + "\n", encoding="utf-8")
             os.replace(temporary, path)
 
@@ -153,7 +154,7 @@ class Watchdog:
         os._exit(ExitStatus.HUNG)
 
     def _compare(self) -> None:
-        self._beat()
+        self._beat(parents=True)
         time.sleep(OTHERS_SECONDS)
         heartbeats = read_heartbeats(self._directory)
         os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
