@@ -8,6 +8,7 @@ connected to. Needs root (slurmd starts jobs as their users, munge wants a user 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -51,12 +52,15 @@ def reason_to_skip() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    with ExitStack() as open_sockets:
-        listeners = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
+    """Ports that are free now, below those that the system hands out to whoever connects in the next moment."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 class Cluster:
@@ -73,6 +77,10 @@ class Cluster:
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
+
+    def send_usr1(self, job: str) -> None:
+        """SIGUSR1 to the steps of a job. For a task of an array, scancel may fail without a word and yet signal it."""
+        subprocess.run(["scancel", "--signal=USR1", job], env=self.environment, timeout=60)
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, for example JobState or Restarts."""

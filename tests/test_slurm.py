@@ -120,7 +120,7 @@ def interrupt_and_continue(cluster, settings, tmp_path, ranks_per_node, **variab
     """SIGUSR1 to the job's steps: all ranks save and end, the job is queued again, and not one step is lost."""
     job = Job(cluster, settings, tmp_path, ranks_per_node, **variables)
     job.wait_for_steps(5, "the job trains")
-    cluster.run("scancel", "--signal=USR1", job.id)
+    cluster.send_usr1(job.id)
     job.wait_for_requeue(START_SECONDS, "the job is queued again")
     saved, before = job.newest_checkpoint(), job.steps()
     assert before == list(range(1, saved + 1)), "the last step that was made is the saved one"
@@ -175,13 +175,12 @@ def test_a_killed_rank_ends_the_job_which_continues_from_its_last_checkpoint(
 @pytest.mark.slow
 def test_a_chain_of_tasks_continues_one_run_and_ends_with_it(cluster, settings, tmp_path):
     """Three tasks, of which the first is told to stop; the second finishes, the third is not needed."""
-    settings = merge(settings, {"training": {"steps": 2000}})
+    settings = merge(settings, {"training": {"steps": 1000}})
     job = Job(cluster, settings, tmp_path, 1, "--array=1-3%1", CHAIN="yes")
     job.wait_for_steps(5, "the first task trains")
-    running = cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%A")
-    cluster.run("scancel", "--signal=USR1", running)
+    cluster.send_usr1(f"{job.id}_1")
     wait_until(lambda: not cluster.run("squeue", "--noheader"), START_SECONDS, "all tasks end", job.logs)
-    assert job.steps() == list(range(1, 2001))
+    assert job.steps() == list(range(1, 1001))
     attempts = sorted((tmp_path / "logs").rglob("attempt-*.status"))
     assert [int(path.read_text()) for path in attempts] == [ExitStatus.STOPPED, ExitStatus.FINISHED]
 
