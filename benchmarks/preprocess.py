@@ -12,7 +12,9 @@ processes of their own on the first --yardstick-megabytes of the same documents:
 
 - tokenizers: one process that reads JSON lines, encodes with the `tokenizers` library on one core and writes
   ids, start-up included;
-- sentencepiece: the library alone with --workers threads, only the time inside `encode`.
+- sentencepiece: the library alone with --workers threads, only the time inside `encode`;
+- for BPE also tiktoken, one process that does the same as the first, and datatrove's Megatron tokenizer, a whole run
+  on --workers tasks (both are in requirements-dev.txt; without them their lines are left out).
 
 Every id of the yardstick's documents is compared with the dataset. Wall time is what a user waits for. The
 CPU columns say more about large corpora, and on a machine that others use as well: megabytes per CPU second
@@ -26,12 +28,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import html
+import importlib.util
 import itertools
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -272,8 +276,58 @@ def yardstick(family: str, tokenizer: Path, path: Path, output: Path, threads: i
     return 0
 
 
+def tiktoken_encode(path: Path):
+    """tiktoken's encode function for the byte-level BPE of a tokenizer.json."""
+    import tiktoken
+
+    from data_utils.encoders import byte_symbols
+
+    tree = orjson.loads(path.read_bytes())
+    byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    special = {token["content"] for token in tree["added_tokens"]}
+    ranks = {
+        bytes(byte_of[symbol] for symbol in text): number
+        for text, number in tree["model"]["vocab"].items()
+        if text not in special
+    }
+    # GPT-2's pattern: contractions, letters, digits, other characters, each with at most a space before; white space.
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    encoding = tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return lambda texts: [encoding.encode_ordinary(text) for text in texts]
+
+
+def datatrove(tokenizer: Path, path: Path, output: Path, workers: int) -> int:
+    """A whole run of datatrove over the file, cut into as many parts as workers."""
+    from datatrove.executor.local import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens.megatron_tokenizer import MegatronDocumentTokenizer
+
+    parts = output.with_suffix(".parts")
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir()
+    lines = path.read_bytes().splitlines(keepends=True)
+    for worker in range(workers):
+        (parts / f"{worker}.jsonl").write_bytes(b"".join(lines[worker::workers]))
+    eos = orjson.loads(tokenizer.read_bytes())["added_tokens"][0]["content"]
+    pipeline = [
+        JsonlReader(str(parts), glob_pattern="*.jsonl"),
+        MegatronDocumentTokenizer(
+            str(parts / "tokens"), tokenizer_name_or_path=str(tokenizer), eos_token=eos
+        ),
+    ]
+    start = time.perf_counter()
+    executor = LocalPipelineExecutor(
+        pipeline, tasks=workers, workers=workers, logging_dir=str(parts / "logs")
+    )
+    executor.run()
+    print(time.perf_counter() - start, 0.0)
+    return 0
+
+
 def library(family: str, path: Path, threads: int):
     """The plain library's encode function for a list of texts."""
+    if family == "tiktoken":
+        return tiktoken_encode(path)
     if family == "sentencepiece":
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         return lambda texts: model.encode(texts, num_threads=threads)
@@ -302,6 +356,33 @@ def equal_documents(dataset_prefix: Path, ids_path: Path) -> tuple[int, int]:
 
 
 # ---- the table ----
+
+
+def peers(tokenizer: Path, path: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    """A line about each other tool for byte-level BPE that is installed."""
+    shorter, head_bytes = head(path, arguments.yardstick_megabytes)
+    for name in ("tiktoken", "datatrove"):
+        if importlib.util.find_spec(name) is None:
+            yield f"{name}: not installed"
+            continue
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--work",
+            arguments.work,
+            "--yardstick",
+            name,
+        ]
+        command += ["--tokenizer", str(tokenizer), "--input", str(shorter)]
+        command += [
+            "--output",
+            str(Path(arguments.work) / f"{name}.npz"),
+            "--workers",
+            str(arguments.workers),
+        ]
+        run = Run(command, {"TOKENIZERS_PARALLELISM": "false"})
+        rate, peak = head_bytes / 1e6 / run.seconds, round(run.peak_bytes / 1e6)
+        yield f"{name}: {rate:.2f} MB/s of a whole run on {head_bytes / 1e6:.0f} MB, peak {peak} MB"
 
 
 def measure(family: str, language: str, path: Path, arguments: argparse.Namespace) -> dict:
@@ -378,11 +459,13 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.yardstick:
         files = Path(arguments.tokenizer), Path(arguments.input), Path(arguments.output)
+        if arguments.yardstick == "datatrove":
+            return datatrove(*files, arguments.workers)
         return yardstick(arguments.yardstick, *files, arguments.workers)
     work = Path(arguments.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     paths = {name: corpus(work, name, arguments.megabytes) for name in arguments.languages}
-    results = []
+    results, notes = [], []
     for family in arguments.families:
         if getattr(arguments, family) is None:
             samples = [head(path, TRAINING_BYTES / 1e6)[0] for path in paths.values()]
@@ -392,7 +475,10 @@ def main() -> int:
         first = preprocess(sample, work / "dataset", family, Path(getattr(arguments, family)), 1)
         print(f"{family}: first run of 1 MB {first.seconds:.1f} s")
         results += [measure(family, language, path, arguments) for language, path in paths.items()]
+        if family == "bpe":
+            notes = list(peers(Path(arguments.bpe), next(iter(paths.values())), arguments))
     print_table(results, arguments)
+    print("\n".join(notes))
     if arguments.json:
         print(json.dumps(results))
     return 0

@@ -12,7 +12,7 @@ cache is full it is emptied, which costs less than any bookkeeping of use.
 
 The helpers take pointers, not arrays. Numba counts references to an array at every call, with atomic
 operations that made the whole four times slower; a pointer is only a number. So nothing checks a bound, and
-this does not run with the compiler switched off (NUMBA_DISABLE_JIT): encoders.py then uses the library.
+this does not run with the compiler switched off (NUMBA_DISABLE_JIT): the library then does the work.
 
 All functions are in one file, because numba's cache on disk notices changes in the file of the entry point
 only. Numbers are int64 save for hashes and keys, which are uint64: numba makes a float of a mixture.

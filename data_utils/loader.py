@@ -9,6 +9,7 @@ import numpy as np
 
 from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
+from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
 from data_utils.objectives import ObjectiveChoice, make_objective
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, OBJECTIVE_NAMES
@@ -68,22 +69,23 @@ def open_datasets(
         raise ConfigError("data.train is empty; give at least one corpus as [{prefix: PATH}].")
     vocabulary = vocabulary_of(tokenizer)
     collator = Collator(make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length))
-    train = _open_mixture(data.train, data.sequence_length, tokenizer, derive_seed(seed, "train"))
+    train = _open_mixture(data.train, data, tokenizer, derive_seed(seed, "train"))
     validation = None
     if data.validation:
-        mixture = _open_mixture(
-            data.validation, data.sequence_length, tokenizer, derive_seed(seed, "validation")
-        )
+        mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
         validation = SampleLoader(mixture, collator)
     return Datasets(SampleLoader(train, collator), validation, OBJECTIVE_NAMES)
 
 
 def _open_mixture(
-    corpora: Sequence[CorpusConfig], sequence_length: int, tokenizer: Tokenizer, seed: int
+    corpora: Sequence[CorpusConfig], data: DataConfig, tokenizer: Tokenizer, seed: int
 ) -> Mixture:
     windows = []
     for corpus in corpora:
-        dataset = IndexedDataset(corpus.prefix)
+        place = (
+            corpus.prefix if data.local_directory is None else local_copy(corpus.prefix, data.local_directory)
+        )
+        dataset = IndexedDataset(place)
         dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
-        windows.append((WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
+        windows.append((WindowIndex(dataset, data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
     return Mixture(windows, seed)

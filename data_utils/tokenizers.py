@@ -34,7 +34,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.encoders import Encoder, SentencePieceEncoder, library_or_faster
-from data_utils.objectives.base import SpecialTokens
+from data_utils.special_tokens import SpecialTokens
 from megatron_lite.errors import DataError
 from megatron_lite.settings import REQUIRED, choice, setting
 

@@ -172,6 +172,9 @@ class ParallelConfig:
     zero_stage: int = setting(
         1, "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights"
     )
+    offload_optimizer: bool = setting(
+        False, "keep fp32 weights and Adam moments in CPU memory and step there; not with pipeline stages"
+    )
 
     def __post_init__(self) -> None:
         # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
@@ -183,6 +186,12 @@ class ParallelConfig:
             self.pipeline_parallel_size == 1 or self.zero_stage == 1,
             f"parallel.zero_stage is {self.zero_stage} with pipeline_parallel_size "
             f"{self.pipeline_parallel_size}; DeepSpeed's pipeline shards the optimizer only: set zero_stage to 1.",
+        )
+        check(
+            self.pipeline_parallel_size == 1 or not self.offload_optimizer,
+            f"parallel.offload_optimizer is true with pipeline_parallel_size {self.pipeline_parallel_size}, where "
+            "DeepSpeed lets the tied embedding of the first and last stage drift apart; set one of them to its "
+            "default.",
         )
         check(
             not self.sequence_parallel or self.tensor_parallel_size > 1,
@@ -225,6 +234,9 @@ class TrainingConfig:
     replica_check_interval: int = setting(
         0, "steps between checks that weights held by several ranks are equal bit for bit; 0 = never"
     )
+    gradient_norm_interval: int = setting(
+        0, "steps between records of every layer's gradient norm, before clipping; 0 = never"
+    )
     eval_interval: int = setting(
         1000, "steps between evaluations on the validation split; 0 = only at the end"
     )
@@ -235,7 +247,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, f"training.steps is {self.steps}; it must be at least 1.")
-        for name in ("eval_interval", "replica_check_interval"):
+        for name in ("eval_interval", "replica_check_interval", "gradient_norm_interval"):
             value = getattr(self, name)
             check(value >= 0, f"training.{name} is {value}; it must not be negative.")
         check(self.eval_samples >= 1, f"training.eval_samples is {self.eval_samples}; it must be at least 1.")
@@ -332,6 +344,10 @@ class DataConfig:
         (), "list of {prefix, weight}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)")
+    local_directory: str | None = setting(
+        None,
+        "node-local directory to which the corpora are copied before training; null = read where they are",
+    )
     row_length: int | None = setting(
         None, "padded length of a row; null = derived from sequence_length and the objective"
     )

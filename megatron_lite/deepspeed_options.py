@@ -16,8 +16,10 @@ from megatron_lite.settings import merge, nest
 if TYPE_CHECKING:
     from megatron_lite.config import Config
 
-# What a user may change: the reference's fp16 loss scaling, and DeepSpeed's own log lines, off.
+# What a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the weights
+# and round what was accumulated in fp32), the reference's fp16 loss scaling, and DeepSpeed's own log lines, off.
 DEFAULTS: dict[str, Any] = {
+    "communication_data_type": "fp32",
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "steps_per_print": 2**31 - 1,
 }
@@ -31,8 +33,17 @@ REFUSED = {
     "torch_autocast": "use training.precision",
     "elasticity": "use the section batch; it fits every number of processes that divides it",
     "pipeline": "use parallel.pipeline_parallel_size",
-    "zero_optimization.offload_optimizer": "offloading is not supported",
-    "zero_optimization.offload_param": "offloading is not supported",
+    "tensor_parallel": "use parallel.tensor_parallel_size",
+    "sequence_parallel_size": "use parallel.sequence_parallel",
+    "bf16.check_grad_overflow": "gradients that are not finite are never applied",
+    "bf16.bf16_master_weights_and_grads": "optimizer state is fp32",
+    "fp16.fp16_master_weights_and_grads": "optimizer state is fp32",
+    "zero_optimization.compute_grad_norm": "without the norm nothing is clipped or skipped",
+    "zero_optimization.mics_shard_size": "checkpoints need every stage's usual shards",
+    "zero_optimization.round_robin_gradients": "DeepSpeed then misplaces weights, so that checkpoints would be wrong",
+    "zero_optimization.zenflow": "it applies gradients late",
+    "zero_optimization.offload_optimizer": "use parallel.offload_optimizer",
+    "zero_optimization.offload_param": "offloading weights is not supported",
 }
 
 
@@ -80,6 +91,12 @@ def _derived(config: Config, dp_size: int | None) -> dict[str, tuple[Any, str]]:
         "bf16.enabled": (config.training.precision == "bf16", precision),
         "fp16.enabled": (config.training.precision == "fp16", precision),
     }
+    if config.parallel.offload_optimizer:
+        # torch's AdamW steps on the CPU as well; DeepSpeed's own would have to be compiled at the start.
+        offload = "parallel.offload_optimizer"
+        derived["zero_force_ds_cpu_optimizer"] = (False, offload)
+        derived["zero_optimization.offload_optimizer.device"] = ("cpu", offload)
+        derived["zero_optimization.offload_optimizer.pin_memory"] = (True, offload)
     if config.parallel.pipeline_parallel_size > 1:
         # Splitting what stages send over tensor-parallel ranks contradicts sequence parallelism, which did it already.
         for key in ("pipe_partitioned", "grad_partitioned"):

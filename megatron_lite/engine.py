@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,14 @@ def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> 
 
 def _without_decay(name: str) -> bool:
     return name.endswith("bias") or "layernorm" in name
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """DeepSpeed prints topologies and memory tables at no log level; they go to the log, at level debug."""
+    with contextlib.redirect_stdout(io.StringIO()) as chatter:
+        yield
+    log.debug("%s", chatter.getvalue())
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,9 @@ class Fragment:
         return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
 
 
+GradientObserver = Callable[[Fragment, torch.Tensor], None]
+
+
 class Engine(ABC):
     """What trainer and checkpoint need of a model under DeepSpeed, whatever its layout."""
 
@@ -114,13 +125,13 @@ class Engine(ABC):
             fused=True,
         )
         options = deepspeed_options(config, context.dp.size)
-        with contextlib.redirect_stdout(io.StringIO()) as chatter:  # it prints memory tables, at no log level
+        with without_chatter():
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
             )
-        log.debug("%s", chatter.getvalue())
         self.context = context
         self.named_parameters = named
+        self._clip_grad_norm = config.optimizer.clip_grad_norm
         self._allocate_moments()
 
     @abstractmethod
@@ -168,7 +179,41 @@ class Engine(ABC):
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         norm = self._engine.get_global_grad_norm()
         norm = math.inf if norm is None else float(norm)
-        return StepResult(objective_sums, norm, bool(self._zero.overflow), self.loss_scale)
+        skipped = bool(self._zero.overflow)
+        if skipped and getattr(self._zero, "cpu_offload", False):
+            # DeepSpeed 0.19.8 forgets this when it offloads, and every later step would inherit the bad gradients.
+            self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
+        return StepResult(objective_sums, norm, skipped, self.loss_scale)
+
+    # Gradients
+
+    @contextlib.contextmanager
+    def observed_gradients(self, observer: GradientObserver) -> Iterator[None]:
+        """Meanwhile, every optimizer step shows `observer` each fragment this rank owns, and its gradient fp32 [numel].
+
+        It is the gradient of the step's loss over all samples as AdamW takes it: reduced, unscaled and clipped
+        (`clip_divisor` undoes that). A skipped step shows none.
+        """
+
+        def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+            for fragment in self.fragments():
+                gradient = _gradient_of(fragment.tensors["weight"], flats)
+                if gradient is not None:
+                    observer(fragment, gradient)
+
+        # Every stage of ZeRO ends in a step of this optimizer on flat fp32 partitions, of one group or of all.
+        hook = self._zero.optimizer.register_step_pre_hook(show)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def clip_divisor(self, grad_norm: float) -> float:
+        """What clipping divided the gradients of a step by, from their norm before it."""
+        if self._clip_grad_norm == 0:
+            return 1.0
+        return max(1.0, (grad_norm + 1e-6) / self._clip_grad_norm)  # DeepSpeed's formula
 
     # State for checkpoints
 
@@ -243,6 +288,15 @@ class Engine(ABC):
             self._zero._reassign_or_swap_out_partitioned_parameters(group)
         if self._zero.persistent_parameters:  # small ones, kept whole on every rank
             self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
+
+
+def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of a fragment's fp32 weight, which is a view of one of the optimizer's flat partitions."""
+    for flat in flats:
+        start, byte = divmod(weight.data_ptr() - flat.data_ptr(), flat.element_size())
+        if flat.grad is not None and byte == 0 and 0 <= start < flat.numel():
+            return flat.grad[start : start + weight.numel()]
+    return None
 
 
 class PlainEngine(Engine):

@@ -146,7 +146,8 @@ def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, 
     return {
         "weights": weights,
         "gradients": gradients,
-        "optimizer state": count * 12 / dp,  # fp32 weights and both Adam moments
+        # fp32 weights and both Adam moments
+        "optimizer state": 0 if parallel.offload_optimizer else count * 12 / dp,
         "communication": buckets,
         "activations": in_flight * _block_bytes(config) * stage.blocks + _recomputed_block_bytes(config),
         "logits": head * config.model.vocab_size / parallel.tensor_parallel_size,

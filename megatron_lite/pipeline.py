@@ -27,7 +27,7 @@ from data_utils.objectives.base import (
 )
 from megatron_lite.attention import plan_attention
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.engine import Engine, MicroBatch, StepResult
+from megatron_lite.engine import Engine, MicroBatch, StepResult, without_chatter
 from megatron_lite.heads import Heads, LossRows, find_loss_rows, row_losses, sum_losses
 from megatron_lite.model import (
     ID_PLANES,
@@ -194,7 +194,9 @@ class PipelineEngine(Engine):
         self.num_objectives = num_objectives
         self.model_config = config.model
         self._sums = self._no_sums(context.device)
-        stages = _Stages(config, context, parallel, self._loss)
+        # Without gradients: DeepSpeed broadcasts the tied weight, and autograd would warn of it in every backward pass.
+        with without_chatter(), torch.no_grad():
+            stages = _Stages(config, context, parallel, self._loss)
         named = stages.global_names(config.model.num_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(stages, named, config, context, mpu=None)

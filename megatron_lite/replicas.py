@@ -2,7 +2,8 @@
 
 Layer norms that drifted apart because one rank skipped clipping have spoiled real runs without a sign in the loss. A
 fingerprint of every weight is compared over the ranks that hold the same values: data-parallel replicas (except at ZeRO
-3, where every rank holds its own part), and tensor-parallel ranks for parameters that are not split.
+3, where every rank holds its own part), tensor-parallel ranks for parameters that are not split, and the first and last
+pipeline stage for the word embedding that both hold.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def differing_replicas(
     if zero_stage < 3:
         found |= set(_compare(named, context.dp))
         found |= set(_compare({n: p for n, p in named.items() if partition_of(p).dim is None}, context.tp))
+    found |= set(_compare_ends(named, context.pp))
     return _on_every_rank(sorted(found), context)
 
 
@@ -52,6 +54,20 @@ def _compare(named: Mapping[str, nn.Parameter], group: Group) -> list[str]:
     dist.all_gather(gathered, mine, group=group.handle)
     prints = torch.stack(gathered, dim=1).tolist()
     return [_describe(name, row, group) for name, row in zip(named, prints, strict=True) if len(set(row)) > 1]
+
+
+def _compare_ends(named: Mapping[str, nn.Parameter], stages: Group) -> list[str]:
+    """The tied embedding of the first and last stage."""
+    if stages.size == 1:
+        return []
+    name = next((name for name in named if name.endswith("word_embeddings.weight")), "")
+    mine = fingerprint(named[name]) if name else torch.zeros_like(fingerprint(next(iter(named.values()))))
+    gathered = [torch.empty_like(mine) for _ in stages.ranks]
+    dist.all_gather(gathered, mine, group=stages.handle)
+    first, last = gathered[0].item(), gathered[-1].item()
+    if not name or first == last:
+        return []
+    return [f"{name} on ranks [{stages.ranks[0]}] and ranks [{stages.ranks[-1]}]"]
 
 
 def _describe(name: str, prints: list[int], group: Group) -> str:

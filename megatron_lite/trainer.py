@@ -25,6 +25,7 @@ from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import CheckpointError, ExitStatus, TrainingError
 from megatron_lite.events import EventLog
+from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
     Interval,
@@ -202,7 +203,7 @@ class Trainer:
             for micro, batch in enumerate(batches)
         ]
         self.watchdog.at("forward, backward and optimizer")
-        result = self.engine.train_step(micro_batches, self._learning_rate(self.step + 1))
+        result = self._engine_step(micro_batches)
         self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
@@ -214,6 +215,22 @@ class Trainer:
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
         interval.objective_sums += self._all_losses(result.objective_sums)
         return result, requests
+
+    def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
+        """The step itself; now and then with a record of every layer's gradient norm."""
+        step, interval = self.step + 1, self.config.training.gradient_norm_interval
+        lr = self._learning_rate(step)
+        if interval == 0 or step % interval:
+            return self.engine.train_step(micro_batches, lr)
+        layers = GradientNorms(self.config.model.num_layers, self.context)
+        with self.engine.observed_gradients(layers.add):
+            result = self.engine.train_step(micro_batches, lr)
+        if not result.skipped:
+            norms = layers.norms(self.engine.clip_divisor(result.grad_norm))
+            largest = max(norms, key=norms.__getitem__)
+            line = f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
+            self.metrics.write("gradient_norms", step, norms, line)
+        return result
 
     def _totals(self, batches: list[np.ndarray]) -> tuple[list[float], Requests]:
         """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
@@ -237,14 +254,21 @@ class Trainer:
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
-        indices = batch_indices(
-            self.consumed_samples,
+        batches = [self.train_data.batch(samples) for samples in self._samples(self.consumed_samples)]
+        # The disk reads the next step's text while this one computes.
+        following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
+        self.train_data.prefetch(following.ravel())
+        return batches
+
+    def _samples(self, consumed: int) -> np.ndarray:
+        """int64 [micro-batches, micro_batch_size]: this rank's samples of the step that begins after `consumed`."""
+        return batch_indices(
+            consumed,
             global_batch_size=self.config.batch.global_batch_size,
             micro_batch_size=self.config.batch.micro_batch_size,
             dp_rank=self.context.dp.rank,
             dp_size=self.context.dp.size,
         )
-        return [self.train_data.batch(micro_batch) for micro_batch in indices]
 
     def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
         """What turns a micro-batch's loss sum into its share of the step's loss."""

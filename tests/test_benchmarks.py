@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import attention_plan, train_step
-from data_utils.objectives.base import DOC, GRP, ORD
+from benchmarks import attention_plan, parallel, train_step
+from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
 from megatron_lite import cross_entropy
 from megatron_lite.attention import plan_attention
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import ModelConfig, parameter_count
 from megatron_lite.errors import ConfigError
 from megatron_lite.metrics import count_visible_keys
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
@@ -126,7 +126,7 @@ def test_bad_options_are_one_line_errors(arguments, expected):
 
 
 def test_scripts_start_without_installation(tmp_path):
-    for script in ("train_step.py", "attention_plan.py"):
+    for script in ("train_step.py", "attention_plan.py", "parallel.py"):
         result = subprocess.run(
             [sys.executable, str(ROOT / "benchmarks" / script), "--repeats", "0"],
             cwd=tmp_path,
@@ -136,6 +136,48 @@ def test_scripts_start_without_installation(tmp_path):
         )
         assert result.returncode == 2
         assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
+
+
+def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    arguments = ["--layouts", "1x1x1", "1x1x2", "2x1x1", "1x2x1+full", "--samples", "2", "--repeats", "1"]
+    assert parallel.main([*arguments, "--json", str(file)]) == 0
+    rows = {row["layout"]: row for row in json.loads(file.read_text())}
+    config, samples = train_step.model_config("tiny", 3), train_step.make_batch(2)
+    tokens, loss_rows = int((samples[:, DOC] >= 0).sum()), int(np.count_nonzero(samples[:, WEIGHTS]))
+    hidden = 4 * config.hidden_size
+    # Gradients in an all-reduce, weights gathered from two halves. Sums of few numbers besides, hence 1 %.
+    expected = {"1x1x1": 0, "1x1x2": 1.5 * 4 * parameter_count(config)}
+    # Two sums per block and direction, one for the embedding; one for the rows with loss, and three numbers each.
+    expected["2x1x1"] = (4 * 3 + 1) * tokens * hidden + loss_rows * (hidden + 12)
+    for layout, sent in expected.items():
+        assert rows[layout]["megabytes"] == pytest.approx(sent / 1e6, rel=1e-2)
+    # Each stage sends whole rows with padding once per sample, and its half of the tied embedding's sum.
+    tied = 4 * 30592 * config.hidden_size
+    assert rows["1x2x1+full"]["megabytes"] == pytest.approx(
+        (tied + samples[:, DOC].size * hidden) / 1e6, rel=2e-2
+    )
+    out = capsys.readouterr().out
+    assert all(f"| {layout} | " in out for layout in rows)
+    assert rows["1x1x1"]["calls"] == 0 and rows["1x1x1"]["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--layouts", "2x2"], "--layouts 2x2 is no layout"),
+        (["--layouts", "2x1x1+zero4"], r"2x1x1\+zero4 is no layout"),
+        (["--layouts", "1x1x3"], r"data-parallel ranks \(3\)"),
+        (["--layouts", "1x1x2", "--launched"], "needs 2 processes, but 1 were started"),
+        (["--samples", "0"], "--samples is 0"),
+    ],
+)
+def test_bad_layouts_are_one_line_errors(monkeypatch, arguments, expected):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        parallel.main(arguments)
+    assert "\n" not in str(caught.value)
 
 
 def test_attention_plan_prints_a_row_per_length(capsys):

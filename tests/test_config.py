@@ -262,6 +262,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("parallel.pipeline_parallel_size=2", "parallel.zero_stage=2"),
         ("zero_stage is 2", "pipeline_parallel_size 2", "set zero_stage to 1"),
     ),
+    "offloading under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.offload_optimizer=true"),
+        ("offload_optimizer is true", "pipeline_parallel_size 2", "drift apart", "set one of them"),
+    ),
     "sequence parallelism alone": (
         over("parallel.sequence_parallel=true"),
         ("sequence_parallel is true", "tensor_parallel_size 1", "set it to false"),
@@ -559,6 +563,15 @@ def test_a_contradiction_of_any_derived_option_is_refused(key):
 def test_options_that_have_a_section_of_their_own_are_refused(key):
     with pytest.raises(ConfigError, match=f"deepspeed.{key} is not taken from DeepSpeed options; remove it"):
         tiny(f"deepspeed.{key}={{enabled: true}}")
+
+
+def test_offloading_takes_our_optimizer_to_the_cpu():
+    options = deepspeed_options(tiny("parallel.offload_optimizer=true", "parallel.zero_stage=2"), 1)
+    assert options["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    assert options["zero_force_ds_cpu_optimizer"] is False  # DeepSpeed's own would be compiled at the start
 
 
 def test_accumulation_steps_depend_on_the_number_of_ranks():

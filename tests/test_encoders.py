@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from data_utils import encoders
+from data_utils import compiled_encoders, encoders
+from data_utils.compiled_encoders import ByteLevelEncoder, WordPieceEncoder
 from data_utils.encoders import (
     SAMPLE,
-    ByteLevelEncoder,
     CheckedEncoder,
     LibraryEncoder,
-    WordPieceEncoder,
     fast_encoder,
     first_difference,
     library_or_faster,
@@ -196,7 +195,7 @@ def test_characters_of_all_scripts(pairs, name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_full_cache_is_emptied(name, monkeypatch):
-    monkeypatch.setattr(encoders, "CACHE_SLOTS", 16)
+    monkeypatch.setattr(compiled_encoders, "CACHE_SLOTS", 16)
     backend = PIPELINES[name][0]()
     words = " ".join(f"word{i}{'x' * (i % 70)} {chr(0x4E00 + i)}é{i}" for i in range(400))
     check(fast_encoder(backend), OneByOne(backend), [words, "", words])

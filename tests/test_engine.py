@@ -1,20 +1,20 @@
-"""Data-parallel ZeRO against one process: loss, gradient norm and weights after three AdamW steps."""
+"""Skipped steps and the derived DeepSpeed dictionary. That layouts compute the same: test_parity.py."""
 
-import numpy as np
+import deepspeed
+import parity
 import pytest
 import torch
 from batches import prefix_batch
 from distributed import run_ranks
 
-from data_utils.objectives.base import WEIGHTS
-from megatron_lite.boxes import matrix_shape, whole_shape
+from megatron_lite import checkpoint
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.engine import MicroBatch, make_engine
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import build, merge
 
-SAMPLES, STEPS = 8, 3
+SAMPLES = 8
 
 
 def tree(**sections):
@@ -30,124 +30,56 @@ def tree(**sections):
     return merge(base, sections)
 
 
-def train(context, settings, poison_step=None):
-    """STEPS steps on fixed samples, spread over micro-batches and ranks; unequal loss-token counts everywhere."""
+def poisoned_steps(context, settings):
+    """Three steps, in the second of which one rank's gradients are no numbers: what was skipped, and what changed."""
     config = build(Config, settings)
     engine = make_engine(config, context, num_objectives=3)
     size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
-    records = []
-    for step in range(STEPS):
+    outcome = []
+    for step in range(3):
         samples = prefix_batch(step, rows=SAMPLES, vocab=500)
-        weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
-        poisoned = step == poison_step and context.dp.rank == context.dp.size - 1
-        factor = float("nan") if poisoned else 1.0 / weight
+        poisoned = step == 1 and context.dp.rank == context.dp.size - 1
+        factor = float("nan") if poisoned else 0.01
+        before = own_weights(engine)
         result = engine.train_step([MicroBatch(batch, step, factor) for batch in mine], lr=1e-3)
-        sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-        records.append((context.sum(sums)[:, 0].sum().item() / weight, result))
-    return records, own_weights(engine)
+        after = own_weights(engine)
+        assert after.isfinite().all()
+        outcome.append((result.skipped, not torch.equal(before, after)))
+    return outcome
 
 
 def own_weights(engine):
-    """The fp32 weights this rank owns at their place in the whole: {name: matrix with NaN elsewhere}."""
-    weights = {}
-    for fragment in engine.fragments():
-        shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
-        matrix = weights.setdefault(fragment.name, torch.full(matrix_shape(shape), float("nan")))
-        for run in fragment.runs():
-            values = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
-            box = run.box
-            matrix[box.row : box.row_stop, box.column : box.column_stop] = values.detach().view(box.shape)
-    return weights
-
-
-@pytest.fixture(scope="module")
-def single():
-    return run_ranks(train, 1, tree())[0]
-
-
-@pytest.mark.parametrize(
-    "world_size, zero_stage, micro",
-    [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 1), (1, 3, 2), (2, 3, 2), (4, 3, 1)],
-)
-def test_every_layout_equals_one_process(single, world_size, zero_stage, micro):
-    settings = tree(parallel={"zero_stage": zero_stage}, batch={"micro_batch_size": micro})
-    compare(run_ranks(train, world_size, settings), single)
-
-
-def compare(results, single):
-    """Loss, gradient norm and weights of every rank against one process; together the ranks own every weight."""
-    for name, expected in single[1].items():
-        assert not expected.isnan().any()
-        covered = torch.zeros_like(expected, dtype=torch.bool)
-        for _, weights in results:
-            if name not in weights:
-                continue
-            owned = ~weights[name].isnan()
-            covered |= owned
-            # Three steps of at most 1e-3 each; Adam's division amplifies differences where gradients are near 0.
-            torch.testing.assert_close(
-                weights[name][owned], expected[owned], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        assert covered.all(), name
-    for records, _ in results:
-        for (loss, result), (expected_loss, expected) in zip(records, single[0], strict=True):
-            # fp32: only the order of sums differs; measured 7e-8 in loss, 3e-7 in norm.
-            assert loss == pytest.approx(expected_loss, rel=1e-6)
-            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-            assert not result.skipped and result.grad_norm > 0.5  # clipping was active
-
-
-LAYOUTS = [
-    # world, tensor, pipeline, sequence parallel, zero, micro batch, recompute
-    (2, 2, 1, False, 1, 2, "none"),
-    (2, 2, 1, True, 2, 2, "full"),
-    (4, 2, 1, True, 1, 2, "selective"),
-    (4, 4, 1, False, 2, 4, "none"),
-    (2, 2, 1, False, 3, 2, "none"),
-    (4, 2, 1, True, 3, 2, "full"),
-    (2, 1, 2, False, 1, 2, "none"),
-    (4, 1, 2, False, 1, 1, "selective"),
-    (4, 2, 2, False, 1, 2, "none"),
-    (4, 2, 2, True, 1, 2, "full"),
-    (8, 2, 2, True, 1, 2, "none"),
-]
-
-
-@pytest.mark.parametrize("world_size, tp, pp, sequence_parallel, zero_stage, micro, recompute", LAYOUTS)
-def test_every_3d_layout_equals_one_process(
-    single, world_size, tp, pp, sequence_parallel, zero_stage, micro, recompute
-):
-    parallel = {
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "sequence_parallel": sequence_parallel,
-        "zero_stage": zero_stage,
-    }
-    settings = tree(parallel=parallel, batch={"micro_batch_size": micro}, training={"recompute": recompute})
-    compare(run_ranks(train, world_size, settings, parallel=ParallelConfig(**parallel)), single)
-
-
-@pytest.mark.parametrize("precision, zero_stage", [("bf16", 1), ("bf16", 2), ("fp16", 1), ("fp16", 2)])
-def test_half_precision_follows_fp32(single, precision, zero_stage):
-    settings = tree(training={"precision": precision}, parallel={"zero_stage": zero_stage})
-    records, _ = run_ranks(train, 2, settings)[0]
-    for (loss, result), (expected_loss, expected) in zip(records, single[0], strict=True):
-        # bf16 keeps 8 bits: losses agree to about 1e-4, norms to 3e-3 (measured).
-        assert loss == pytest.approx(expected_loss, rel=1e-3)
-        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=2e-2)
-        assert result.loss_scale == (65536.0 if precision == "fp16" else 1.0)
+    """The fp32 weights this rank owns, one after the other."""
+    return torch.cat([fragment.tensors["weight"].detach().clone() for fragment in engine.fragments()])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("zero_stage", [1, 2])
-def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(precision, zero_stage):
-    settings = tree(training={"precision": precision}, parallel={"zero_stage": zero_stage})
-    results = run_ranks(train, 2, settings, 1)
-    for records, weights in results:
-        assert [result.skipped for _, result in records] == [False, True, False]
-        for weight in weights.values():
-            assert not weight.isinf().any() and weight.isfinite().any()
+@pytest.mark.parametrize("zero_stage, offload", [(1, False), (2, False), (1, True), (2, True), (3, True)])
+def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(precision, zero_stage, offload):
+    parallel = {"zero_stage": zero_stage, "offload_optimizer": offload}
+    results = run_ranks(poisoned_steps, 2, tree(training={"precision": precision}, parallel=parallel))
+    assert results == [[(False, True), (True, False), (False, True)]] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_stages_and_tensor_parallel_ranks_skip_together(precision):
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    settings = tree(training={"precision": precision}, parallel=parallel)
+    results = run_ranks(poisoned_steps, 4, settings, parallel=ParallelConfig(**parallel))
+    assert results == [[(False, True), (True, False), (False, True)]] * 4
+
+
+def optimizer_and_compiled_operations(context, settings):
+    engine = make_engine(build(Config, settings), context, num_objectives=3)
+    return type(engine._zero.optimizer), deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_is_compiled_at_the_start(offload):
+    """DeepSpeed's own optimizers and shared memory would be, for minutes, and a killed build blocks later starts."""
+    settings = tree(parallel={"offload_optimizer": offload, "zero_stage": 2})
+    assert run_ranks(optimizer_and_compiled_operations, 1, settings) == [(torch.optim.AdamW, False)]
 
 
 def test_the_deepspeed_dictionary_is_derived():
@@ -166,3 +98,41 @@ def test_a_world_that_does_not_fit_the_batch_is_refused():
         ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
     ):
         deepspeed_options(build(Config, tree()), dp_size=3)
+
+
+def train_and_save(context, case, directory):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    for step in range(2):
+        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+    checkpoint.save(directory, 2, engine, {}, context)
+
+
+def continue_and_compare(context, case, directory, record):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    outcome = parity.Outcome(case)
+    parity.run_step(context, engine, case, 2, record, outcome)
+    for fragment in engine.fragments():
+        parity.compare_fragment(outcome, "weights", 2, fragment, fragment.tensors["weight"], record.weights)
+    return outcome.failures()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1)),
+        (parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True)),
+        (parity.Case(1, 1, 2, 3, offload=True), parity.Case(2, 1, 2, 3, True, offload=True)),
+    ],
+    ids=str,
+)
+def test_a_run_continues_with_or_without_offloading(tmp_path, before, after):
+    """Two steps, a checkpoint, the third step on another layout: as three steps in one process."""
+
+    def run(function, case, *args):
+        parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+        return run_ranks(function, case.ranks, case, tmp_path, *args, parallel=parallel)
+
+    run(train_and_save, before)
+    record = parity.reference_of(after)
+    assert run(continue_and_compare, after, record) == [[]] * after.ranks

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from distributed import run_ranks
 from recipes import make, text_of, vocabulary
-from test_engine import own_weights
 
 from data_utils.collate import Collator
 from data_utils.objectives import ObjectiveChoice, make_objective, objective_classes
@@ -24,6 +23,7 @@ from data_utils.objectives.base import (
     Example,
 )
 from data_utils.objectives.spanbert import span_boundaries
+from megatron_lite.boxes import matrix_shape, whole_shape
 from megatron_lite.config import Config, ModelConfig, ParallelConfig, parameter_count
 from megatron_lite.engine import MicroBatch, make_engine
 from megatron_lite.heads import find_loss_rows
@@ -191,6 +191,19 @@ def tree(parallel, **model):
     }  # fmt: skip
 
 
+def placed_weights(engine):
+    """The fp32 weights this rank owns at their place in the whole: {name: matrix with NaN elsewhere}."""
+    weights = {}
+    for fragment in engine.fragments():
+        shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+        matrix = weights.setdefault(fragment.name, torch.full(matrix_shape(shape), float("nan")))
+        for run in fragment.runs():
+            values = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
+            box = run.box
+            matrix[box.row : box.row_stop, box.column : box.column_stop] = values.detach().view(box.shape)
+    return weights
+
+
 def train(context, settings):
     """Two steps; the second without rows for the sentence and the boundary head. Losses, norms, weights."""
     config = build(Config, settings)
@@ -206,7 +219,7 @@ def train(context, settings):
         result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         records.append((context.sum(sums), result.grad_norm))
-    return records, own_weights(engine)
+    return records, placed_weights(engine)
 
 
 LAYOUTS = [
@@ -227,7 +240,7 @@ def single():
 
 @pytest.mark.parametrize("world, parallel, shared", LAYOUTS)
 def test_heads_and_options_are_the_same_in_every_layout(single, world, parallel, shared):
-    """fp32: only the order of sums differs; Adam amplifies it where gradients are near 0, see test_engine.py."""
+    """fp32: only the order of sums differs; Adam amplifies it where gradients are near 0."""
     expected_records, expected_weights = single[shared]
     results = run_ranks(
         train, world, tree(parallel, share_layers=shared), parallel=ParallelConfig(**parallel)

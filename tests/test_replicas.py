@@ -40,6 +40,15 @@ def flip_one_bit(context, settings, name, rank):
         (2, 1, 1, "layers.0.input_layernorm.bias", 3, ["ranks [1] and ranks [3]", "ranks [2] and ranks [3]"]),
         (2, 1, 1, "layers.0.attention.dense.weight", 1, ["ranks [1] and ranks [3]"]),
         (1, 2, 1, "final_layernorm.weight", 3, ["ranks [2] and ranks [3]"]),
+        (
+            1,
+            2,
+            1,
+            "embedding.word_embeddings.weight",
+            3,
+            ["ranks [1] and ranks [3]", "ranks [2] and ranks [3]"],
+        ),
+        (2, 2, 1, "embedding.word_embeddings.weight", 2, ["ranks [0] and ranks [2]"]),
     ],
 )
 def test_a_flipped_bit_of_a_replica_is_named_on_every_rank(tp, pp, zero_stage, name, rank, expected):

@@ -72,6 +72,17 @@ def test_each_loss_is_a_mean_of_its_own_in_any_layout(settings, tmp_path):
                 assert loss == pytest.approx(two[step][name], rel=1e-4)  # weights differ by rounding
 
 
+def test_corpora_are_read_from_a_local_copy(settings, tmp_path):
+    """The samples are the same; the copies are there before the first step, made once by two ranks."""
+    here = merge(settings, {"training": {"steps": 3}})
+    there = merge(here, {"data": {"local_directory": str(tmp_path / "scratch")}})
+    there = merge(there, {"run": {"directory": str(tmp_path / "local")}})
+    for tree in (here, there):
+        run_ranks(fit, 2, tree)
+    assert records(tmp_path / "run") == records(tmp_path / "local")
+    assert len(list((tmp_path / "scratch").glob("*.bin"))) == 2
+
+
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_path):
     dropout = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1}
     settings = merge(settings, {"model": dropout, "training": {"eval_interval": 2}})

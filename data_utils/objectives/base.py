@@ -24,6 +24,8 @@ from typing import Protocol
 
 import numpy as np
 
+from data_utils.special_tokens import SpecialTokens
+
 FIELDS = (
     "tokens",
     "position_ids",
@@ -69,23 +71,6 @@ PADDING_DOC = -1
 # need 3; every objective keeps to it.
 DOCUMENT_OVERHEAD = 4
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of GLM's tokens in a vocabulary; `smask` and `gmask` may equal `mask`, as in some releases."""
-
-    cls: int
-    sep: int
-    mask: int
-    smask: int
-    gmask: int
-    sop: int
-    eop: int
-    eos: int
-    pad: int
-    unk: int
-    dblock: int
 
 
 @dataclass(frozen=True)
