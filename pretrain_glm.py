@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
 from megatron_lite.deepspeed_options import check_agreement
-from megatron_lite.errors import ConfigError, run_command
-from megatron_lite.launch import Launch
+from megatron_lite.errors import ConfigError, ExitStatus, run_command
+from megatron_lite.launch import Launch, is_first_of_node, report_status
+from megatron_lite.run_control import RunControl
 from megatron_lite.settings import describe, to_tree
+from megatron_lite.watchdog import Section, Watchdog
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,6 +48,12 @@ def parse_arguments() -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
     parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="PROCESSES",
+        help="estimate memory and speed on so many devices of run.peak_tflops each, and stop; needs no GPU or data",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings on top of the files"
     )
     arguments, unknown = parser.parse_known_intermixed_args()
@@ -59,40 +66,72 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def main() -> ExitStatus:
     arguments = parse_arguments()
     config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
     if arguments.print_config:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
-        return
-    train(config, arguments.local_rank)
+        return ExitStatus.FINISHED
+    if arguments.dry_run is not None:
+        dry_run(config, arguments.dry_run)
+        return ExitStatus.FINISHED
+    return train(config, arguments.local_rank)
 
 
-def train(config: Config, local_rank: int | None) -> None:
+def dry_run(config: Config, processes: int) -> None:
+    if processes < 1:
+        raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
+    if config.model.vocab_size is None:
+        if config.tokenizer is None:
+            raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+        config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+    from megatron_lite.estimate import report
+
+    print(report(config, processes))
+
+
+def train(config: Config, local_rank: int | None) -> ExitStatus:
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
     launch = Launch.from_environment(local_rank)
     check_agreement(config, config.parallel.data_parallel_size(launch.world_size))
+    directory, timeouts = Path(config.run.directory), config.timeouts
+    control = RunControl(directory, is_main=launch.rank == 0)
+    control.refuse_if_halted()
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = config.with_vocab_size(tokenizer.vocab_size)
+    watchdog = Watchdog(
+        timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds
+    )
+    watchdog.enter(Section.SETUP, "opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
 
+    watchdog.at("loading libraries")
     from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.engine import make_engine
     from megatron_lite.parallel_context import initialize
     from megatron_lite.trainer import Trainer
 
-    context = initialize(launch, config.parallel, config.run.timeout_seconds)
+    watchdog.at("joining the process group")
+    context = initialize(launch, config.parallel, timeouts.collective_seconds)
     if context.device.type == "cpu":
         keep_freed_memory()
     if context.is_main:
         save_resolved(config)
+    watchdog.at("building the model")
     engine = make_engine(config, context, len(data.objective_names))
-    Trainer(config, context, engine, data.train, data.validation, data.objective_names).fit()
+    parts = (data.train, data.validation, data.objective_names)
+    try:
+        status = Trainer(config, context, engine, *parts, control, watchdog).fit()
+    finally:
+        watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
+    report_status(status)
+    context.barrier()  # the first process to end with another status than 0 makes launchers kill the others
     context.close()
+    return status
 
 
 def save_resolved(config: Config) -> None:
@@ -110,4 +149,4 @@ def save_resolved(config: Config) -> None:
 
 if __name__ == "__main__":
     # Every rank finds the same mistake in a configuration: one per node reports it.
-    run_command(main, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
+    run_command(main, quiet=not is_first_of_node(), report=report_status)

@@ -31,6 +31,7 @@ from data_utils.objectives.xlnet import XlnetConfig
 from data_utils.tokenizers import TokenizerConfig
 from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ConfigError
+from megatron_lite.events import EventsConfig
 from megatron_lite.settings import (
     REQUIRED,
     build,
@@ -413,17 +414,45 @@ class RunConfig:
     )
     log_interval: int = setting(10, "steps between log lines")
     tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
-    timeout_seconds: int = setting(1800, "longest wait of a collective before the run is declared hung")
     peak_tflops: float | None = setting(
         None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU"
     )
 
     def __post_init__(self) -> None:
-        for name in ("log_interval", "timeout_seconds"):
-            value = getattr(self, name)
-            check(value >= 1, f"run.{name} is {value}; it must be at least 1.")
+        check(self.log_interval >= 1, f"run.log_interval is {self.log_interval}; it must be at least 1.")
         peak = self.peak_tflops
         check(peak is None or peak > 0, f"run.peak_tflops is {peak}; it must be positive or null.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeoutsConfig:
+    setup_seconds: int = setting(1800, "longest time from the start of a process to the first step")
+    step_seconds: int = setting(1800, "longest time of one optimizer step, or of a check between steps")
+    evaluation_seconds: int = setting(3600, "longest time of an evaluation")
+    checkpoint_seconds: int = setting(3600, "longest time of loading or saving a checkpoint")
+    heartbeat_seconds: int = setting(
+        10, "time between the notes of where each rank is, in directory/heartbeats"
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            check(value >= 1, f"timeouts.{name} is {value}; it must be at least 1.")
+
+    @property
+    def sections(self) -> dict[str, float]:
+        """Limit in seconds by section (watchdog.py)."""
+        return {
+            "setup": self.setup_seconds,
+            "step": self.step_seconds,
+            "evaluation": self.evaluation_seconds,
+            "checkpoint": self.checkpoint_seconds,
+        }
+
+    @property
+    def collective_seconds(self) -> float:
+        """Longest wait in one collective: beyond all limits, because the watchdog says more than torch does."""
+        return max(self.sections.values()) + 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -459,6 +488,8 @@ class Config:
     unilmv2: UniLmV2Config = section(UniLmV2Config)
     xlnet: XlnetConfig = section(XlnetConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    events: EventsConfig = section(EventsConfig)
+    timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)
     deepspeed: dict[str, Any] = setting_mapping(
         "further DeepSpeed options, passed on as they are; what this file already decides must not be "

@@ -24,7 +24,7 @@ from megatron_lite.boxes import Run, runs
 from megatron_lite.collectives import Group
 from megatron_lite.config import Config
 from megatron_lite.deepspeed_options import deepspeed_options
-from megatron_lite.model import ModelInput, build_model
+from megatron_lite.model import ModelInput, PositionEmbeddings, build_model
 from megatron_lite.parallel_context import Mpu, ParallelContext
 from megatron_lite.tensor_parallel import Partition, TensorParallel, partition_of
 
@@ -177,6 +177,12 @@ class Engine(ABC):
     def _loss_scaler(self) -> Any:
         """None under DeepSpeed's BF16_Optimizer, its choice for bf16 with fp32 accumulation at ZeRO 1."""
         return getattr(self._zero, "loss_scaler", None)
+
+    def set_embedding_gradient_shrink(self, factor: float) -> None:
+        """Scale the embeddings' gradients by `factor` from the next step on."""
+        for module in self._engine.module.modules():
+            if isinstance(module, PositionEmbeddings):
+                module.gradient_shrink = factor
 
     def _set_lr(self, lr: float) -> None:
         for group in self._zero.param_groups:

@@ -1,15 +1,29 @@
-"""Errors that a user can cause. Entry points print them in one line, without a traceback, and exit with status 2."""
+"""Errors that a user can cause, printed by entry points in one line without a traceback, and exit statuses."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import IntEnum
+from typing import ClassVar
 
-USER_ERROR_STATUS = 2
+
+class ExitStatus(IntEnum):
+    """How an entry point ended. docs/cluster.md says what a job script makes of each."""
+
+    FINISHED = 0  # training.steps, or training.stop_after_step, is reached and saved
+    CRASHED = 1  # Python's own, after a traceback
+    USER_ERROR = 2  # a mistake in configuration, data or checkpoint; the same start fails again
+    STOPPED = 75  # a signal asked for it; all is saved, start again to continue (sysexits' EX_TEMPFAIL)
+    HALTED = 76  # the file STOP asked for it; all is saved, remove the file to continue
+    UNSOUND = 77  # gradients stayed non-finite, or weights that must be equal are not
+    HUNG = 78  # a section outlasted its limit; rank, place and stack are on stderr
 
 
 class UserError(Exception):
     """Something the user can mend. The message names the value, the rule and the remedy."""
+
+    status: ClassVar[ExitStatus] = ExitStatus.USER_ERROR
 
 
 class ConfigError(UserError):
@@ -24,14 +38,34 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or made by an incompatible run."""
 
 
-def run_command(main: Callable[[], int | None], quiet: bool = False) -> None:
-    """Run an entry point: a `UserError` becomes one line on stderr (unless `quiet`) and exit status 2."""
+class HaltedError(UserError):
+    """The run's directory holds the file STOP."""
+
+    status = ExitStatus.HALTED
+
+
+class TrainingError(UserError):
+    """The run cannot go on, for example because its gradients stay non-finite."""
+
+    status = ExitStatus.UNSOUND
+
+
+def run_command(
+    main: Callable[[], int | None], quiet: bool = False, report: Callable[[int], None] | None = None
+) -> None:
+    """Run an entry point: a `UserError` becomes one line on stderr (unless `quiet`) and its exit status, mostly 2.
+
+    Args:
+        report: called with the exit status before the process ends; not after a traceback.
+    """
     try:
-        status = main()
+        status = main() or ExitStatus.FINISHED
     except UserError as error:
         if not quiet:
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR_STATUS)
+        status = error.status
     except BrokenPipeError:  # the reader of our output has gone, for example `| head`
         sys.exit(1)
-    sys.exit(status or 0)
+    if report is not None:
+        report(status)
+    sys.exit(status)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_lite.collectives import SINGLE, Group
 from megatron_lite.config import ParallelConfig
 from megatron_lite.errors import ConfigError
-from megatron_lite.launch import Launch
+from megatron_lite.launch import Launch, check_port_is_free
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +106,15 @@ class Mpu:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
-def _groups(rank: int, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
+def _groups(
+    rank: int, tp_size: int, dp_size: int, pp_size: int, timeout: datetime.timedelta
+) -> dict[str, Group]:
     """This rank's group along each axis. Every process creates every group, in the same order, as torch requires."""
     grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
     mine = {}
     for name, axis in (("tp", 2), ("dp", 1), ("pp", 0)):
         for members in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist():
-            handle = dist.new_group(members)
+            handle = dist.new_group(members, timeout=timeout)  # else torch takes its own default
             if rank in members:
                 mine[name] = Group(handle, members.index(rank), len(members), tuple(members))
     return mine
@@ -139,17 +141,24 @@ def _quiet() -> Iterator[None]:
             log.debug("%s", kept.read().decode(errors="replace"))
 
 
-def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -> ParallelContext:
+def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float) -> ParallelContext:
     """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
-    # A rank started by hand needs the rendezvous variables that a launcher would have set; localhost only.
+    use_gpu = torch.cuda.is_available()
+    # srun may show each rank its own GPU only, which then is the first it sees.
+    local_rank = 0 if use_gpu and torch.cuda.device_count() == 1 else launch.local_rank
+    # A rank started by hand or by srun needs the rendezvous variables that a launcher would have set.
     for name, value in (
-        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_ADDR", launch.master_addr),
         ("RANK", str(launch.rank)),
         ("WORLD_SIZE", str(launch.world_size)),
-        ("LOCAL_RANK", str(launch.local_rank)),
+        ("LOCAL_RANK", str(local_rank)),
     ):
         os.environ.setdefault(name, value)
+    if launch.master_port is not None and "MASTER_PORT" not in os.environ:
+        if launch.rank == 0:
+            check_port_is_free(launch.master_port)
+        os.environ["MASTER_PORT"] = str(launch.master_port)
     if launch.world_size == 1:
         os.environ.setdefault(
             "MASTER_PORT", "0"
@@ -159,7 +168,6 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -
             f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
         )
 
-    use_gpu = torch.cuda.is_available()
     if not use_gpu:
         os.environ.setdefault(
             "DS_ACCELERATOR", "cpu"
@@ -172,13 +180,15 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: int) -
     # Its build takes minutes, needs ninja, and a killed build leaves a lock on which every later start hangs.
     __compatible_ops__["deepspeed_shm_comm"] = False
     if use_gpu:
-        torch.cuda.set_device(launch.local_rank)
-    device = torch.device("cuda", launch.local_rank) if use_gpu else torch.device("cpu")
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     deepspeed.init_distributed(
         dist_backend="nccl" if use_gpu else "gloo",
         auto_mpi_discovery=False,
         verbose=False,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
-    groups = _groups(launch.rank, parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
-    return ParallelContext(launch.rank, launch.world_size, launch.local_rank, device, **groups)
+    sizes = (parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
+    groups = _groups(launch.rank, *sizes, timeout)
+    return ParallelContext(launch.rank, launch.world_size, local_rank, device, **groups)

@@ -131,12 +131,26 @@ class _Readout(nn.Module):
         return self.heads, *self.heads(hidden, _loss_rows(planes, self.config), self.final_layernorm)
 
 
+def layer_costs(model: ModelConfig) -> list[float]:
+    """FLOPs of words, positions, each block, final norm and output, in blocks."""
+    assert model.vocab_size is not None
+    head = _LOSS_SHARE * model.vocab_size / (12 * model.hidden_size)
+    return [0.0, 0.05, *[1.0] * model.num_layers, 0.0, head]
+
+
+def stage_bounds(costs: list[float], stages: int) -> list[int]:
+    """Stage s has the layers from bound s to bound s + 1, for about equal costs."""
+    # The head's two layers belong together: what passes between them is no tensor that could be sent.
+    joined = [*costs[:-2], costs[-2] + costs[-1]]
+    bounds = [int(bound) for bound in partition_balanced([cost + 1e-3 for cost in joined], stages)]
+    return [*bounds[:-1], bounds[-1] + 1]
+
+
 class _Stages(PipelineModule):
     """Stages with about equal shares of the model's FLOPs, embedding and head counted."""
 
     def __init__(self, config: Config, context: ParallelContext, parallel: TensorParallel, loss_fn):  # type: ignore[no-untyped-def]
         model = config.model
-        assert model.vocab_size is not None
         flows = _Flows(parallel)
         blocks = [
             LayerSpec(_Block, model, i, parallel, config.training.recompute, flows)
@@ -149,8 +163,7 @@ class _Stages(PipelineModule):
             LayerSpec(_Readout, model, parallel),
             TiedLayerSpec("words", _Words, model, parallel, forward_fn=_Words.project),
         ]
-        head_cost = _LOSS_SHARE * model.vocab_size / (12 * model.hidden_size)
-        self.costs = [0.0, 0.05, *[1.0] * len(blocks), 0.0, head_cost]
+        self.costs = layer_costs(model)
         topology = PipeModelDataParallelTopology(
             num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
         )
@@ -158,10 +171,7 @@ class _Stages(PipelineModule):
 
     def _partition_layers(self, method: str = "cost") -> None:
         stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
-        # The head's two layers belong together: what passes between them is no tensor that could be sent.
-        joined = [*self.costs[:-2], self.costs[-2] + self.costs[-1]]
-        self.parts = partition_balanced(weights=[cost + 1e-3 for cost in joined], num_parts=stages)
-        self.parts[-1] += 1
+        self.parts = stage_bounds(self.costs, stages)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:

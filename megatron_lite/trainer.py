@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,8 @@ from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.errors import CheckpointError, UserError
+from megatron_lite.errors import CheckpointError, ExitStatus, TrainingError
+from megatron_lite.events import EventLog
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
@@ -39,17 +39,14 @@ from megatron_lite.metrics import (
 )
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
+from megatron_lite.run_control import Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
+from megatron_lite.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class TrainingError(UserError):
-    """The run cannot go on, for example because its gradients stay non-finite."""
 
 
 class Trainer:
@@ -61,7 +58,10 @@ class Trainer:
         train_data: SampleLoader,
         validation_data: SampleLoader | None,
         objective_names: Sequence[str],
+        control: RunControl | None = None,
+        watchdog: Watchdog | None = None,
     ):
+        """Args: control, watchdog: those of the process, where it has made them before; None: made in `fit`, none."""
         self.config = config
         self.context = context
         self.engine = engine
@@ -82,37 +82,54 @@ class Trainer:
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
-        self.stop_requested = False
+        self.events = EventLog()
+        self._shrink = config.model.embedding_gradient_shrink
+        self.watchdog = watchdog or NoWatchdog()
+        self._control = control
         self._saver = Saver(self.checkpoints, engine, context, config.checkpoint)
 
     # The run
 
-    def fit(self) -> None:
-        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate."""
+    def fit(self) -> ExitStatus:
+        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate.
+
+        Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
+        """
+        self.control = self._control or RunControl(self.directory, self.context.is_main)
+        self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._request_stop)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
-        stopped = False
-        while self.step < stop_after and not stopped:
-            result, stopped = self._train_step(interval)
+        requests = Requests()
+        while self.step < stop_after and not requests.end:
+            self._apply_events()
+            result, requests = self._train_step(interval)
             if self.step % self.config.run.log_interval == 0 or self.step == stop_after:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
             if self._is_multiple(self.config.training.replica_check_interval):
+                self.watchdog.enter(Section.STEP, "replica check")
                 interval = self._outside(interval, self._check_replicas)
-            if self._is_multiple(self.config.training.eval_interval):
-                interval = self._outside(interval, self.evaluate)
-            if self._is_multiple(self.config.checkpoint.save_interval):
+            self._record_requests(requests)
+            # Before an evaluation, which may be long, or hang.
+            if requests.save or requests.end or self._is_multiple(self.config.checkpoint.save_interval):
+                self.watchdog.enter(Section.CHECKPOINT, "saving")
                 interval = self._outside(interval, self._save)
             else:
                 self._saver.poll()
+            if requests.save:
+                self._saver.finish()
+                self.control.saved()
+            if self._is_multiple(self.config.training.eval_interval):
+                self.watchdog.enter(Section.EVALUATION)
+                interval = self._outside(interval, self.evaluate)
+        self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
         if self.step == self.config.training.steps and not self._is_multiple(
             self.config.training.eval_interval
         ):
+            self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main and self.step < self.config.training.steps:
             log.info(
@@ -121,9 +138,40 @@ class Trainer:
                 self.config.training.steps,
             )
         self.metrics.close()
+        if self.step >= stop_after:
+            return ExitStatus.FINISHED
+        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
 
-    def _request_stop(self, number: int, frame: Any) -> None:
-        self.stop_requested = True
+    def _apply_events(self) -> None:
+        """Before a step: what the configuration wants to be different from it on."""
+        events = self.config.events
+        first = events.next_sample(self.consumed_samples, self.config.batch.global_batch_size)
+        if first > self.consumed_samples:
+            self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", self.step + 1)
+            self.consumed_samples = first
+        news = self.events.now_in_force(self.step + 1, events.in_force(self.step + 1))
+        for event in news:
+            self._report(event, self.step + 1)
+        shrink = events.shrink_at(self.step + 1, self.config.model.embedding_gradient_shrink)
+        if shrink != self._shrink:
+            self.engine.set_embedding_gradient_shrink(shrink)
+            self._shrink = shrink
+
+    def _record_requests(self, requests: Requests) -> None:
+        for asked, event in (
+            (requests.save, "saved at the request of the file SAVE"),
+            (requests.stop, "stopped at the request of a signal"),
+            (requests.halt, "stopped at the request of the file STOP"),
+        ):
+            if asked:
+                self._record(event, self.step)
+
+    def _record(self, event: str, step: int) -> None:
+        self.events.add(step, event)
+        self._report(event, step)
+
+    def _report(self, event: str, step: int) -> None:
+        self.metrics.write("event", step, {"event": event}, f"event at step {step}: {event}")
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -140,12 +188,15 @@ class Trainer:
 
     # One step
 
-    def _train_step(self, interval: Interval) -> tuple[StepResult, bool]:
-        """One optimizer step. Returns its outcome and whether some rank was asked to stop."""
+    def _train_step(self, interval: Interval) -> tuple[StepResult, Requests]:
+        """One optimizer step. Returns its outcome and what was asked of some rank meanwhile."""
+        self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
         start = time.perf_counter()
         batches = self._next_batches()
         interval.data_seconds += time.perf_counter() - start
-        tokens, visible_keys, loss_rows, stop, *loss_weights = self._totals(batches)
+        self.watchdog.at("summing totals of all ranks")
+        totals, requests = self._totals(batches)
+        tokens, visible_keys, loss_rows, *loss_weights = totals
         if self.loss_factors is not None:
             factors = [self.loss_factors.get(name, 1.0) for name in self.objective_names]
             batches = [weigh_losses(batch, factors, loss_weights) for batch in batches]
@@ -154,7 +205,9 @@ class Trainer:
             MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
             for micro, batch in enumerate(batches)
         ]
+        self.watchdog.at("forward, backward and optimizer")
         result = self._engine_step(micro_batches)
+        self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
@@ -164,7 +217,7 @@ class Trainer:
         interval.tokens += int(tokens)
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
         interval.objective_sums += self._all_losses(result.objective_sums)
-        return result, stop > 0
+        return result, requests
 
     def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
         """The step itself; now and then with a record of every layer's gradient norm."""
@@ -182,8 +235,8 @@ class Trainer:
             self.metrics.write("gradient_norms", step, norms, line)
         return result
 
-    def _totals(self, batches: list[np.ndarray]) -> list[float]:
-        """Over all ranks, in one reduction: tokens, visible keys, loss rows, stop requests, weight of each loss."""
+    def _totals(self, batches: list[np.ndarray]) -> tuple[list[float], Requests]:
+        """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
         counts, weights = [0.0] * 3, np.zeros(len(self.objective_names))
         if self.context.counts_samples:
             counts = [
@@ -194,9 +247,10 @@ class Trainer:
             for batch in batches:
                 losses, amounts = batch[:, OBJECTIVE].ravel(), batch[:, WEIGHTS].view(np.float32).ravel()
                 weights += np.bincount(losses, amounts, minlength=len(weights))
-        local = [*counts, float(self.stop_requested), *weights]
-        totals = torch.tensor(local, dtype=torch.float64, device=self.context.device)
-        return self.context.sum(totals).tolist()
+        requests = self.control.local_requests()
+        local = torch.tensor([*requests, *counts, *weights], dtype=torch.float64, device=self.context.device)
+        sums = self.context.sum(local).tolist()
+        return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
 
     def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
         """fp64 [objectives, 2] over all samples, each counted on one rank."""
@@ -230,7 +284,7 @@ class Trainer:
 
     def _learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
-        return learning_rate(
+        scheduled = learning_rate(
             step,
             peak=self.config.optimizer.lr,
             kind=schedule.kind,
@@ -238,6 +292,7 @@ class Trainer:
             decay_steps=self.config.decay_steps,
             min_lr_ratio=schedule.min_lr_ratio,
         )
+        return self.config.events.learning_rate_at(step, scheduled)
 
     def _dropout_seed(self, micro: int) -> int:
         seed = derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp.rank)
@@ -320,6 +375,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "restarts": self.restarts,
+            "events": self.events.state(),
             "config": to_tree(self.config),
             "data": self.train_data.fingerprint(),
         }
@@ -351,6 +407,7 @@ class Trainer:
         checkpoint.load(found, self.engine, self.context)
         for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
             setattr(self, name, found.state[name])
+        self.events = EventLog.from_state(found.state.get("events", {}))
         if self.context.is_main:
             log.info(
                 "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples

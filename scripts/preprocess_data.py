@@ -24,7 +24,7 @@ from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, T
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.ranks import Ranks
 from data_utils.tokenizers import KINDS, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import USER_ERROR_STATUS, UserError, run_command
+from megatron_lite.errors import ExitStatus, UserError, run_command
 
 INTERRUPTED_STATUS = 130
 
@@ -139,7 +139,7 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
     except UserError as error:
         if MPI.COMM_WORLD.Get_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_STATUS
+        return ExitStatus.USER_ERROR
     except BaseException:  # the others would wait for this rank
         traceback.print_exc()
         MPI.COMM_WORLD.Abort(1)

@@ -15,6 +15,7 @@ import yaml
 from data_utils.tokenizers import assign_special_tokens, sentencepiece_special_tokens
 from megatron_lite import config as config_module
 from megatron_lite import deepspeed_options as deepspeed_module
+from megatron_lite import events as events_module
 from megatron_lite.config import (
     BatchConfig,
     Config,
@@ -395,6 +396,23 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("checkpoint.initialize=all"),
         ("checkpoint.initialize is all", "initialize_from is null", "name a checkpoint"),
     ),
+    "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
+    "skipped samples": (
+        over("events.skip_samples=[{first: 8, end: 8}]"),
+        ("first 8 and end 8", "0 <= first < end"),
+    ),
+    "learning rate steps": (
+        over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
+        ("from_step 9 and until_step 8", "must not be the larger"),
+    ),
+    "learning rate": (
+        over("events.learning_rate=[{from_step: 9}]"),
+        ("factor None and value None", "give one of them"),
+    ),
+    "shrink event": (
+        over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
+        ("value 2.0", "in (0, 1]"),
+    ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "positive or null")),
     "sentinels": (
@@ -467,7 +485,7 @@ def test_no_rule_lacks_a_test(tmp_path):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    for module in (config_module, deepspeed_module):
+    for module in (config_module, deepspeed_module, events_module):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 

@@ -1,0 +1,104 @@
+"""How a run is told to stop or to save: signals to any rank, and the files STOP and SAVE in its directory.
+
+A signal only leaves a note; the ranks exchange their notes in every step's reduction (trainer.py), so that all act
+after the same step. A second signal ends the process at once, even one that waits in a collective for ever: Python runs
+signal handlers between its own instructions only, but the number of the signal reaches a pipe from the operating
+system's handler, and a thread reads it there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megatron_lite.errors import HaltedError
+from megatron_lite.launch import report_status
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# One request often arrives twice, from the system and from a launcher that passes it on.
+SAME_REQUEST_SECONDS = 2.0
+
+FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecond
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What was asked of the run, agreed by all ranks."""
+
+    stop: bool = False  # by a signal: save and end
+    halt: bool = False  # by the file STOP: save and end, and do not start again while it exists
+    save: bool = False  # by the file SAVE: save now and go on
+
+    @property
+    def end(self) -> bool:
+        return self.stop or self.halt
+
+
+class RunControl:
+    """This process's share of the requests. Listens for signals from the moment it is made, in the main thread."""
+
+    def __init__(self, directory: Path, is_main: bool):
+        """Args: is_main: this rank looks at the files."""
+        self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
+        self._is_main = is_main
+        self._stop_signal = False
+        self._found = Requests()
+        self._next_look = 0.0
+        self._listen()
+
+    def refuse_if_halted(self) -> None:
+        """Raise HaltedError while the file STOP exists."""
+        if self.stop_file.exists():
+            raise HaltedError(f"{self.stop_file} exists, which stops this run; remove it to train on.")
+
+    def local_requests(self) -> list[float]:
+        """This rank's requests as numbers, to be summed over the ranks and given to `agreed`."""
+        files = self._look() if self._is_main else Requests()
+        return [float(self._stop_signal), float(files.halt), float(files.save)]
+
+    @staticmethod
+    def agreed(sums: list[float]) -> Requests:
+        return Requests(*(value > 0 for value in sums))
+
+    def saved(self) -> None:
+        """What the file SAVE asked for is done."""
+        self._found = Requests()
+        if self._is_main:
+            self.save_file.unlink(missing_ok=True)
+
+    def _look(self) -> Requests:
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + FILE_CHECK_SECONDS
+            self._found = Requests(halt=self.stop_file.exists(), save=self.save_file.exists())
+        return self._found
+
+    def _listen(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=_await_second_signal, args=(reader,), name="signals", daemon=True).start()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request_stop)
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_signal = True
+
+
+def _await_second_signal(reader: int) -> None:
+    first = None
+    while True:
+        for number in os.read(reader, 64):
+            if number not in STOP_SIGNALS:
+                continue
+            now = time.monotonic()
+            first = now if first is None else first
+            if now - first >= SAME_REQUEST_SECONDS:
+                os.write(2, f"second signal ({signal.Signals(number).name}): ending at once\n".encode())
+                report_status(128 + number)
+                os._exit(128 + number)

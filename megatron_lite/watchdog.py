@@ -1,0 +1,203 @@
+"""A thread in every rank that ends the process when a section of the run takes longer than its limit.
+
+A hang otherwise costs the hours until somebody looks: a rank that waits for the others in a collective cannot notice
+that one of them never comes. The watchdog prints its rank, host and place and every thread's stack, and which rank is
+furthest behind, then ends the process, whereupon the launcher ends the others.
+
+Who is behind: all ranks pass the same places in the same order, so each counts the places it has passed, and the lowest
+count is the rank that the others wait for. The counts are in small files below the run's directory, one for each rank,
+written every few seconds by the watchdogs, never by training itself; `scripts/heartbeats.py` shows them.
+
+A thread of Python needs the interpreter's lock. Should native code keep it, a timer of the C library (faulthandler)
+ends the process a little later, with the stacks and status 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.errors import ExitStatus
+from megatron_lite.launch import report_status
+
+TICK_SECONDS = 0.5
+BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
+EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpreter
+OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
+
+
+class Section(StrEnum):
+    """The parts of a run that have a time limit each: timeouts.*_seconds."""
+
+    SETUP = "setup"
+    STEP = "step"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    EXIT = "exit"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank is. `seconds` is the time in the section, `time` when this was written (Unix)."""
+
+    rank: int
+    host: str
+    pid: int
+    section: str
+    place: str
+    step: int
+    passed: int  # places passed since the start
+    seconds: float
+    time: float
+
+    def __str__(self) -> str:
+        where = f"{self.section}, step {self.step}"
+        return f"rank {self.rank} on {self.host} ({where}{', ' if self.place else ''}{self.place})"
+
+
+@dataclass(frozen=True)
+class _Here:
+    section: Section
+    place: str
+    step: int
+    passed: int
+    since: float
+
+
+class Watchdog:
+    """Where this rank is, and the thread that watches how long it stays."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, float],
+        directory: Path,
+        rank: int,
+        world_size: int,
+        heartbeat_seconds: float,
+    ):
+        """Args: limits: seconds by section name; directory: the run's, for the heartbeats."""
+        self._limits = {**limits, Section.EXIT: EXIT_SECONDS}
+        self._directory = heartbeat_directory(directory)
+        self._rank, self._world_size = rank, world_size
+        self._heartbeat_seconds = heartbeat_seconds
+        self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
+        """Begin a section (its time starts again), to be called by all ranks in the same order."""
+        here = self._here
+        step = here.step if step is None else step
+        self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
+        if section == Section.EXIT:
+            self._closed.set()
+
+    def at(self, place: str) -> None:
+        """Name a place within the section."""
+        here = self._here
+        self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
+
+    def _watch(self) -> None:
+        next_beat = 0.0
+        while True:
+            here, now = self._here, time.monotonic()
+            left = here.since + self._limits[here.section] - now
+            if left < 0:
+                self._end(here, now)
+            if now >= next_beat:
+                self._beat()
+                next_beat = now + self._heartbeat_seconds
+            if self._closed.wait(TICK_SECONDS):
+                # The interpreter stops this thread before it ends; the timer goes on.
+                faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
+                return
+            # Every tick sets the timer anew, so it only fires if the ticks stop.
+            faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
+
+    def _heartbeat(self) -> Heartbeat:
+        here = self._here
+        seconds = round(time.monotonic() - here.since, 1)
+        host, now = socket.gethostname(), round(time.time(), 1)
+        return Heartbeat(
+            self._rank, host, os.getpid(), here.section, here.place, here.step, here.passed, seconds, now
+        )
+
+    def _beat(self, parents: bool = False) -> None:
+        """Args: parents: make the run's directory, which a run that is refused at its start must not leave behind."""
+        path = self._directory / f"rank_{self._rank:05d}.json"
+        temporary = path.with_suffix(".tmp")
+        # A full or broken disk is not the heartbeat's business; and a save that hangs on it must be noticed.
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=parents, exist_ok=True)
+            temporary.write_text(json.dumps(asdict(self._heartbeat())) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+
+    def _end(self, here: _Here, now: float) -> None:
+        rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
+        os.write(2, f"\n{self._heartbeat()} hangs: {now - here.since:.0f} s, {rule}\n".encode())
+        faulthandler.dump_traceback(file=2)
+        # Writing and reading may hang as well, on the file system that is to blame: not in this thread.
+        summary = threading.Thread(target=self._compare, daemon=True)
+        summary.start()
+        summary.join(OTHERS_SECONDS + 5.0)
+        report_status(ExitStatus.HUNG)
+        os._exit(ExitStatus.HUNG)
+
+    def _compare(self) -> None:
+        self._beat(parents=True)
+        time.sleep(OTHERS_SECONDS)
+        heartbeats = read_heartbeats(self._directory)
+        os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
+        if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
+            time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
+
+
+class NoWatchdog(Watchdog):
+    """Watches nothing, for runs inside other programs."""
+
+    def __init__(self) -> None:
+        pass
+
+    def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
+        pass
+
+    def at(self, place: str) -> None:
+        pass
+
+
+def heartbeat_directory(run_directory: Path) -> Path:
+    return run_directory / "heartbeats"
+
+
+def read_heartbeats(directory: Path) -> list[Heartbeat]:
+    """What the ranks last wrote, by rank; unreadable files are left out."""
+    found = []
+    for path in sorted(directory.glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Heartbeat(**values))
+    return sorted(found, key=lambda beat: beat.rank)
+
+
+def who_is_behind(heartbeats: list[Heartbeat], world_size: int) -> str:
+    """One line: the ranks that have passed the fewest places, for whom the others wait."""
+    ours = [beat for beat in heartbeats if beat.rank < world_size]
+    silent = sorted(set(range(world_size)) - {beat.rank for beat in ours})
+    if silent:
+        return f"no heartbeat of {len(silent)} of {world_size} ranks, the first of them {silent[:8]}"
+    least = min(beat.passed for beat in ours)
+    behind = [beat for beat in ours if beat.passed == least]
+    if len(behind) == world_size:
+        return f"all {world_size} ranks are at the same place"
+    named = "; ".join(str(beat) for beat in behind[:8])
+    return f"furthest behind, so that the other {world_size - len(behind)} wait: {named}"

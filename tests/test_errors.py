@@ -1,0 +1,65 @@
+"""Entry points: one line for what a user can mend, and the exit status that says what happened."""
+
+import pytest
+
+from megatron_lite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExitStatus,
+    HaltedError,
+    TrainingError,
+    run_command,
+)
+
+
+def ended(main, **options):
+    """Exit status of an entry point, and what it reported."""
+    reported = []
+    with pytest.raises(SystemExit) as exit:
+        run_command(main, report=reported.append, **options)
+    return exit.value.code, reported
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError, ExitStatus.USER_ERROR),
+        (DataError, ExitStatus.USER_ERROR),
+        (CheckpointError, ExitStatus.USER_ERROR),
+        (HaltedError, ExitStatus.HALTED),
+        (TrainingError, ExitStatus.UNSOUND),
+    ],
+)
+def test_an_error_has_its_status_and_one_line(error, status, capsys):
+    def main():
+        raise error("a is 1; it must be 2.")
+
+    assert ended(main) == (status, [status])
+    assert capsys.readouterr().err == "error: a is 1; it must be 2.\n"
+    assert ended(main, quiet=True) == (status, [status])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("result", [None, 0, ExitStatus.STOPPED])
+def test_the_result_of_an_entry_point_is_its_status(result):
+    assert ended(lambda: result) == (result or 0, [result or 0])
+
+
+def test_other_errors_keep_their_traceback_and_report_nothing():
+    reported = []
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0, report=reported.append)
+    assert reported == []
+
+
+def test_statuses_are_distinct_and_leave_those_of_signals_free():
+    assert len({int(status) for status in ExitStatus}) == len(ExitStatus) and max(ExitStatus) < 128
+
+
+def test_the_guide_lists_every_status():
+    from conftest import ROOT
+
+    guide = (ROOT / "docs/cluster.md").read_text()
+    for status in ExitStatus:
+        assert f"\n| {int(status)} | " in guide

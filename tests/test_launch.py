@@ -1,0 +1,115 @@
+"""Ranks and rendezvous from what launchers and SLURM set, and how a run's end is reported."""
+
+import socket
+
+import pytest
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.launch import (
+    Launch,
+    check_port_is_free,
+    first_node,
+    is_first_of_node,
+    report_status,
+    slurm_port,
+)
+
+STEP = {  # what srun sets for one of four processes on two nodes
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that replaces all that launchers and SLURM say by the given variables."""
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        *STEP,
+        "SLURM_JOB_NODELIST",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+    def replace(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+def test_ranks_started_by_srun_need_nothing_else(environment):
+    environment(STEP)
+    assert Launch.from_environment() == Launch(3, 4, 1, "gpu07", slurm_port(1234, 0))
+    assert not is_first_of_node()
+
+
+def test_a_launcher_inside_an_allocation_knows_better_than_slurm(environment):
+    environment({**STEP, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+    assert Launch.from_environment() == Launch(5, 8, 0)
+    assert is_first_of_node()
+
+
+def test_a_process_of_a_batch_script_is_alone(environment):
+    """A batch script has SLURM_PROCID and SLURM_NTASKS of the whole job, but nobody started the other processes."""
+    environment(
+        {name: STEP[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")}
+    )
+    assert Launch.from_environment() == Launch(0, 1, 0)
+
+
+def test_a_number_that_is_none_is_named(environment):
+    environment({**STEP, "SLURM_LOCALID": "two"})
+    with pytest.raises(ConfigError, match="SLURM_LOCALID is 'two'; it must be a whole number"):
+        Launch.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login1", "login1"),
+        ("a1,b2", "a1"),
+        ("gpu[007-011,20],login1", "gpu007"),
+        ("gpu[3,5-7]", "gpu3"),
+        ("rack[2-3]gpu[10-11]", "rack2gpu10"),
+        ("n[01-02].example.org", "n01.example.org"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+    ],
+)
+def test_the_first_node_of_slurms_list(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_ports_are_below_those_that_the_system_hands_out():
+    ports = {slurm_port(job, step) for job in range(20_000) for step in range(3)}
+    assert min(ports) >= 15000 and max(ports) < 32000
+    assert len({slurm_port(job) for job in range(5000, 7000)}) == 2000  # jobs that run at once
+
+
+def test_a_port_in_use_is_refused_by_name():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}, .*set MASTER_PORT to a free one"):
+            check_port_is_free(port)
+    check_port_is_free(port)
+
+
+def test_the_first_status_reported_stands(monkeypatch, tmp_path):
+    monkeypatch.delenv("GLM_STATUS_FILE", raising=False)
+    report_status(0)  # nobody asked
+    monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
+    report_status(75)
+    report_status(2)
+    assert (tmp_path / "status").read_text() == "75\n"
+    monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "absent" / "status"))
+    report_status(0)  # where nothing can be written, the run ends all the same

@@ -1,0 +1,145 @@
+"""A hang names the rank and the place, and ends the process, wherever it is."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT
+from distributed import _FORK, free_port, initialize
+from test_trainer import make_trainer
+
+from megatron_lite.config import ParallelConfig, TimeoutsConfig
+from megatron_lite.errors import ExitStatus
+from megatron_lite.launch import Launch
+from megatron_lite.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
+
+LIMITS = {**TimeoutsConfig().sections, "step": 3}
+
+
+def never_return(*arguments):
+    time.sleep(300)
+
+
+def train_with_a_hang(rank, port, tree):
+    """Two ranks train; the second one's data never come at step 3."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    context = initialize(Launch(rank, 2, rank), ParallelConfig(), timeout_seconds=60)
+    trainer = make_trainer(context, tree)
+    trainer.watchdog = Watchdog(LIMITS, trainer.directory, rank, 2, heartbeat_seconds=10)
+    read = trainer.train_data.batch
+
+    def batch(indices):
+        return never_return() if rank == 1 and trainer.step == 2 else read(indices)
+
+    trainer.train_data.batch = batch
+    trainer.fit()
+
+
+def test_a_hang_of_one_rank_is_named_by_all_and_ends_all(settings, capfd):
+    port = free_port()
+    processes = [_FORK.Process(target=train_with_a_hang, args=(rank, port, settings)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [ExitStatus.HUNG] * 2
+    printed = capfd.readouterr().err
+    for rank, place in ((0, "summing totals of all ranks"), (1, "reading data")):
+        assert f"(step, step 3, {place}) hangs: 3 s, timeouts.step_seconds is 3" in printed
+        assert f"rank {rank} compares: furthest behind, so that the other 1 wait: rank 1 on " in printed
+    assert "in never_return" in printed and "in _totals" in printed
+    beats = read_heartbeats(Path(settings["run"]["directory"]) / "heartbeats")
+    assert [(beat.rank, beat.step, beat.place) for beat in beats] == [
+        (0, 3, "summing totals of all ranks"),
+        (1, 3, "reading data"),
+    ]
+
+
+def start(directory, program, limit=1.0, backstop=30.0):
+    """A Python process with a watchdog whose sections may last `limit` seconds, which then runs `program`."""
+    head = f"""
+import ctypes, threading, time
+from pathlib import Path
+from megatron_lite import watchdog
+from megatron_lite.watchdog import Section, Watchdog
+watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
+dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", head + program], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "GLM_STATUS_FILE": str(directory / "status")},
+    )  # fmt: skip
+
+
+def test_set_up_has_a_limit_too_and_the_status_is_reported(tmp_path):
+    done = start(tmp_path, "dog.at('opening datasets'); time.sleep(60)")
+    assert done.returncode == ExitStatus.HUNG
+    assert "(setup, step 0, opening datasets) hangs" in done.stderr
+    assert "all 1 ranks are at the same place" in done.stderr
+    assert (tmp_path / "status").read_text() == f"{int(ExitStatus.HUNG)}\n"
+
+
+def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
+    done = start(
+        tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", backstop=1.0
+    )
+    assert done.returncode == ExitStatus.CRASHED
+    assert "Timeout (0:00:0" in done.stderr and 'File "<string>"' in done.stderr
+
+
+def test_an_interpreter_that_does_not_end_is_ended(tmp_path):
+    done = start(tmp_path, "dog.enter(Section.EXIT); threading.Thread(target=time.sleep, args=(60,)).start()")
+    assert done.returncode == ExitStatus.CRASHED and "Timeout (0:00:01" in done.stderr
+
+
+def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
+    # 3.6 s in steps of 0.6 s, under a limit of 3 s: it starts again with each section
+    program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.6)"
+    done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=3.0)
+    assert (done.returncode, done.stderr) == (0, "")
+    (beat,) = read_heartbeats(tmp_path / "heartbeats")
+    assert beat.section == "step" and beat.step > 0 and beat.passed > 2
+
+
+def test_an_unwritable_run_directory_does_not_matter(tmp_path):
+    (tmp_path / "heartbeats").write_text("a file, not a directory")
+    done = start(tmp_path, "time.sleep(60)")
+    assert done.returncode == ExitStatus.HUNG and "no heartbeat of 1 of 1 ranks" in done.stderr
+
+
+def beat(rank, passed, place="p"):
+    return Heartbeat(rank, f"host{rank}", 1, Section.STEP, place, 7, passed, 1.0, time.time())
+
+
+def test_the_rank_that_has_passed_the_fewest_places_is_the_one_to_look_at():
+    assert who_is_behind([beat(0, 9), beat(1, 8, "reading data"), beat(2, 9)], 3) == (
+        "furthest behind, so that the other 2 wait: rank 1 on host1 (step, step 7, reading data)"
+    )
+    assert "all 2 ranks" in who_is_behind([beat(0, 9), beat(1, 9)], 2)
+    assert "no heartbeat of 1 of 3 ranks, the first of them [1]" in who_is_behind([beat(0, 9), beat(2, 9)], 3)
+    assert "all 1 ranks" in who_is_behind([beat(0, 9), beat(5, 1)], 1)  # left by a run on more ranks
+
+
+def test_the_script_shows_those_behind_first_and_survives_damage(tmp_path):
+    directory = tmp_path / "heartbeats"
+    directory.mkdir()
+    for item in (beat(0, 9), beat(1, 8, "reading data")):
+        (directory / f"rank_{item.rank:05d}.json").write_text(json.dumps(item.__dict__))
+    (directory / "rank_00002.json").write_text("{")
+    command = [sys.executable, "scripts/heartbeats.py"]
+    shown = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    first, second = shown.stdout.splitlines()[1:]
+    assert first.split()[:2] == ["1", "7"] and first.endswith("reading data") and second.split()[0] == "0"
+    none = subprocess.run([*command, str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no heartbeats" in none.stderr
+
+
+def test_collectives_wait_longer_than_any_section():
+    timeouts = TimeoutsConfig(checkpoint_seconds=7200)
+    assert timeouts.collective_seconds == 7260
+    assert set(timeouts.sections) == {section.value for section in Section} - {"exit"}
