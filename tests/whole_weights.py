@@ -1,4 +1,4 @@
-"""What ranks of a layout computed, beside one process: losses, gradient norms, and weights at their place in the whole."""
+"""What the ranks of a layout computed, beside one process: losses, gradient norms, weights at their place."""
 
 import pytest
 import torch
