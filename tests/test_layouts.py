@@ -11,6 +11,7 @@ from test_trainer import make_trainer
 from data_utils.objectives.base import DOC, OBJECTIVE
 from megatron_lite.config import ParallelConfig
 from megatron_lite.metrics import Metrics
+from megatron_lite.run_control import RunControl
 from megatron_lite.settings import merge
 
 MIXED = {
@@ -33,6 +34,7 @@ def two_steps(context, settings):
         return made
 
     trainer.train_data.batch = batch
+    trainer.control = RunControl(trainer.directory, is_main=False)
     steps = []
     for _ in range(2):
         interval = trainer._new_interval()
