@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import small_run
 from distributed import run_ranks
-from test_engine import own_weights
+from whole_weights import placed_weights
 
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
@@ -194,7 +194,7 @@ def start(context, tree):
     ]
     return (
         (trainer.step, trainer.consumed_samples, trainer.restarts),
-        own_weights(trainer.engine),
+        placed_weights(trainer.engine),
         max(moments),
     )
 
