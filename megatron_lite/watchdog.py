@@ -19,8 +19,10 @@ import faulthandler
 import json
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -144,8 +146,8 @@ class Watchdog:
 
     def _end(self, here: _Here, now: float) -> None:
         rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
-        os.write(2, f"\n{self._heartbeat()} hangs: {now - here.since:.0f} s, {rule}\n".encode())
-        faulthandler.dump_traceback(file=2)
+        head = f"\n{self._heartbeat()} hangs: {now - here.since:.0f} s, {rule}\n"
+        os.write(2, head.encode() + _stacks())
         # Writing and reading may hang as well, on the file system that is to blame: not in this thread.
         summary = threading.Thread(target=self._compare, daemon=True)
         summary.start()
@@ -160,6 +162,18 @@ class Watchdog:
         os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
         if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
             time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
+
+
+def _stacks() -> bytes:
+    """Every thread's stack as one piece of text: other ranks print at the same time, and faulthandler word by word."""
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"Thread {thread:#x} (most recent call first):")
+        lines += [
+            f'  File "{step.f_code.co_filename}", line {line} in {step.f_code.co_name}'
+            for step, line in traceback.walk_stack(frame)
+        ]
+    return ("\n".join(lines) + "\n").encode()
 
 
 class NoWatchdog(Watchdog):
