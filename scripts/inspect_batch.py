@@ -28,7 +28,7 @@ from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
 from megatron_lite.config import Config, load_config
-from megatron_lite.errors import ConfigError, DataError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.settings import build, parse_override
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
@@ -59,9 +59,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
     parser.add_argument(
         "--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}"
