@@ -15,6 +15,13 @@ def require_directory(path: Path, remedy: str) -> None:
         raise DataError(f"{path} {reason}; {remedy}.")
 
 
+def require_new_directory(path: Path) -> None:
+    """Raise DataError if a directory `path` holds something, or surely cannot be made. Makes nothing."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DataError(f"{path} exists; choose a new directory, or remove it.")
+    require_writable(path / "file", "--output")
+
+
 def require_writable(path: Path, option: str) -> None:
     """Raise DataError, naming the option, if a file `path` surely cannot be written. Makes nothing."""
     if not path.name or path.is_dir():

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.files import require_directory
+from data_utils.files import require_directory, require_new_directory
 from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.settings import load_yaml, merge, parse_override
 
@@ -65,7 +65,7 @@ def add_import_arguments(command: argparse.ArgumentParser) -> None:
 def parse_size(text: str) -> int:
     """Bytes of "500MB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or float(match[1]) == 0:
         raise ConfigError(
             f"--max-shard-size is {text!r}; write a number of bytes, KB, MB or GB, for example 5GB."
         )
@@ -84,6 +84,9 @@ def load_tree(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     arguments = parse_arguments()
     verify, tolerance = not arguments.no_verify, arguments.tolerance
+    if not tolerance >= 0:
+        raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
+    require_new_directory(arguments.output)
     # Imported here: --help and mistakes in the arguments should not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_utils.files import require_directory
+from data_utils.tokenizers import PROMPT_MARKERS
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.generation_config import GenerationConfig
 
@@ -48,6 +49,11 @@ def main() -> None:
     texts = [*arguments.text, *read_lines(arguments.input)]
     if not texts:
         raise ConfigError("no text given; pass --text 'Paris is the [MASK] of France.' or --input FILE.")
+    for text in texts:
+        if not any(blank in text for blank in PROMPT_MARKERS):
+            raise DataError(
+                f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
+            )
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments should not wait for torch.
     from megatron_lite.generation import BlankFiller, blank_context, insert_spans

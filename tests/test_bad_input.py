@@ -61,6 +61,7 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
     [
         (["--checkpoint", "absent", "--text", "a [MASK]"], "absent does not exist"),
         (["--checkpoint", "absent"], "no text given"),
+        (["--checkpoint", "absent", "--text", "a [MASK]", "--text", "plain"], "text 'plain' has no blank"),
         (["--checkpoint", "absent", "--text", "a [MASK]", "--strategy", "best"], "must be one of greedy"),
         (["--checkpoint", "absent", "--input", "absent.txt"], "absent.txt: No such file"),
     ],

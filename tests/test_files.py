@@ -4,7 +4,13 @@ import os
 
 import pytest
 
-from data_utils.files import require_directory, require_prefix, require_writable, write_whole
+from data_utils.files import (
+    require_directory,
+    require_new_directory,
+    require_prefix,
+    require_writable,
+    write_whole,
+)
 from megatron_lite.errors import ConfigError, DataError
 
 
@@ -41,6 +47,20 @@ def test_places_that_cannot_be_written(tmp_path):
             require_writable(directory, "--output")
     with pytest.raises(DataError, match="file/x: File exists; choose another --output"):
         write_whole(tmp_path / "file/x", b"", "--output")
+
+
+def test_new_directories(tmp_path):
+    for path in (tmp_path / "new/deep", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        require_new_directory(path)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    for path in (tmp_path / "full", tmp_path / "full/file"):
+        with pytest.raises(DataError, match="exists; choose a new directory"):
+            require_new_directory(path)
+    with pytest.raises(DataError, match="full/file is not a writable directory"):
+        require_new_directory(tmp_path / "full/file/new")
 
 
 def test_directories_and_prefixes(tmp_path):
