@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_utils.collate import Collator
+from data_utils.files import require_writable
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
 from megatron_lite.config import Config, load_config
@@ -75,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         raise ConfigError(f"--samples {min(arguments.samples)}: sample numbers are 0 or more.")
     if not arguments.config and arguments.text is None:
         raise ConfigError("nothing to show; give --text TEXT, --config FILE, or both.")
+    if arguments.png:
+        require_writable(Path(arguments.png), "--png")
     return arguments
 
 

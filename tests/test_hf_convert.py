@@ -579,7 +579,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
-    assert "holds no checkpoint" in printed.err and not list(tmp_path.iterdir())
+    assert "absent does not exist" in printed.err and not list(tmp_path.iterdir())
 
 
 def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
