@@ -116,3 +116,26 @@ def test_a_refused_start_leaves_an_earlier_run_as_it_is(settings, tmp_path):
     done = run("pretrain_glm.py", "--config", str(config))
     assert done.returncode == 2 and done.stderr.count("error: ") == 1
     assert (run_directory / "config.yaml").read_text() == "earlier: 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "the launcher is ''; it must be deepspeed or torchrun"),
+        (["mpirun"], {}, "the launcher is 'mpirun'"),
+        (["deepspeed"], {}, "HOSTFILE is not set; it is the file"),
+        (["torchrun"], {"NUM_NODES": "1", "RANKS_PER_NODE": "1"}, "NODE_RANK is not set; it is the number"),
+        (
+            ["torchrun"],
+            dict.fromkeys(["NUM_NODES", "RANKS_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"], "1"),
+            "there is no Python at /absent; set PYTHON",
+        ),
+    ],
+)
+def test_the_launcher_of_a_node_says_what_it_lacks(arguments, variables, message):
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/launch_node.sh"), *arguments],
+        env={"PATH": os.environ["PATH"], "PYTHON": "/absent", **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
