@@ -35,6 +35,19 @@ def test_the_map_names_every_module(room):
     assert set(missing) <= {"__init__.py"}
 
 
+def test_the_map_names_what_exists():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rooms = (".", *ROOMS, "data_utils/objectives", "tests")
+    files = {path.name: path for room in rooms for path in (ROOT / room).glob("*.py")}
+    assert set(re.findall(r"(?<!/)\b(\w+\.py)", text)) <= set(files)
+    places = re.findall(r"`(\w+)` (?:and its sections )?in `(\w+\.py)`", text)
+    assert len(places) > 15
+    for name, file in places:
+        assert re.search(
+            rf"^\s*(?:(?:def|class) )?{name}\b", files[file].read_text(encoding="utf-8"), re.M
+        ), name
+
+
 def test_every_objective_script_and_benchmark_is_named_somewhere():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for folder in ("data_utils/objectives", "scripts", "benchmarks"):
