@@ -71,6 +71,7 @@ def run_command(
 ) -> None:
     """Run an entry point: a `UserError` becomes one line on stderr (unless `quiet`) and its exit status, mostly 2.
 
+    Ctrl-C is one line, too.
     Args:
         report: called with the exit status before the process ends; not after a traceback.
     """

@@ -15,7 +15,7 @@ SETTINGS = set(setting_names(Config))
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 # Modules whose every file the map must name; objectives are listed in docs/objectives.md.
 ROOMS = ("megatron_lite", "megatron_lite/hf", "data_utils")
-# Directories with Python files that run as commands, for the options in the guide's commands.
+# A command of the guide: the script, and the rest of its line, continued lines included.
 COMMANDS = re.compile(
     r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:scripts/|benchmarks/|tests/)?\w+\.py)((?:\\\n|.)*)"
 )
