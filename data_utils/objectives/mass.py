@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
 from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
-from data_utils.objectives.masking import draw_treatment, treated
+from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -66,7 +63,7 @@ class MassConfig(RowSizes):
         return sequence_length + 1
 
 
-@njit(nogil=True)
+@compiled
 def _draw_start(stream, places, s):
     """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
     word = next_word(stream)
@@ -103,13 +100,10 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

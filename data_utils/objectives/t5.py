@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
 from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
-from data_utils.objectives.masking import ENDS, STARTS
+from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -71,7 +68,7 @@ class T5Config(RowSizes):
         return sequence_length
 
 
-@njit(nogil=True)
+@compiled
 def _divide(stream, w, line, total, parts):
     """Lengths >= 1 of `parts` parts of `total` to w[line], every division equally likely."""
     rest, cuts = total - 1, parts - 1
@@ -133,13 +130,10 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 
