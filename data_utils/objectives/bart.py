@@ -20,13 +20,10 @@ import numpy as np
 
 from data_utils.objectives.base import (
     OBJECTIVE_NAMES,
-    ONE_AS_INT32,
     ORD,
     POSITION_IDS,
     SEGMENT_IDS,
-    TARGETS,
     TOKENS,
-    WEIGHTS,
     Vocabulary,
 )
 from data_utils.objectives.masking import (
@@ -53,6 +50,7 @@ from data_utils.objectives.rows import (
     fill_pieces,
     mark_document,
     maskable_length,
+    predict_range,
     set_range,
 )
 from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
@@ -190,8 +188,7 @@ def _write_target(row, part_b, text, start, length, s):
     end = part_b + length
     row[TOKENS, part_b] = s.sop
     copy_range(row, TOKENS, part_b + 1, end, text, start)
-    copy_range(row, TARGETS, part_b, end, text, start)
-    set_range(row, WEIGHTS, part_b, end, ONE_AS_INT32)
+    predict_range(row, part_b, end, text, start)
     count_up(row, POSITION_IDS, part_b, end, 0)
     count_up(row, ORD, part_b, end, 1)
     set_range(row, SEGMENT_IDS, part_b, end, 1)

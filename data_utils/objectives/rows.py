@@ -141,6 +141,13 @@ def copy_range(row, plane, start, end, source, first):
 
 
 @compiled
+def predict_range(row, start, end, source, first):
+    """Give row[:, start:end] the elements of `source` from `first` on as targets, with weight 1."""
+    copy_range(row, TARGETS, start, end, source, first)
+    set_range(row, WEIGHTS, start, end, ONE_AS_INT32)
+
+
+@compiled
 def mark_document(row, used, end, document, objective):
     """The doc and objective planes of an Example at row[used:end]."""
     set_range(row, DOC, used, end, document)
