@@ -158,11 +158,8 @@ def mark_document(row, used, end, document, objective):
 def begin_row(row, pad):
     """All padding."""
     for plane in range(len(FIELDS)):
-        for i in range(row.shape[1]):
-            row[plane, i] = 0
-    for i in range(row.shape[1]):
-        row[TOKENS, i] = pad
-        row[DOC, i] = PADDING_DOC
+        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
+        set_range(row, plane, 0, row.shape[1], value)
 
 
 @compiled
