@@ -1,8 +1,8 @@
 import json
 import pickle
 import struct
-from pathlib import Path
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
