@@ -5,8 +5,8 @@
 Four measurements, each with its yardstick in the same run:
 
 - open: datasets of many documents (index real, tokens a sparse file) in a fresh process: seconds to open,
-  then seconds and memory until the first batch of a far epoch is there, imports not counted (mapped pages
-  are the kernel's cache, which maps up to some megabytes around each page that is read);
+  then seconds and memory until the first batch of a far epoch is there, imports not counted, and the memory of the
+  whole process (mapped: pages of the kernel's cache; it maps several around each page that is read);
 - warm: samples per second of CPU time for shuffled windows of a cached file, beside a plain NumPy gather of
   as many tokens at random positions, which knows no documents;
 - cold: samples per second of real time from a file that is not cached, read through a plain np.memmap,
@@ -52,13 +52,14 @@ SPECIAL = SpecialTokens(
 
 
 def write_sparse(prefix: Path, num_documents: int) -> None:
-    """A dataset with a real index over tokens that are holes in a file."""
+    """A dataset with a real index, of documents of 1 to 2 * DOCUMENT tokens, over tokens that are holes in a file."""
     dtype = np.dtype("<u2")
+    lengths = np.random.default_rng(0).integers(1, 2 * DOCUMENT, num_documents, dtype=np.int32)
     with open(f"{prefix}.idx", "wb") as file:
-        for piece in index_pieces(np.broadcast_to(np.int32(DOCUMENT), (num_documents,)), dtype):
+        for piece in index_pieces(lengths, dtype):
             file.write(piece)
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(num_documents * DOCUMENT * dtype.itemsize)
+        file.truncate(int(lengths.sum(dtype=np.int64)) * dtype.itemsize)
 
 
 def write_random(prefix: Path, num_tokens: int) -> None:
@@ -108,6 +109,7 @@ def measure_open(prefix: Path) -> dict:
         "first_batch_seconds": round(first_batch - start, 4),
         "more_private_megabytes": after["RssAnon"] - before["RssAnon"],
         "more_mapped_megabytes": after["RssFile"] - before["RssFile"],
+        "process_rss_megabytes": sum(after[kind] for kind in ("RssAnon", "RssFile", "RssShmem")),
     }
 
 

@@ -326,6 +326,10 @@ class IndexedDataset:
         )
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
+        if self._index_map is not None:
+            self._index_map.madvise(
+                mmap.MADV_DONTNEED
+            )  # what the checks mapped: the kernel keeps it in its cache
         self._check_manifest_counts()
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
@@ -486,7 +490,10 @@ class IndexedDataset:
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
         """(lengths, pointers)"""
-        mapped = self._map(".idx")
+        self._index_map = mapped = self._map(".idx")
+        if mapped is not None:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # else the few pages that are read map 2 MiB each
         path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, _HEADER.size
         if mapped is None:
             lengths = np.fromfile(path, "<i4", count, offset=start)

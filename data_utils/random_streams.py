@@ -6,8 +6,9 @@ four numbers, against 2-3 ns for a generator with hidden state.
 
 A stream is a small record: the address as a counter of four words and a key of two, and the words of
 the last block that are left. It is a record and not an array because numba counts references to an
-array at every call, which cost four times as much as the draw itself. The same code runs as plain
-Python under NUMBA_DISABLE_JIT=1: every value is a masked np.uint64, nothing overflows.
+array at every call, which cost four times as much as the draw itself; and a draw is expanded where it is
+made, because a call costs as much as the draw. The same code runs as plain Python under
+NUMBA_DISABLE_JIT=1: every value is a masked np.uint64, nothing overflows.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; bounded integers:
 Lemire, arXiv:1805.10941.
@@ -34,13 +35,16 @@ _TWO_POWER_32 = np.uint64(1 << 32)
 _ZERO = np.uint64(0)
 _WORDS_PER_BLOCK = np.uint64(4)
 _STREAM = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            *("counter_0", "counter_1", "counter_2", "counter_3", "key_0", "key_1"),
-            *("word_0", "word_1", "word_2", "word_3", "words_left"),
-        )
-    ]
+    (
+        np.record,
+        [
+            (name, np.uint64)
+            for name in (
+                *("counter_0", "counter_1", "counter_2", "counter_3", "key_0", "key_1"),
+                *("word_0", "word_1", "word_2", "word_3", "words_left"),
+            )
+        ],
+    )
 )
 
 
@@ -82,7 +86,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 def new_stream() -> np.record:
     """Room for a stream; `open_stream` gives it an address. To be made in Python, which keeps it alive."""
-    return np.recarray(1, _STREAM)[0]
+    return np.zeros(1, _STREAM)[0]
 
 
 @njit(nogil=True)
@@ -116,7 +120,7 @@ def _next_block(stream):
     stream.words_left = _WORDS_PER_BLOCK
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")
 def next_word(stream):
     """The next uniform 32-bit word, as np.uint64."""
     if stream.words_left == _ZERO:
@@ -129,17 +133,24 @@ def next_word(stream):
     return word
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")  # no test for a division by zero
+def _unbiased(stream, limit, product):
+    """`product`, or the first later one that is not among those that would come too often."""
+    threshold = _TWO_POWER_32 - limit
+    if threshold >= limit:  # a division costs more than the draw, and a large bound always comes here
+        threshold %= limit
+    while product & _MASK < threshold:
+        product = next_word(stream) * limit
+    return product
+
+
+@njit(nogil=True, inline="always")
 def below(stream, bound):
     """A uniform int64 in [0, bound), 1 <= bound <= 2**32, without modulo bias."""
     limit = np.uint64(bound)
     product = next_word(stream) * limit
-    if product & _MASK < limit:
-        threshold = _TWO_POWER_32 - limit
-        if threshold >= limit:  # a division costs more than the draw
-            threshold %= limit
-        while product & _MASK < threshold:
-            product = next_word(stream) * limit
+    if product & _MASK < limit:  # rare, so it is not expanded with the rest
+        product = _unbiased(stream, limit, product)
     return np.int64(product >> _HALF)
 
 

@@ -2,10 +2,11 @@
 
 Two parts. `permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of
 this epoch" needs no array, no index file and no state. `WindowIndex` cuts a document stream into windows of
-equal cost and finds the documents of a window by binary search in the mapped index.
+equal cost and finds the documents of a window by a search in the mapped index.
 
-Costs: an access takes O(log documents) page reads from the index and O(1) memory. Windows are fixed by
-position, so epochs visit the same windows in another order; they do not re-cut the documents.
+Costs: an access takes O(1) memory and, where long and short documents are mixed, two or three page reads from the
+index; O(log documents) in an index sorted by length. Windows are fixed by position, so epochs visit the same windows
+in another order; they do not re-cut the documents.
 
 Source of the permutation: generalised Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
 Rogaway, "Ciphers with arbitrary finite domains", 2002.
@@ -24,6 +25,7 @@ from megatron_lite.errors import ConfigError
 _U64 = np.uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4  # pairs of half rounds
+_GUESSES = 3  # each about as far off as the square root of the one before
 CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
 
 # All compiled functions of sampling live in this file: numba notices a change of the file that holds a cached
@@ -124,12 +126,44 @@ def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places,
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _first_document(pointers, shift, overhead, start):
-    """The last document that begins at or before the cost `start`."""
-    low, high = np.int64(0), np.int64(pointers.shape[0])
+def _cost(pointers, shift, overhead, document):
+    """Where a document begins, in the costs of `WindowIndex`."""
+    return (pointers[document] >> shift) + overhead * document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _guess_document(pointers, shift, num_tokens, overhead, start):
+    """A document near the cost `start`: a place by the mean cost of a document, corrected by what stands there."""
+    num_documents = pointers.shape[0]
+    mean = (num_tokens + overhead * num_documents) / num_documents
+    document = np.int64(0)
+    for _ in range(_GUESSES):
+        document += np.int64((start - _cost(pointers, shift, overhead, document)) / mean)
+        document = min(max(document, np.int64(0)), np.int64(num_documents - 1))
+    return document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_document(pointers, shift, num_tokens, overhead, start):
+    """The last document that begins at or before the cost `start`.
+
+    From a guess outward in doubling steps, then by halves: nearly always within one page of the index, where a
+    search by halves from the ends visits a page of its own for every step but the last ones.
+    """
+    low = _guess_document(pointers, shift, num_tokens, overhead, start)
+    high = low + 1
+    step = np.int64(1)
+    while low > 0 and _cost(pointers, shift, overhead, low) > start:
+        high = low
+        low = max(low - step, np.int64(0))
+        step *= 2
+    while high < pointers.shape[0] and _cost(pointers, shift, overhead, high) <= start:
+        low = high
+        high = min(high + step, pointers.shape[0])
+        step *= 2
     while high - low > 1:
         middle = (low + high) >> 1
-        if (pointers[middle] >> shift) + overhead * middle <= start:
+        if _cost(pointers, shift, overhead, middle) <= start:
             low = middle
         else:
             high = middle
@@ -137,12 +171,12 @@ def _first_document(pointers, shift, overhead, start):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _first_tokens(pointers, shift, overhead, window_length, windows):
+def _first_tokens(pointers, shift, num_tokens, overhead, window_length, windows):
     """A token at or shortly before the first one of each window, int64 [B]."""
     tokens = np.empty(windows.shape[0], np.int64)
     for i in range(windows.shape[0]):
         start = windows[i] * window_length
-        document = _first_document(pointers, shift, overhead, start)
+        document = _first_document(pointers, shift, num_tokens, overhead, start)
         tokens[i] = max(pointers[document] >> shift, start - overhead * (document + 1))
     return tokens
 
@@ -152,7 +186,7 @@ def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
     """Write the token ranges of the cost range [start, stop) into pieces [*, 2]; return their number."""
     num_documents = pointers.shape[0]
     count = 0
-    document = _first_document(pointers, shift, overhead, start)
+    document = _first_document(pointers, shift, num_tokens, overhead, start)
     begin = pointers[document] >> shift
     while document < num_documents and begin + overhead * document < stop:
         end = pointers[document + 1] >> shift if document + 1 < num_documents else num_tokens
@@ -291,8 +325,14 @@ class WindowIndex:
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
         dataset = self.dataset
-        overhead, length = np.int64(self.document_overhead), np.int64(self.window_length)
-        starts = _first_tokens(dataset.pointers, self._shift, overhead, length, windows)
+        starts = _first_tokens(
+            dataset.pointers,
+            self._shift,
+            np.int64(dataset.num_tokens),
+            np.int64(self.document_overhead),
+            np.int64(self.window_length),
+            windows,
+        )
         dataset.prefetch(starts, self.window_length)
 
     def plan_rows(self, batch: WindowBatch, windows: np.ndarray, rows: np.ndarray) -> None:

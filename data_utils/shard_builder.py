@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -248,15 +248,19 @@ def _records_of_workers(
         initargs=(job, make_tokenizer, progress),
     )
     seen = np.zeros(2, np.int64)
+    others = set(multiprocessing.active_children())
     try:
-        pending = {executor.submit(_build_in_worker, number) for number in mine}
+        pending = _submit(executor, mine)
         while pending:
             done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             now = np.frombuffer(progress, np.int64)[:-1].reshape(-1, 2).sum(axis=0)
             advance(*(now - seen).tolist())
             seen = now
             yield from [future.result() for future in done]
-    except (BrokenProcessPool, BrokenPipeError):
+    except BrokenProcessPool:
+        # A worker that the pool started while it was already breaking: it does not end it, and waits for it for ever.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
         raise DataError(
             "a worker process died (killed for memory?); finished shards are kept: run again, with fewer "
             "--workers."
@@ -264,6 +268,14 @@ def _records_of_workers(
     finally:
         progress[-1] = 1
         executor.shutdown(cancel_futures=True)
+
+
+def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
+    """Hand the shards to the pool, which starts its workers meanwhile."""
+    try:
+        return {executor.submit(_build_in_worker, number) for number in numbers}
+    except OSError as error:  # the first workers died, and the pool has closed its pipes
+        raise BrokenProcessPool from error
 
 
 _in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _start_worker

@@ -4,6 +4,7 @@ The tests that start whole processes run a few cases; the marker `slow` runs the
 """
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -43,14 +46,16 @@ def files_only(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
-def run_in_fork(work):
-    """Run `work` in a copy of this process; returns its exit status, negative for a signal."""
+def run_in_fork(work, seconds=0):
+    """Run `work` in a copy of this process; returns its exit status, negative for a signal (SIGALRM: too late)."""
     child = os.fork()
     if child == 0:
         try:
+            signal.alarm(seconds)
             work()
             os._exit(0)
         except BaseException:
+            traceback.print_exc()
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -230,6 +235,36 @@ def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_pa
     assert 0 < CountingTokenizer.texts < 200
     build(input_path, tmp_path / "expected/c", split="", shard_bytes=1 << 20)
     assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("moment", ["before the second starts", "while the second starts"])
+def test_a_worker_that_dies_before_all_have_started(tmp_path, monkeypatch, moment):
+    """The pool of Python 3.11 starts workers one by one; one that comes after the break it would join for ever."""
+    original, started = SpawnProcess.start, []
+
+    def kill_the_first():
+        if started:
+            os.kill(started[0].pid, signal.SIGKILL)
+            time.sleep(1)  # for the pool to notice
+
+    def start_slowly(process):
+        if moment.startswith("before"):
+            kill_the_first()
+        original(process)
+        if moment.startswith("while"):
+            time.sleep(2)  # for the second to come up; else it dies by itself
+            kill_the_first()
+        started.append(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_slowly)
+    (tmp_path / "a.jsonl").write_text(to_jsonl(["x" * 100] * 30))
+
+    def work():
+        with pytest.raises(DataError, match="worker process died"):
+            build(tmp_path / "a.jsonl", tmp_path / "out/c", workers=2)
+        wait_until(lambda: not multiprocessing.active_children())
+
+    assert run_in_fork(work, seconds=60) == 0
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang(tmp_path):

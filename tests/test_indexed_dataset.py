@@ -2,6 +2,7 @@ import json
 import pickle
 import struct
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -379,3 +380,15 @@ def test_more_documents_than_an_int32_can_count(tmp_path):
     dataset = IndexedDataset(tmp_path / "d")
     assert len(dataset) == count and dataset.document(count - 1).tolist() == [7, 8, 9]
     assert WindowIndex(dataset, 1000).gather(np.array([0]))[0].tolist() == [7, 8, 9]
+
+
+def test_opening_leaves_nothing_of_the_index_mapped(tmp_path):
+    """Neither what the checks read nor, later, two megabytes around each page that a search reads (flag `nh`)."""
+    dataset = build(tmp_path / "d", [[1, 2, 3]] * 5000)
+    entries = Path("/proc/self/smaps").read_text().split(str(tmp_path / "d.idx"))
+    assert len(entries) == 2
+    resident = next(line for line in entries[1].splitlines() if line.startswith("Rss:"))
+    flags = next(line for line in entries[1].splitlines() if line.startswith("VmFlags:"))
+    assert resident.split() == ["Rss:", "0", "kB"]
+    assert "nh" in flags.split()
+    assert len(dataset) == 5000

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from data_utils.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
-from data_utils.sampler import WindowIndex, derive_key, permute
+from data_utils.sampler import WindowIndex, _first_document, derive_key, permute
 from megatron_lite.errors import ConfigError
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -134,6 +134,26 @@ def test_gather_gives_the_tokens_of_the_pieces(tmp_path_factory, lengths, extra,
     assert tokens.tolist() == [
         token for pieces in expected for start, stop in pieces for token in range(start, stop)
     ]
+
+
+@pytest.mark.parametrize("order", ["mixed", "ascending", "descending", "one long", "many empty"])
+def test_the_search_finds_the_last_document_that_begins_before(order):
+    """Also where lengths are such that the guess is far off."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 1000, 5000)
+    if order in ("ascending", "descending"):
+        lengths = np.sort(lengths**3)[:: 1 if order == "ascending" else -1]
+    elif order == "one long":
+        lengths[1234] = 10**9
+    elif order == "many empty":
+        lengths[rng.random(len(lengths)) < 0.7] = 0
+    ends = np.cumsum(lengths)
+    for overhead in (0, 4):
+        costs = ends - lengths + overhead * np.arange(len(lengths))
+        total = int(ends[-1]) + overhead * len(lengths)
+        starts = np.concatenate([[0, total - 1], costs[costs < total], rng.integers(0, total, 3000)])
+        found = [_first_document((ends - lengths) * 2, 1, ends[-1], overhead, start) for start in starts]
+        assert np.array_equal(found, np.searchsorted(costs, starts, side="right") - 1)
 
 
 def test_windows_follow_the_definition(tmp_path):

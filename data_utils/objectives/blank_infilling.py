@@ -33,13 +33,11 @@ from data_utils.objectives.base import (
     DOCUMENT,
     DOCUMENT_OVERHEAD,
     FIELDS,
-    GRP,
     OBJECTIVE,
     ONE_AS_INT32,
     ORD,
     PADDING_DOC,
     POSITION_IDS,
-    SEGMENT_IDS,
     SENTENCE,
     TARGETS,
     TOKEN,
@@ -256,29 +254,49 @@ STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
 # Numba optimises the whole tree below a function again at each level of calls; flattening the upper levels
 # takes a third off the time to compile.
-_inlined = njit(nogil=True, inline="always")
+_inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _new_work(longest_text):
     return np.empty((5, longest_text + 2), np.int64)
 
 
-@njit(nogil=True)
+# Loops over stretches of a row. As slices they would take numba ten times as long to compile. The indices are unsigned
+# because a signed one may be negative, and the test for that keeps the loop from being vectorised: 3 to 6 times slower.
+
+
+@_inlined
 def _set(array, line, start, stop, value):
-    """array[line, start:stop] = value, which as a slice costs numba ten times as long to compile."""
-    for i in range(start, stop):
+    """array[line, start:stop] = value"""
+    for i in range(np.uint64(start), np.uint64(stop)):
         array[line, i] = value
 
 
-@njit(nogil=True)
+@_inlined
+def _count(array, line, start, stop, first):
+    """array[line, start:stop] = first, first + 1, ..."""
+    at = np.uint64(start)
+    for i in range(np.uint64(stop - start)):
+        array[line, at + i] = np.uint64(first) + i
+
+
+@_inlined
+def _copy(array, line, at, text, start, length):
+    """array[line, at : at + length] = text[start : start + length]"""
+    target, source = np.uint64(at), np.uint64(start)
+    for i in range(np.uint64(length)):
+        array[line, target + i] = text[source + i]
+
+
+@njit(nogil=True, error_model="numpy")
 def _least_length(length, s):
     """Row tokens that a piece of `length` tokens needs with the fewest spans."""
     target = max(1, int(s.masked_ratio * (length + 1)))
     return length + 1 + 2 * ((target + s.longest_token_span - 1) // s.longest_token_span)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _place_spans(stream, w, count, total, maskable, uniform):
     """Turn the lengths in `w[ORDER]` into spans with at least one token between them.
 
@@ -288,8 +306,8 @@ def _place_spans(stream, w, count, total, maskable, uniform):
     """
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
-    _set(w, MARKS, 0, slots, 0)
     marks = w[MARKS]
+    _set(w, MARKS, 0, slots, 0)
     for i in range(count):
         if uniform:
             last = free + i
@@ -297,25 +315,28 @@ def _place_spans(stream, w, count, total, maskable, uniform):
             marks[last if marks[slot] else slot] = 1
         else:
             marks[below(stream, slots)] += 1
-    placed, position, slot = 0, 0, 0
-    while placed < count:
-        for _ in range(marks[slot]):
-            w[STARTS, placed] = position
-            w[ENDS, placed] = position + w[ORDER, placed]
-            position = w[ENDS, placed] + 1
-            placed += 1
-        if not uniform or marks[slot] == 0:
-            position += 1
-        slot += 1
+    _set(w, STARTS, 0, count, 0)
+    placed = np.uint64(0)
+    for slot in range(
+        np.uint64(slots)
+    ):  # the marked slots, in order, without a branch that is hard to predict
+        w[STARTS, placed] = slot
+        placed += np.uint64(marks[slot])
+    slot, before = 0, 0  # before: tokens and, where they are not slots, gaps of the spans before
+    for i in range(count):
+        slot = max(slot, w[STARTS, i])  # a slot of several spans was noted for the first of them
+        w[STARTS, i] = slot + before
+        w[ENDS, i] = slot + before + w[ORDER, i]
+        before += w[ORDER, i] if uniform else w[ORDER, i] + 1
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _tokens_to_cut(n, count, available):
     """By how much a text of n tokens (CLS counted) with `count` spans exceeds the available row tokens."""
     return max(0, n + 2 * count - available)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s):
     """Short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed.
 
@@ -347,7 +368,7 @@ def _draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulat
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _find_sentences(w, text, start, maskable, sentence_end, s):
     """Sentences partition the maskable text; their ends go to `w[ENDS]`. Returns their number."""
     count = 0
@@ -360,7 +381,7 @@ def _find_sentences(w, text, start, maskable, sentence_end, s):
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s):
     """Whole sentences at random until the ratio of n is masked. Fewest: a run of them as one span."""
     number = _find_sentences(w, text, start, maskable, sentence_end, s)
@@ -402,7 +423,7 @@ def _draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _draw_document_span(stream, w, n, length, maskable, tail, s):
     """One long span: the tail of the text with its eos, or anywhere in the maskable text."""
     most = length if tail else min(maskable, s.longest_span)
@@ -416,55 +437,42 @@ def _draw_document_span(stream, w, n, length, maskable, tail, s):
     return 1
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _write_in_place(row, used, text, start, length, count, w, s):
     """masked_lm: CLS + text with the spans masked and predicted where they stand. Returns the new end."""
     row[TOKENS, used] = s.cls
-    end = used + 1 + length
-    for i in range(length):
-        row[TOKENS, used + 1 + i] = text[start + i]
-    _set(row, TARGETS, used, end, 0)
-    _set(row, WEIGHTS, used, end, 0)
-    _set(row, ORD, used, end, 0)
+    first = used + 1
+    _copy(row, TOKENS, first, text, start, length)
     for span in range(count):
-        for i in range(w[STARTS, span], w[ENDS, span]):
-            row[TOKENS, used + 1 + i] = s.mask
-            row[TARGETS, used + 1 + i] = text[start + i]
-            row[WEIGHTS, used + 1 + i] = ONE_AS_INT32
-    _set(row, BLOCK_POSITION_IDS, used, end, 0)
-    return end
+        begin, end = w[STARTS, span], w[ENDS, span]
+        _set(row, TOKENS, first + begin, first + end, s.mask)
+        _copy(row, TARGETS, first + begin, text, start + begin, end - begin)
+        _set(row, WEIGHTS, first + begin, first + end, ONE_AS_INT32)
+    return first + length
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _write_part_a(row, used, text, start, length, count, objective, w, s):
     """CLS and the text with one mask per span; notes where each mask is. Returns the end of part A."""
-    tokens = row[TOKENS]
     mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
-    tokens[used] = s.cls
+    row[TOKENS, used] = s.cls
     at, last = used + 1, 0
     for i in range(count):
-        for j in range(last, w[STARTS, i]):
-            tokens[at + j - last] = text[start + j]
-        at += w[STARTS, i] - last
-        tokens[at] = mask
+        between = w[STARTS, i] - last
+        _copy(row, TOKENS, at, text, start + last, between)
+        at += between
+        row[TOKENS, at] = mask
         w[MASK_AT, i] = at - used
         at += 1
         last = w[ENDS, i]
-    for j in range(last, length):
-        tokens[at + j - last] = text[start + j]
-    at += length - last
-    _set(row, BLOCK_POSITION_IDS, used, at, 0)
-    _set(row, TARGETS, used, at, 0)
-    _set(row, WEIGHTS, used, at, 0)
-    _set(row, ORD, used, at, 0)
-    return at
+    _copy(row, TOKENS, at, text, start + last, length - last)
+    return at + length - last
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s):
     """The spans in `w[ORDER]`: sop + span -> span + eop; a tail has no eop. Returns the end."""
-    tokens, targets = row[TOKENS], row[TARGETS]
-    positions, block_positions = row[POSITION_IDS], row[BLOCK_POSITION_IDS]
+    tokens = row[TOKENS]
     at = part_b
     for k in range(count):
         span = w[ORDER, k]
@@ -479,29 +487,25 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream
                 tokens[used + w[MASK_AT, span]] = pair
                 sop = pair + 1
         tokens[at] = sop
-        for j in range(length):
-            token = text[begin + j]
-            tokens[at + 1 + j] = token  # of a tail the last one is overwritten: not an input
-            targets[at + j] = token
-            positions[at + j] = position
-            block_positions[at + j] = j + 1
-        at += length
+        _copy(row, TOKENS, at + 1, text, begin, length)  # of a tail the last one is overwritten: not an input
+        _copy(row, TARGETS, at, text, begin, length)
+        end = at + length
         if not tail:
-            targets[at] = s.eop
-            positions[at] = position
-            block_positions[at] = length + 1
-            at += 1
+            row[TARGETS, end] = s.eop
+            end += 1
+        _set(row, POSITION_IDS, at, end, position)
+        _count(row, BLOCK_POSITION_IDS, at, end, 1)
+        at = end
         if objective == TOKEN and s.block_mask_below > 0:
             for j in range(at - length, at):
                 if chance(stream, s.block_mask_below):
                     tokens[j] = s.dblock
-    for j in range(part_b, at):
-        row[WEIGHTS, j] = ONE_AS_INT32
-        row[ORD, j] = j - part_b + 1
+    _set(row, WEIGHTS, part_b, at, ONE_AS_INT32)
+    _count(row, ORD, part_b, at, 1)
     return at
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _mask_context(row, used, part_b, count, stream, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
@@ -526,7 +530,7 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
 
 @_inlined
 def _write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
-    """Write the Example with the spans in hand to `row` from `used` on. Returns the new end."""
+    """Write the Example with the spans in hand to `row` from `used` on, but for what is 0. Returns the new end."""
     if s.masked_lm:
         part_b = end = _write_in_place(row, used, text, start, length, count, w, s)
     else:
@@ -534,17 +538,14 @@ def _write_example(row, used, document, text, start, length, count, objective, t
         end = _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s)
         if objective == TOKEN and s.context_mask_ratio > 0:
             _mask_context(row, used, part_b, count, stream, w, s, length + 1)
-    for i in range(used, part_b):
-        row[POSITION_IDS, i] = i - used
+    _count(row, POSITION_IDS, used, part_b, 0)
     if s.random_position:
         shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
         for i in range(used, stop):
             row[POSITION_IDS, i] += shift
     _set(row, DOC, used, end, document)
-    _set(row, GRP, used, end, 0)
     _set(row, OBJECTIVE, used, end, objective)
-    _set(row, SEGMENT_IDS, used, end, 0)
     return end
 
 
@@ -605,6 +606,9 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
     row_length = row.shape[1]
     if needed > row_length or lengths.sum() > s.sequence_length:
         return False
+    for plane in range(len(FIELDS)):
+        if plane != TOKENS and plane != POSITION_IDS:  # those are written everywhere
+            _set(row, plane, 0, row_length, 0)
     used = 0
     piece = first_piece
     for length in lengths:
@@ -615,9 +619,8 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
         )
         piece += 1
         start += length
-    for plane in range(len(FIELDS)):
-        _set(row, plane, used, row_length, 0)
     _set(row, TOKENS, used, row_length, s.pad)
+    _set(row, POSITION_IDS, used, row_length, 0)
     _set(row, DOC, used, row_length, PADDING_DOC)
     return True
 
