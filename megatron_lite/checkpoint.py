@@ -53,6 +53,8 @@ _NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
 _MAX_MANIFEST_BYTES = 1 << 30
 
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]
+
 log = logging.getLogger(__name__)
 
 
@@ -140,6 +142,11 @@ def manifest_header(step: int, engine: Engine, state: dict[str, Any]) -> dict[st
     }
 
 
+def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
+    """A `Watch` that does nothing."""
+    return contextlib.nullcontext()
+
+
 class Save:
     """One save under way on every rank, in a thread of its own.
 
@@ -155,8 +162,14 @@ class Save:
         header: dict[str, Any],
         context: ParallelContext,
         after_commit: Callable[[], None] = lambda: None,
+        watch: Watch = unwatched,
     ):
-        """Args: fragments: must not change before the save has ended. after_commit: run on rank 0."""
+        """
+        Args:
+            fragments: must not change before the save has ended.
+            after_commit: run on rank 0.
+            watch: the thread's work is done within watch(what it does).
+        """
         self.path = directory / checkpoint_name(step)
         self.seconds = 0.0  # it took, once committed
         self._partial = directory / f"{self.path.name}.partial"
@@ -164,6 +177,7 @@ class Save:
         self._header = header
         self._context = context
         self._after_commit = after_commit
+        self._watch = watch
         self._started = time.perf_counter()
         self._stages = iter((self._prepare, self._write, self._commit))
         self.failure = ""  # of this rank
@@ -203,7 +217,8 @@ class Save:
 
     def _run(self, stage: Callable[[], None]) -> None:
         try:
-            stage()
+            with self._watch(f"writing {self.path.name}"):
+                stage()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self.failure = _describe(error)
             log.debug("saving %s", self.path, exc_info=True)

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Trainer:
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._control = control
-        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint)
+        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
 
     # The run
 
@@ -379,6 +380,9 @@ class Trainer:
             "config": to_tree(self.config),
             "data": self.train_data.fingerprint(),
         }
+
+    def _watch_save(self, what: str) -> AbstractContextManager[None]:
+        return self.watchdog.beside(Section.CHECKPOINT, what)
 
     def _save(self) -> None:
         self._saver.save(self.step, self._state())
