@@ -24,7 +24,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -520,10 +520,29 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
     if steps:
-        raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {directory} is valid; move them away to start afresh."
-        )
+        raise _none_is_valid(directory, len(steps))
     return None
+
+
+def newest_readable(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint whose manifest and file sizes are right, as this process sees it; None if there is none.
+
+    Raises CheckpointError if checkpoints exist but none is readable.
+    """
+    paths = list_checkpoints(directory)
+    for path in reversed(paths):
+        with contextlib.suppress(CheckpointError):
+            return read_checkpoint(path)
+    if paths:
+        raise _none_is_valid(directory, len(paths))
+    return None
+
+
+def _none_is_valid(directory: Path, count: int) -> CheckpointError:
+    return CheckpointError(
+        f"none of the {count} checkpoints in {directory} is valid; `scripts/checkpoints.py verify` says what is wrong "
+        "with each. Move them away to start afresh."
+    )
 
 
 def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
@@ -533,13 +552,28 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
     """
     if is_checkpoint(path):
         return _read_together(path, context)
+    return _existing(newest_valid(_checkpoints_in(path), context), path)
+
+
+def find_manifest(path: Path) -> Checkpoint:
+    """As `find_checkpoint`, by this process alone, and without reading the files that the manifest names."""
+    if is_checkpoint(path):
+        return read_checkpoint(path)
+    return _existing(newest_readable(_checkpoints_in(path)), path)
+
+
+def _checkpoints_in(path: Path) -> Path:
+    """The directory of checkpoints of a run, or the directory itself."""
     inner = path / "checkpoints"
-    newest = newest_valid(inner if inner.is_dir() else path, context)
-    if newest is None:
+    return inner if inner.is_dir() else path
+
+
+def _existing(found: Checkpoint | None, path: Path) -> Checkpoint:
+    if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
         )
-    return newest
+    return found
 
 
 def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
@@ -639,6 +673,13 @@ def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
         return matrix.view(checkpoint.shapes[name])
 
     return read
+
+
+def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint holds parameters of just these names and shapes."""
+    _check_same_number(checkpoint, len(shapes))
+    for name, shape in shapes.items():
+        _check_same_shape(checkpoint, name, shape)
 
 
 def _check_same_number(checkpoint: Checkpoint, count: int) -> None:

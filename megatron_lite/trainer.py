@@ -24,7 +24,7 @@ from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.errors import CheckpointError, ExitStatus, TrainingError
+from megatron_lite.errors import ExitStatus, TrainingError
 from megatron_lite.events import EventLog
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
@@ -40,6 +40,7 @@ from megatron_lite.metrics import (
 )
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
+from megatron_lite.resume import check_may_continue, checkpoint_directory
 from megatron_lite.run_control import Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
@@ -72,7 +73,7 @@ class Trainer:
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
-        self.checkpoints = self.directory / "checkpoints"
+        self.checkpoints = checkpoint_directory(config)
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.peak_tflops = peak_tflops(
             config.run.peak_tflops, DTYPES[config.training.precision], context.device
@@ -395,11 +396,7 @@ class Trainer:
             if settings.initialize_from is not None:
                 self._initialize(Path(settings.initialize_from), settings.initialize)
             return
-        if settings.resume == "never":
-            raise CheckpointError(
-                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; "
-                f"choose another run.directory, or checkpoint.resume=auto to continue."
-            )
+        check_may_continue(self.config, found.step)
         self._restore(found)
         self._saver.saved_step = self.step
         self.restarts = found.state.get("restarts", 0) + 1

@@ -16,8 +16,10 @@ from whole_weights import compare_steps, compare_weights, placed_weights
 from data_utils.objectives.base import WEIGHTS
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape
-from megatron_lite.config import ParallelConfig
+from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.engine import MicroBatch
+from megatron_lite.resume import whole_shapes
+from megatron_lite.settings import build
 
 MAX_RANKS = 8
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter
@@ -93,9 +95,12 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path, cases):
         of_ranks = run_layout(save_and_load, tp * pp * dp, layout(tp, pp, zero), MATRIX_MODEL, path, other)
         assert all(of_ranks)  # every rank owns something
         boxes.update(*of_ranks)
+    expected_shapes = whole_shapes(build(Config, tree(**MATRIX_MODEL)).model)
     for path in paths:
         (found,) = checkpoint.list_checkpoints(path)
-        check_boxes(checkpoint.read_checkpoint(found), boxes)
+        found = checkpoint.read_checkpoint(found)
+        assert found.shapes == expected_shapes  # as a run that would load it expects them
+        check_boxes(found, boxes)
     print(f"{len(cases) ** 2} pairs of layouts, {len(boxes)} different boxes of parameters")
 
 
