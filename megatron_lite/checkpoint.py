@@ -335,6 +335,43 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+# Going back
+
+
+def rewind(directory: Path, step: int) -> Path | None:
+    """Make the checkpoint of `step` the newest: move all newer ones, whole, into a new directory `rewound_TIME`.
+
+    Nothing is deleted, and what a kill leaves half done, another call completes. Returns the new directory, None if
+    there was nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
+    """
+    known = {_step_of(path): path for path in list_checkpoints(directory)}
+    if step not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {step}; it holds those of steps {there}."
+        )
+    verify(read_checkpoint(known[step]))
+    newer = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and _step_of(p) > step]
+    if not newer:
+        return None
+    target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}"
+    os.mkdir(target)
+    for path in sorted(
+        newer, reverse=True
+    ):  # the newest first: what is left is at every moment a run's history
+        os.rename(path, target / path.name)
+    sync_directory(target)
+    sync_directory(directory)
+    return target
+
+
+def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
+    """What `rewind` set aside, oldest first: each directory and the step of its newest checkpoint."""
+    for path in sorted(directory.glob("rewound_*")):
+        if found := list_checkpoints(path):
+            yield path, _step_of(found[-1])
+
+
 # Agreement
 
 

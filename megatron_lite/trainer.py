@@ -101,6 +101,7 @@ class Trainer:
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
+        self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
         requests = Requests()
@@ -158,6 +159,14 @@ class Trainer:
         if shrink != self._shrink:
             self.engine.set_embedding_gradient_shrink(shrink)
             self._shrink = shrink
+
+    def _record_rewinds(self) -> None:
+        """What `scripts/checkpoints.py rewind` has done since the checkpoint that the run was continued from."""
+        known = [entry["event"] for entry in self.events.history]
+        for path, last in checkpoint.rewinds(self.checkpoints) if self.context.is_main else ():
+            event = f"went back from step {last}, whose checkpoint is in {path.name}"
+            if event not in known:
+                self._record(event, self.step)
 
     def _record_requests(self, requests: Requests) -> None:
         for asked, event in (
@@ -307,8 +316,8 @@ class Trainer:
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
                 f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
-                f"left as they were before them. Lower optimizer.lr, or continue "
-                f"from an earlier checkpoint in {self.checkpoints}."
+                f"left as they were before them. Lower optimizer.lr, or go back "
+                f"with `scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     def _check_replicas(self) -> None:
@@ -318,8 +327,8 @@ class Trainer:
         if found:
             raise TrainingError(
                 f"after step {self.step} these weights differ between ranks that should hold the same: "
-                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and continue "
-                f"from a checkpoint before the fault in {self.checkpoints}."
+                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and go back to "
+                f"before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     # Reports

@@ -13,7 +13,7 @@ from whole_weights import placed_weights
 
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
-from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint
+from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
 from megatron_lite.config import Config
 from megatron_lite.engine import make_engine
 from megatron_lite.settings import build, merge
@@ -264,6 +264,29 @@ def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, chan
     tree = merge(settings, {**change, **from_checkpoint(finished.parent / place)})
     with pytest.raises(AssertionError, match=message):
         run_ranks(start, 2, tree)
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_and_records_it_once(settings, tmp_path):
+    """A rewind is in the events of all later checkpoints, wherever the run was interrupted meanwhile."""
+    settings = merge(settings, {"checkpoint": {"save_interval": 1, "keep_last": 0}})
+    run_ranks(fit, 1, settings)
+    once = records(tmp_path / "run")
+    directory = tmp_path / "run/checkpoints"
+    first = rewind(directory, 2)
+    run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": 3}}))
+    second = rewind(directory, 1)
+    skip = {"events": {"skip_samples": [{"first": 8, "end": 9}]}}
+    for stop in (1, 2, 6):  # the first stops before it has saved
+        run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": stop}, **skip}))
+    newest = read_checkpoint(list_checkpoints(directory)[-1])
+    went_back = [e for e in newest.state["events"]["history"] if "went back" in e["event"]]
+    assert went_back == [
+        {"step": 1, "event": f"went back from step 6, whose checkpoint is in {first.name}"},
+        {"step": 1, "event": f"went back from step 3, whose checkpoint is in {second.name}"},
+    ]
+    assert newest.step == 6 and newest.state["consumed_samples"] == 9 + 5 * 8
+    again = records(tmp_path / "run")
+    assert again[1] == once[1] and again[2] != once[2]
 
 
 def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):
