@@ -100,7 +100,7 @@ class Trainer:
         self.control = self._control or RunControl(self.directory, self.context.is_main)
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
-        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
+        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
         self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
