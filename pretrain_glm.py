@@ -111,7 +111,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     from megatron_lite.engine import make_engine
     from megatron_lite.parallel_context import initialize
     from megatron_lite.resume import check_beginning
-    from megatron_lite.trainer import Trainer
+    from megatron_lite.trainer import Trainer, memory_advice
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before minutes are spent on copying corpora and on building the model
@@ -124,10 +124,11 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     if context.is_main:
         save_resolved(config)
     watchdog.at("building the model")
-    engine = make_engine(config, context, len(data.objective_names))
-    parts = (data.train, data.validation, data.objective_names)
     try:
-        status = Trainer(config, context, engine, *parts, control, watchdog).fit()
+        with memory_advice(config):
+            engine = make_engine(config, context, len(data.objective_names))
+            parts = (data.train, data.validation, data.objective_names)
+            status = Trainer(config, context, engine, *parts, control, watchdog).fit()
     finally:
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
     report_status(status)

@@ -27,9 +27,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from megatron_lite.boxes import Box, matrix_shape, whole_shape
 from megatron_lite.checkpoint_files import (
@@ -53,6 +54,7 @@ _NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
 _MAX_MANIFEST_BYTES = 1 << 30
 
+T = TypeVar("T")
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 log = logging.getLogger(__name__)
@@ -227,7 +229,7 @@ class Save:
         self._thread = None
         if self._context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)  # gives a full disk its space back
-        raise CheckpointError(f"saving {self.path}: {self.failure or _others(failed)}")
+        raise _failed_together(f"saving {self.path}", self.failure, failed, self._context)
 
     def _prepare(self) -> None:
         if self._context.is_main:
@@ -383,15 +385,16 @@ def _agreement(context: ParallelContext, what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, CheckpointError) as error:
         failure = _describe(error)
-    failed = context.sum(torch.tensor([float(bool(failure))], device=context.device))
-    if failure:
-        raise CheckpointError(f"{what}: {failure}")
-    if failed.item():
-        raise CheckpointError(f"{what}: {_others(int(failed.item()))}")
+    failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
+    if failed:
+        raise _failed_together(what, failure, failed, context)
 
 
-def _others(count: int) -> str:
-    return f"{count} other rank(s) failed; their messages say why."
+def _failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
+    """What each rank raises when `failed` ranks have failed, this one by `failure` unless that is empty."""
+    error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
+    error.only_here = bool(failure) and failed < context.world_size
+    return error
 
 
 def _describe(error: Exception) -> str:
@@ -617,8 +620,15 @@ def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
     """Read a checkpoint on every rank and verify it, each rank a part."""
     with _agreement(context, f"checking {path}"):
         checkpoint = read_checkpoint(path)
-        verify(checkpoint, blocks(checkpoint)[context.rank :: context.world_size])
+        share = blocks(checkpoint)[context.rank :: context.world_size]
+        for block in _shown(share, f"checking {path.name}", context):
+            verify(checkpoint, [block])
     return checkpoint
+
+
+def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
+    """The items, with a progress bar on the main rank's terminal, if it has one."""
+    return tqdm(items, desc=what, disable=None if context.is_main else True)
 
 
 def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
@@ -678,7 +688,7 @@ def _load_fragments(
     with _agreement(context, f"loading {checkpoint.path}"):
         _check_same_number(checkpoint, count)
         reader = _Reader(checkpoint)
-        for fragment in engine.fragments():
+        for fragment in _shown(list(engine.fragments()), f"loading {checkpoint.path.name}", context):
             shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
             _check_same_shape(checkpoint, fragment.name, shape)
             for run in fragment.runs():

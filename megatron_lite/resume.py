@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from megatron_lite import checkpoint
-from megatron_lite.boxes import whole_shape
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model import GLM
-from megatron_lite.tensor_parallel import partition_of
+from megatron_lite.model import parameter_shapes
 
 
 def check_beginning(config: Config) -> None:
@@ -28,7 +24,7 @@ def check_beginning(config: Config) -> None:
     elif config.checkpoint.initialize_from is not None:
         found = checkpoint.find_manifest(Path(config.checkpoint.initialize_from))
     if found is not None:
-        checkpoint.check_model(found, whole_shapes(config.model))
+        checkpoint.check_model(found, parameter_shapes(config.model))
 
 
 def checkpoint_directory(config: Config) -> Path:
@@ -43,13 +39,3 @@ def check_may_continue(config: Config, step: int) -> None:
             f"{checkpoint_directory(config)} already holds a checkpoint of step {step} and checkpoint.resume is never; "
             "choose another run.directory, or checkpoint.resume=auto to continue."
         )
-
-
-def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape in a checkpoint: of all ranks together, without padding rows of the vocabulary."""
-    with torch.device("meta"):
-        model = GLM(config)
-    return {
-        name: whole_shape(tuple(parameter.shape), partition_of(parameter), 1)
-        for name, parameter in model.named_parameters()
-    }

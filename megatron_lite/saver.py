@@ -119,10 +119,12 @@ class Saver:
         if self._failures_in_a_row >= limit:
             kept = list_checkpoints(self._directory)
             newest = f"the newest checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
-            raise CheckpointError(
+            last = CheckpointError(
                 f"{error} The run ends because it could not be saved; {newest}. Mend the cause (space, rights, "
                 f"quota of {self._directory}) and start again to continue from there."
             )
+            last.only_here = error.only_here
+            raise last
         if not report:
             return
         log.warning(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.errors import ExitStatus, TrainingError
+from megatron_lite.errors import DeviceMemoryError, ExitStatus, TrainingError, UserError
 from megatron_lite.events import EventLog
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
@@ -268,7 +268,7 @@ class Trainer:
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
-        batches = [self.train_data.batch(samples) for samples in self._samples(self.consumed_samples)]
+        batches = [_read(self.train_data, samples) for samples in self._samples(self.consumed_samples)]
         # The disk reads the next step's text while this one computes.
         following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
         self.train_data.prefetch(following.ravel())
@@ -365,7 +365,7 @@ class Trainer:
         per_pass = size * dp.size
         batches = []
         for start in range(0, len(samples), per_pass):
-            batch = self.validation_data.batch(samples[start : start + per_pass][dp.rank :: dp.size])
+            batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
             batches.append(
                 pad_rows(batch, size)
             )  # all ranks make the same number of passes of the same shape
@@ -435,6 +435,32 @@ class Trainer:
         checkpoint.load_weights_only(found, self.engine, self.context)
         if self.context.is_main:
             log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
+
+
+def _read(data: SampleLoader, samples: np.ndarray) -> np.ndarray:
+    """A batch, int32 [samples, fields, S]. What is wrong with one rank's samples no other rank reports."""
+    try:
+        return data.batch(samples)
+    except UserError as error:
+        error.only_here = True
+        raise
+
+
+@contextmanager
+def memory_advice(config: Config) -> Iterator[None]:
+    """Where a device's memory is used up: raises DeviceMemoryError, which says what would need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        advised = DeviceMemoryError(
+            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
+            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
+            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            "estimates what a layout needs."
+        )
+        advised.only_here = True
+        raise advised from error
 
 
 def weigh_losses(batch: np.ndarray, factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:

@@ -18,7 +18,7 @@ from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.engine import MicroBatch
-from megatron_lite.resume import whole_shapes
+from megatron_lite.model import parameter_shapes
 from megatron_lite.settings import build
 
 MAX_RANKS = 8
@@ -95,7 +95,7 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path, cases):
         of_ranks = run_layout(save_and_load, tp * pp * dp, layout(tp, pp, zero), MATRIX_MODEL, path, other)
         assert all(of_ranks)  # every rank owns something
         boxes.update(*of_ranks)
-    expected_shapes = whole_shapes(build(Config, tree(**MATRIX_MODEL)).model)
+    expected_shapes = parameter_shapes(build(Config, tree(**MATRIX_MODEL)).model)
     for path in paths:
         (found,) = checkpoint.list_checkpoints(path)
         found = checkpoint.read_checkpoint(found)

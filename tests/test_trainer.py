@@ -16,8 +16,9 @@ from data_utils.tokenizers import load_tokenizer
 from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
 from megatron_lite.config import Config
 from megatron_lite.engine import make_engine
+from megatron_lite.errors import DataError, DeviceMemoryError
 from megatron_lite.settings import build, merge
-from megatron_lite.trainer import Trainer, TrainingError, config_changes
+from megatron_lite.trainer import Trainer, TrainingError, config_changes, memory_advice
 
 
 def make_trainer(context, tree):
@@ -144,6 +145,40 @@ def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):
     assert [p.name for p in (Path(settings["run"]["directory"]) / "checkpoints").iterdir()] == [
         "step_00000002"
     ]
+
+
+def lack_memory(context, tree):
+    trainer = make_trainer(context, tree)
+
+    def train_step(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 80 GiB")
+
+    trainer.engine.train_step = train_step
+    with pytest.raises(DeviceMemoryError) as caught, memory_advice(trainer.config):
+        trainer.fit()
+    return str(caught.value), caught.value.only_here
+
+
+def test_a_lack_of_memory_is_one_line_with_advice(settings):
+    ((message, only_here),) = run_ranks(lack_memory, 1, settings)
+    assert only_here and "\n" not in message
+    assert "Tried to allocate 2.00 GiB. GPU 0 has 80 GiB ... Lower batch.micro_batch_size (2), set" in message
+
+
+def lack_a_sample(context, tree):
+    trainer = make_trainer(context, tree)
+
+    def batch(samples):
+        raise DataError("document 3 is cut off.")
+
+    trainer.train_data.batch = batch
+    with pytest.raises(DataError) as caught:
+        trainer.fit()
+    return caught.value.only_here
+
+
+def test_what_is_wrong_with_one_ranks_samples_it_reports(settings):
+    assert run_ranks(lack_a_sample, 1, settings) == [True]
 
 
 def test_non_finite_steps_are_bounded(settings):
