@@ -12,7 +12,8 @@ What a thread does beside training, the writing of a checkpoint, has the limit o
 without a word, and without a new checkpoint.
 
 A thread of Python needs the interpreter's lock. Should native code keep it, a timer of the C library (faulthandler)
-ends the process a little later, with the stacks and status 1.
+ends the process a little later, with the stacks and status 1. A signal that no Python sees, above all the bus error of
+a mapped corpus whose storage fails, also prints the stacks before it ends the process.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Watchdog:
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
         self._beside: _Here | None = None
         self._closed = threading.Event()
+        faulthandler.enable(file=2)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -104,7 +105,7 @@ def test_a_save_in_the_background_that_hangs_is_named_and_ends_the_run(settings,
 def start(directory, program, limit=1.0, backstop=30.0):
     """A Python process with a watchdog whose sections may last `limit` seconds, which then runs `program`."""
     head = f"""
-import ctypes, threading, time
+import ctypes, os, threading, time
 from pathlib import Path
 from megatron_lite import watchdog
 from megatron_lite.watchdog import Section, Watchdog
@@ -123,6 +124,24 @@ def test_set_up_has_a_limit_too_and_the_status_is_reported(tmp_path):
     assert "(setup, step 0, opening datasets) hangs" in done.stderr
     assert "all 1 ranks are at the same place" in done.stderr
     assert (tmp_path / "status").read_text() == f"{int(ExitStatus.HUNG)}\n"
+
+
+def test_storage_that_fails_under_a_mapped_file_says_where(tmp_path):
+    """A page that is gone: the kernel answers the same for one that the disk cannot read."""
+    program = f"""
+import mmap
+path = Path({str(tmp_path)!r}) / "corpus.bin"
+path.write_bytes(bytes(2 * mmap.PAGESIZE))
+with path.open("rb") as file:
+    tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+os.truncate(path, 0)
+def read_tokens():
+    return tokens[mmap.PAGESIZE]
+read_tokens()
+"""
+    done = start(tmp_path, program, limit=60)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "in read_tokens" in done.stderr
 
 
 def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
