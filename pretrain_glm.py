@@ -12,11 +12,12 @@ from pathlib import Path
 
 import yaml
 
+from data_utils.files import require_directory, require_writable
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
-from megatron_lite.config import Config, load_config
+from megatron_lite.config import CheckpointConfig, Config, load_config
 from megatron_lite.deepspeed_options import check_agreement
-from megatron_lite.errors import ConfigError, ExitStatus, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
 from megatron_lite.run_control import RunControl
 from megatron_lite.settings import describe, to_tree
@@ -24,11 +25,9 @@ from megatron_lite.watchdog import Section, Watchdog
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__,
         epilog="settings (file key or override; type, default):\n" + "\n".join(describe(Config)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--config",
@@ -99,6 +98,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
+    require_start(directory, config.checkpoint)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
@@ -121,8 +121,6 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     context = initialize(launch, config.parallel, timeouts.collective_seconds)
     if context.device.type == "cpu":
         keep_freed_memory()
-    if context.is_main:
-        save_resolved(config)
     watchdog.at("building the model")
     try:
         with memory_advice(config):
@@ -137,17 +135,16 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     return status
 
 
-def save_resolved(config: Config) -> None:
-    directory = Path(config.run.directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(
-            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
+def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
+    """Refuse, before libraries are loaded, what the run's directories alone show to be impossible."""
+    require_writable(run / "config.yaml", "run.directory")
+    if (run / "checkpoints").exists():  # the run continues; trainer.py says from where
+        return
+    if checkpoint.initialize_from is not None:
+        require_directory(
+            Path(checkpoint.initialize_from),
+            "set checkpoint.initialize_from to a run or one of its checkpoints",
         )
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory {directory}: {error.strerror}; choose a writable directory."
-        ) from None
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_utils.documents import DEFAULT_MAX_BAD_RECORDS, check_options
+from data_utils.files import require_prefix
 from megatron_lite.errors import ConfigError
 
 DEFAULT_SHARD_BYTES = 64 << 20
@@ -41,8 +41,7 @@ class BuildConfig:
         for name in ("workers", "shard_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
-        if not Path(self.output).name or self.output.endswith("/"):
-            raise ConfigError(f"output {self.output!r} is no file prefix; give a path such as data/corpus.")
+        require_prefix(self.output)
         parse_split(self.split)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data_utils.files import require_prefix
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dataset_path, existing_files
 from megatron_lite.errors import DataError
 
@@ -37,6 +38,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
                 f"datasets {datasets[0].prefix} and {dataset.prefix} were built with different tokenizers; "
                 f"rebuild one of them."
             )
+    require_prefix(str(output))
     existing = existing_files(output)
     if any(dataset_path(p, ".bin").samefile(path) for path in existing for p in prefixes):
         raise DataError(f"output {output} is also an input; choose another --output.")

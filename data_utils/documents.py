@@ -376,7 +376,9 @@ def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}); check its rights and the disk."
+        ) from None
 
 
 def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:

@@ -220,15 +220,15 @@ class IndexedDatasetWriter:
 
 
 @contextlib.contextmanager
-def disk_errors(output: str | Path) -> Iterator[None]:
-    """Turn what the file system refuses while writing `output` into a DataError."""
+def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]:
+    """Turn what the file system refuses while writing `output`, which `setting` names, into a DataError."""
     try:
         yield
     except BlockingIOError:
         raise DataError(f"output {output} is being written by another process; wait for it.") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space" if full else "choose another --output"
+        remedy = "free some space" if full else f"choose another {setting}"
         raise DataError(
             f"output {output} cannot be written ({error.strerror or error}); {remedy} and run again."
         ) from None

@@ -39,7 +39,7 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
         raise DataError(f"dataset {prefix} has no manifest, so a copy cannot be checked; use it where it is.")
     files = source.manifest["files"]
     target = directory / f"{source.prefix.name}-{files['.bin']['sha256'][:16]}"
-    with disk_errors(target):
+    with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(f"{target}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

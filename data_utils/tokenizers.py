@@ -314,7 +314,7 @@ def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Token
         backend = tokenizers.Tokenizer(models.BPE(ids, merges))
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{path}: vocab.json and merges.txt do not belong together: {_reason(error)}"
+            f"{path}: vocab.json and merges.txt do not belong together: {_reason(error)}; fetch both from one model."
         ) from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -431,7 +431,9 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
         backend.encode_special_tokens = True  # special tokens are not looked for in text
         backend.encode("a \U0010fffd")  # a model that lacks its unknown token fails here, not amid a corpus
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{path}: the tokenizers library cannot use this file: {_reason(error)}") from None
+        raise DataError(
+            f"{path}: the tokenizers library cannot use this file: {_reason(error)}; fetch it again."
+        ) from None
     return backend
 
 
@@ -547,9 +549,13 @@ def _parse_json(content: bytes, path: Path) -> dict[str, Any]:
     try:
         tree = orjson.loads(_decode_utf8(content, path))
     except orjson.JSONDecodeError as error:
-        raise DataError(f"tokenizer file {path} is not valid JSON: {_reason(error)}") from None
+        raise DataError(
+            f"tokenizer file {path} is not valid JSON: {_reason(error)}; check its kind and path, or fetch it again."
+        ) from None
     if not isinstance(tree, dict):
-        raise DataError(f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}.")
+        raise DataError(
+            f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}; check its kind and path."
+        )
     return tree
 
 

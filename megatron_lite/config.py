@@ -509,8 +509,8 @@ class Config:
         check(
             needed <= self.model.max_position,
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
-            f"model.max_position is {self.model.max_position}; shorten the sequence or enlarge the position "
-            "tables.",
+            f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
+            "shorter data.sequence_length.",
         )
         self._check_row_length()
         self._check_sentinels()
@@ -724,7 +724,7 @@ def _load_json(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}; check the path.") from None
     except ValueError as error:
-        raise ConfigError(f"DeepSpeed configuration {path} is not valid JSON: {error}.") from None
+        raise ConfigError(f"DeepSpeed configuration {path} is not valid JSON: {error}; mend it.") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"DeepSpeed configuration {path} must hold a JSON object, not {type(tree).__name__}."

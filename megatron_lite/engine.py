@@ -1,4 +1,4 @@
-"""DeepSpeed is met here and in pipeline.py only (its dictionary: deepspeed_options.py).
+"""DeepSpeed is met here and in pipeline.py (its dictionary: deepspeed_options.py; its start: parallel_context.py).
 
 Trainer and checkpoint see `Engine`: a training step with its outcome, the losses of an evaluation, and the fragments of
 fp32 weights and Adam moments that this rank owns under ZeRO. `make_engine` chooses what suits the layout.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
+
+INTERRUPTED_STATUS = 130  # what shells report of a command that Ctrl-C ended
 
 
 class ExitStatus(IntEnum):
@@ -55,21 +58,39 @@ class TrainingError(UserError):
     status = ExitStatus.UNSOUND
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """An entry point's arguments: help is printed as it was written, a mistake is a ConfigError.
+
+    argparse prints its usage in front of a mistake, and takes the beginning of an option for the option.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help.")
+
+
 def run_command(
     main: Callable[[], int | None], quiet: bool = False, report: Callable[[int], None] | None = None
 ) -> None:
     """Run an entry point: a `UserError` becomes one line on stderr and its exit status, mostly 2.
 
+    Ctrl-C is one line, too.
     Args:
         quiet: another process reports what all find; only what this one alone has found is reported.
         report: called with the exit status before the process ends; not after a traceback.
     """
+    status: int
     try:
         status = main() or ExitStatus.FINISHED
     except UserError as error:
         if not quiet or error.only_here:
             print(f"error: {error}", file=sys.stderr)
         status = error.status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED_STATUS
     except BrokenPipeError:  # the reader of our output has gone, for example `| head`
         sys.exit(1)
     if report is not None:

@@ -35,7 +35,9 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     found = find_checkpoint(path)
     config = build(Config, found.state["config"])
     if config.tokenizer is None:
-        raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
+        raise CheckpointError(
+            f"checkpoint {found.path} names no tokenizer; give one of a run of pretrain_glm.py."
+        )
     tokenizer_config = (
         config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
     )

@@ -35,6 +35,9 @@ class Launch:
     local_rank: int
     master_addr: str = "127.0.0.1"  # where rank 0 listens, unless MASTER_ADDR and MASTER_PORT say otherwise
     master_port: int | None = None  # None: the launcher must have set MASTER_PORT
+    threads: int | None = (
+        None  # this rank's share of the cores, for computing on the CPU; None: leave it as it is
+    )
 
     @staticmethod
     def from_environment(local_rank: int | None = None) -> Launch:
@@ -47,7 +50,7 @@ class Launch:
         if not _started_by_srun(variables):
             defaults = (0, 1, local_rank or 0)
             rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
-            return Launch(rank, world_size, local)
+            return Launch(rank, world_size, local, threads=_share_of_cores(variables))
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
@@ -67,6 +70,17 @@ def _number(name: str, default: int | None = None) -> int:
             f"torchrun or srun, or unset it."
         )
     return int(text)
+
+
+def _share_of_cores(variables: Mapping[str, str]) -> int | None:
+    """Cores for each of the launcher's ranks on this node: deepspeed leaves every rank a thread for every core.
+
+    None where OMP_NUM_THREADS decides, which torchrun sets itself.
+    """
+    if "OMP_NUM_THREADS" in variables:
+        return None
+    ranks = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))  # torchrun's and deepspeed's name
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
 
 
 def is_first_of_node() -> bool:

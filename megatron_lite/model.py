@@ -1,4 +1,4 @@
-"""GLM: one Transformer for every objective. It sees tokens, two position ids and an attention plan, nothing else.
+"""GLM: one Transformer for every objective. It sees tokens, their ids (positions, segment, task) and an attention plan.
 
 Pre-LN blocks, learned position tables for both position ids, output projection tied to the word embedding without a
 bias (arXiv:2103.10360). Module names are the conversion table's left column (docs/architecture.md).

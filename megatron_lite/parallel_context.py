@@ -169,9 +169,10 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
         )
 
     if not use_gpu:
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # else DeepSpeed warns on every rank that it found no GPU
+        # Else DeepSpeed warns on every rank that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if launch.threads is not None:
+            torch.set_num_threads(launch.threads)
 
     with _quiet():
         import deepspeed

@@ -60,7 +60,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"configuration file {path}: {error.strerror}; check the path.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"configuration file {path} is not UTF-8 text.") from None
+        raise ConfigError(f"configuration file {path} is not UTF-8 text; convert it.") from None
     try:
         tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -71,7 +71,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}."
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
         )
     return tree
 

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
 from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
-from megatron_lite.config import Config
+from megatron_lite.config import Config, parameter_count
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.errors import DeviceMemoryError, ExitStatus, TrainingError, UserError
+from megatron_lite.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
 from megatron_lite.events import EventLog
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
@@ -100,6 +101,9 @@ class Trainer:
         self.control = self._control or RunControl(self.directory, self.context.is_main)
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
+        if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
+            save_resolved(self.config)
+            log.info("%s", start_line(self.config, self.context, self.step))
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
         self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
@@ -461,6 +465,27 @@ def memory_advice(config: Config) -> Iterator[None]:
         )
         advised.only_here = True
         raise advised from error
+
+
+def save_resolved(config: Config) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError."""
+    path = Path(config.run.directory) / "config.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
+        ) from None
+
+
+def start_line(config: Config, context: ParallelContext, step: int) -> str:
+    """What is said before the first step, which may take minutes where kernels are compiled."""
+    return (
+        f"{parameter_count(config.model):,} parameters | pipeline {context.pp.size} x data {context.dp.size} x "
+        f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
+        f"step {step} to {config.training.steps}; the first step on a machine compiles"
+    )
 
 
 def weigh_losses(batch: np.ndarray, factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:

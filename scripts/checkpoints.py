@@ -18,16 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from megatron_lite import checkpoint
-from megatron_lite.checkpoint import Checkpoint
-from megatron_lite.errors import CheckpointError, ConfigError, run_command
+from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, run_command
 from megatron_lite.watchdog import Section, heartbeat_directory, read_heartbeats
+
+if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
+    from megatron_lite.checkpoint import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
@@ -35,9 +36,7 @@ SILENT_SECONDS = 60  # after which a run without a farewell is taken for dead
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("list", "verify", "rewind"))
     parser.add_argument(
         "directory", type=Path, help="a run, its directory of checkpoints, or one step_... directory"
@@ -71,10 +70,14 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    if checkpoint.is_checkpoint(directory) and directory.exists():
-        return [directory]
-    inner = directory / "checkpoints"
-    paths = checkpoint.list_checkpoints(inner if inner.is_dir() else directory)
+    paths = []
+    if directory.is_dir():
+        from megatron_lite import checkpoint
+
+        if checkpoint.is_checkpoint(directory):
+            return [directory]
+        inner = directory / "checkpoints"
+        paths = checkpoint.list_checkpoints(inner if inner.is_dir() else directory)
     if not paths:
         raise CheckpointError(
             f"{directory} holds no checkpoint; give a run directory or one of its checkpoints."
@@ -85,6 +88,8 @@ def find(directory: Path) -> list[Path]:
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises CheckpointError, also while the run seems to be training."""
     refuse_while_training(run)
+    from megatron_lite import checkpoint
+
     try:
         aside = checkpoint.rewind(run / "checkpoints", step)
     except OSError as error:
@@ -112,6 +117,8 @@ def refuse_while_training(run: Path) -> None:
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
     """A row of the table, and what is wrong with the checkpoint if anything is."""
+    from megatron_lite import checkpoint
+
     try:
         found = checkpoint.read_checkpoint(path)
         check(found)
@@ -137,6 +144,8 @@ def layout(found: Checkpoint) -> str:
 
 def verify(found: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
+    from megatron_lite import checkpoint
+
     with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=found.path.name, disable=None) as bar:
         for block in checkpoint.blocks(found):
             checkpoint.verify(found, [block])

@@ -19,6 +19,7 @@ import argparse
 import ast
 import hashlib
 import json
+import math
 import os
 import re
 import string
@@ -35,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from megatron_lite.errors import ConfigError, DataError, run_command
+from data_utils.files import require_writable, write_whole
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}
@@ -75,19 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"--root {root} is not a directory; name one that holds Python packages.")
+    output = Path(args.output)
+    require_writable(output, "--output")
     documents = collect(roots, int(args.max_megabytes * 1e6), args.workers)
     if not documents:
         names = ", ".join(map(str, roots))
         raise DataError(f"no English text below {names}; name other directories with --root.")
-    write_jsonl(Path(args.output), documents)
+    write_whole(output, as_jsonl(documents), "--output")
     size = sum(len(text.encode()) for _, text in documents)
     print(f"{args.output}: {len(documents):,} documents, {size / 1e6:.1f} MB of text")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="file to write: JSON lines of text and source")
     parser.add_argument(
         "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
@@ -99,8 +101,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)"
     )
     args = parser.parse_args(arguments)
-    if args.max_megabytes <= 0 or args.workers < 1:
-        parser.error("--max-megabytes must be positive and --workers at least 1")
+    if not 0 < args.max_megabytes < math.inf:
+        raise ConfigError(f"--max-megabytes is {args.max_megabytes}; it must be a positive number.")
+    if args.workers < 1:
+        raise ConfigError(f"--workers is {args.workers}; it must be at least 1.")
     return args
 
 
@@ -230,17 +234,9 @@ def unseen(paragraphs: Iterable[str], seen: set[str]) -> Iterator[str]:
             yield paragraph
 
 
-def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> None:
-    """The whole file or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            for source, text in documents:
-                file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
-        os.replace(partial, path)
-    except OSError as error:
-        raise DataError(f"--output {path}: {error.strerror}; choose a writable place.") from None
+def as_jsonl(documents: Iterable[tuple[str, str]]) -> bytes:
+    lines = (json.dumps({"text": text, "source": source}, ensure_ascii=False) for source, text in documents)
+    return "".join(line + "\n" for line in lines).encode()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Convert checkpoints to and from Hugging Face directories, and prove that both models compute the same
-logits."""
+"""Convert checkpoints to and from Hugging Face directories, and prove that both models compute the same logits.
+
+See docs/huggingface.md.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.errors import ConfigError, run_command
+from data_utils.files import require_directory, require_new_directory
+from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.settings import load_yaml, merge, parse_override
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     add_export_arguments(commands.add_parser("export", help="training checkpoint -> Hugging Face directory"))
@@ -62,7 +65,7 @@ def add_import_arguments(command: argparse.ArgumentParser) -> None:
 def parse_size(text: str) -> int:
     """Bytes of "500MB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or float(match[1]) == 0:
         raise ConfigError(
             f"--max-shard-size is {text!r}; write a number of bytes, KB, MB or GB, for example 5GB."
         )
@@ -81,9 +84,13 @@ def load_tree(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     arguments = parse_arguments()
     verify, tolerance = not arguments.no_verify, arguments.tolerance
+    if not tolerance >= 0:
+        raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
+    require_new_directory(arguments.output)
     # Imported here: --help and mistakes in the arguments should not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
+        require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
         from megatron_lite.hf.convert import ExportOptions, export_run
 
         options = ExportOptions(
@@ -96,6 +103,7 @@ def main() -> None:
         result = export_run(arguments.checkpoint, arguments.output, options, arguments.tokenizer)
     else:
         tree = load_tree(arguments)
+        require_directory(arguments.input, "give the directory that holds the weights")
         from megatron_lite.hf.convert import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron

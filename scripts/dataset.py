@@ -20,15 +20,13 @@ import numpy as np
 from data_utils.dataset_tools import length_statistics, merge_datasets, token_counts
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import DataError, run_command
+from megatron_lite.errors import ArgumentParser, DataError, run_command
 
 TEXT_CHARACTERS = 600  # of a sample document
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     inspect = commands.add_parser("inspect", help="the manifest in short, and some documents as text")

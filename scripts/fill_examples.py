@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from data_utils.files import require_directory
 from data_utils.loader import SampleLoader, open_datasets
 from data_utils.objectives.base import TOKEN, Example, SpecialTokens
 from data_utils.tokenizers import Tokenizer
-from megatron_lite.errors import ConfigError, DataError, run_command
-from megatron_lite.generation import BlankFiller, GenerationConfig, insert_spans
-from megatron_lite.inference import load_run
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
+from megatron_lite.generation_config import GenerationConfig
 
 MOST_BLANKS = 8
 MOST_TOKENS = 150  # of a text, so that it stays readable
@@ -31,12 +31,18 @@ MOST_TOKENS = 150  # of a text, so that it stays readable
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    generation = GenerationConfig(max_length=args.max_length)
+    require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
+    # Imported here: mistakes in the arguments should not wait for torch.
+    from megatron_lite.generation import BlankFiller
+    from megatron_lite.inference import load_run
+
     run = load_run(args.checkpoint)
     config, tokenizer = run.config, run.tokenizer
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
-    filler = BlankFiller(run.model, tokenizer.special, GenerationConfig(max_length=args.max_length))
+    filler = BlankFiller(run.model, tokenizer.special, generation)
     shown = 0
     for example in readable_examples(data.validation, config.training.eval_samples):
         context = example.tokens[example.ord == 0].tolist()
@@ -53,15 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, help="run directory or one step_... of it")
     parser.add_argument("--count", type=int, default=3, help="texts to show (default: 3)")
     parser.add_argument("--max-length", type=int, default=16, help="most tokens per blank (default: 16)")
     args = parser.parse_args(arguments)
     if args.count < 1:
-        parser.error("--count must be at least 1")
+        raise ConfigError(f"--count is {args.count}; it must be at least 1.")
     return args
 
 
@@ -87,6 +91,8 @@ def render(
     tokenizer: Tokenizer, context: list[int], originals: Sequence[list[int]], fillings: Sequence[list[int]]
 ) -> str:
     """The text with numbered blanks, then a line for each blank."""
+    from megatron_lite.generation import insert_spans
+
     hidden = {tokenizer.special.cls, tokenizer.special.eos}
     parts = insert_spans([token for token in context if token not in hidden], originals, tokenizer.special)
     texts = [tokenizer.decode(part) for part in parts]

@@ -11,12 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.errors import ConfigError, DataError, run_command
-from megatron_lite.generation import GenerationConfig
+from data_utils.files import require_directory
+from data_utils.tokenizers import PROMPT_MARKERS
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
+from megatron_lite.generation_config import GenerationConfig
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "--checkpoint",
         required=True,
@@ -47,7 +49,13 @@ def main() -> None:
     texts = [*arguments.text, *read_lines(arguments.input)]
     if not texts:
         raise ConfigError("no text given; pass --text 'Paris is the [MASK] of France.' or --input FILE.")
-
+    for text in texts:
+        if not any(blank in text for blank in PROMPT_MARKERS):
+            raise DataError(
+                f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
+            )
+    require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+    # Imported here: mistakes in the arguments should not wait for torch.
     from megatron_lite.generation import BlankFiller, blank_context, insert_spans
     from megatron_lite.inference import load_run
 
@@ -72,9 +80,9 @@ def read_lines(path: Path | None) -> list[str]:
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}.") from None
+        raise DataError(f"--input {path}: {error.strerror}; name a file with one text per line.") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text.") from None
+        raise DataError(f"--input {path} is not UTF-8 text; convert it.") from None
 
 
 if __name__ == "__main__":

@@ -5,21 +5,18 @@ The ranks furthest behind come first: those are the ones that the others wait fo
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.errors import DataError, run_command
+from megatron_lite.errors import ArgumentParser, DataError, run_command
 from megatron_lite.watchdog import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("run_directory", type=Path, help="run.directory of the run")
     directory = heartbeat_directory(parser.parse_args().run_directory)
     heartbeats = read_heartbeats(directory)

@@ -2,7 +2,7 @@
 
     python scripts/inspect_batch.py --objective unilmv2 --text 'the cat sat on the mat and slept all day'
     python scripts/inspect_batch.py --config configs/tiny.yaml --samples 0 7 --png mask.png
-    python scripts/inspect_batch.py --config configs/tiny.yaml --objective xlnet --text 'Some text.' xlnet.orders=1
+    python scripts/inspect_batch.py --config configs/tiny.yaml --objective t5 --text 'Some text.' t5.noise_ratio=0.5
 
 With --text and no --config every word is a token of its own and no file is needed. With --config and no --text
 the samples of the run's training corpora are shown, as training sees them.
@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_utils.collate import Collator
+from data_utils.files import require_writable
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
 from megatron_lite.config import Config, load_config
-from megatron_lite.errors import ConfigError, DataError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.settings import build, parse_override
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
@@ -59,9 +60,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
     parser.add_argument(
         "--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}"
@@ -74,9 +73,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if min(arguments.samples) < 0:
-        raise ConfigError(f"--samples {min(arguments.samples)}: sample numbers are 0 or more.")
+        raise ConfigError(f"--samples is {min(arguments.samples)}; it must be 0 or more.")
     if not arguments.config and arguments.text is None:
         raise ConfigError("nothing to show; give --text TEXT, --config FILE, or both.")
+    if arguments.png:
+        require_writable(Path(arguments.png), "--png")
     return arguments
 
 
@@ -95,12 +96,14 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
     vocabulary = Vocabulary(special, len(ids), ends, np.ones(len(ids), bool), tuple(spelled))
     name = arguments.objective or "blank_infilling"
     if name not in OBJECTIVES:
-        raise ConfigError(f"--objective {name!r} must be one of {', '.join(OBJECTIVES)}.")
+        raise ConfigError(f"--objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}.")
     tree: dict = {}
     for override in arguments.overrides:
         parsed = parse_override(override)
         if set(parsed) != {name}:
-            raise ConfigError(f"override {override!r}: without --config only settings of {name} are used.")
+            raise ConfigError(
+                f"override {override!r}: without --config only settings of {name} are used; write {name}.KEY=VALUE."
+            )
         tree.update(parsed[name])
     section = build(OBJECTIVES[name][0], tree, f"{name}.")
     tokens = np.array([ids[word] for word in words] + [special.eos], np.int32)

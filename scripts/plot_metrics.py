@@ -9,7 +9,6 @@ scripts/unigram_baseline.py has been run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,22 +23,25 @@ matplotlib.use("Agg")  # writes files, needs no display
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from megatron_lite.errors import DataError, run_command
+from data_utils.files import require_writable
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from scripts.unigram_baseline import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
 DOTTED = {"linestyle": ":", "linewidth": 1.5}
 GREY = "0.4"
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="directory of a training run")
     parser.add_argument("--output", type=Path, help="file to write (default: RUN_DIRECTORY/loss.png)")
     args = parser.parse_args(arguments)
     output = args.output or args.run / "loss.png"
+    if output.suffix not in SUFFIXES:
+        raise ConfigError(f"--output is {str(output)!r}; its name must end in {', '.join(SUFFIXES)}.")
+    require_writable(output, "--output")
     plot(read_metrics(args.run), read_unigram(args.run), output)
     print(output)
 

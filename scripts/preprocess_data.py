@@ -24,15 +24,18 @@ from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, T
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.ranks import Ranks
 from data_utils.tokenizers import KINDS, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import ExitStatus, UserError, run_command
-
-INTERRUPTED_STATUS = 130
+from megatron_lite.errors import (
+    INTERRUPTED_STATUS,
+    ArgumentParser,
+    ConfigError,
+    ExitStatus,
+    UserError,
+    run_command,
+)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files or globs: .jsonl .txt (each also .gz .zst) .parquet")
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
@@ -84,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_config(arguments: argparse.Namespace) -> BuildConfig:
+    if arguments.shard_megabytes < 1:
+        raise ConfigError(f"--shard-megabytes is {arguments.shard_megabytes}; it must be 1 or more.")
     return BuildConfig(
         inputs=arguments.input,
         output=arguments.output,

@@ -1,6 +1,6 @@
 """Train a tokenizer on text and print the configuration lines that use it.
 
-    python scripts/train_tokenizer.py --kind byte_bpe --input 'corpus/*.jsonl' --vocab-size 32000 --output DIR
+    python scripts/train_tokenizer.py --kind byte_bpe --input 'raw/*.jsonl' --vocab-size 32000 --output DIR
 
 Writes one file into the output directory: tokenizer.json (byte_bpe), vocab.txt (wordpiece) or tokenizer.model
 (sentencepiece). The same input gives the same bytes. Trade-offs: the words of the corpus (byte_bpe,
@@ -11,9 +11,7 @@ wordpiece reads the input twice: without the alphabet in advance the library num
 from __future__ import annotations
 
 import argparse
-import glob
 import io
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,17 +19,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import orjson
 import sentencepiece
 import tokenizers
 import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from data_utils.documents import (
+    BAD_RECORD_POLICIES,
+    DEFAULT_MAX_BAD_RECORDS,
+    TEXT_SPLITS,
+    Piece,
+    RecordCounts,
+    check_options,
+    expand_inputs,
+    parse_block,
+    read_blocks,
+)
+from data_utils.files import require_writable, write_whole
 from data_utils.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import DataError, UserError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, UserError, run_command
 
-BLOCK_BYTES = 2**20  # a text file is handed on in blocks of about this size, cut at line ends
+MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries cannot be given just any number
 MIN_FREQUENCY = 2  # a pair that occurs once is not worth a token
 MAX_PIECE_CHARS = 1000  # SentencePiece drops longer lines (4192 bytes) without a word
 SENTENCEPIECE_THREADS = 16  # fixed: the sums of the EM steps, hence the model, depend on it
@@ -46,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = Path(args.output) / file_name
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another --output.")
-    paths = find_inputs(args.input)
-    content = train(lambda: read_texts(paths, args.text_key), args.vocab_size, args.cased)
-    write_atomically(path, content)
+    require_writable(path, "--output")
+    content = train(lambda: read_texts(args), args.vocab_size, args.cased)
+    write_whole(path, content, "--output")
 
     config = TokenizerConfig(kind=CONFIG_KINDS[args.kind], path=str(path), lowercase=not args.cased)
     tokenizer = load_tokenizer(config)
@@ -60,16 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--kind", required=True, choices=list(TRAINERS))
     parser.add_argument(
-        "--input", required=True, nargs="+", help="files or globs: .jsonl, anything else is text"
+        "--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them"
     )
     parser.add_argument(
-        "--text-key", default="text", help="key of the text in a .jsonl record (default: text)"
+        "--text-key", default="text", help="field or column that holds the text (default: text)"
     )
+    parser.add_argument(
+        "--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)"
+    )
+    parser.add_argument("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
+    parser.add_argument("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
     size_help = (
         "tokens in the file, at most; byte_bpe counts GLM's special tokens, the others add them on loading"
     )
@@ -78,68 +90,35 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", required=True, help="directory for the tokenizer file")
     args = parser.parse_args(arguments)
     if args.cased and args.kind != "wordpiece":
-        parser.error(f"--cased is for --kind wordpiece; {args.kind} keeps case anyway")
+        raise ConfigError(f"--cased is for --kind wordpiece; {args.kind} keeps case anyway.")
+    if not 0 < args.vocab_size <= MAX_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size is {args.vocab_size}; it must be in 1 to {MAX_VOCAB_SIZE}.")
+    check_options(args.text_split, args.on_bad_record, args.max_bad_records)
     return args
 
 
 # ---- reading ----
 
 
-def find_inputs(patterns: Iterable[str]) -> list[Path]:
-    """Sorted files matching the patterns. Raises DataError for a pattern without a file."""
-    paths: set[Path] = set()
-    for pattern in patterns:
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()]
-        if not matches and Path(pattern).is_file():  # a name with brackets in it
-            matches = [Path(pattern)]
-        if not matches:
-            raise DataError(f"--input {pattern} matches no file; check the path and quote the pattern.")
-        paths.update(matches)
-    return sorted(paths)
+def read_texts(args: argparse.Namespace) -> Iterator[str]:
+    """Texts of the input in order, with a progress bar in bytes when attached to a terminal.
 
-
-def read_texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
-    """Texts of the files in order, with a progress bar in bytes when attached to a terminal."""
+    Raises: DataError for what cannot be read, for bad records as `--on-bad-record` says, and if there is no text.
+    """
+    paths = expand_inputs(args.input)
+    counts = RecordCounts()
+    is_empty = True
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as progress:
-        for path in paths:
-            for number, chunk in enumerate(_read_chunks(path), start=1):
-                progress.update(len(chunk))
-                if path.suffix != ".jsonl":
-                    yield _decode(chunk, path)
-                elif chunk.strip():
-                    yield _parse_record(chunk, text_key, f"{path}, line {number}")
-
-
-def _read_chunks(path: Path) -> Iterator[bytes]:
-    """Lines of a .jsonl file, blocks of whole lines of any other."""
-    try:
-        with path.open("rb") as file:
-            if path.suffix == ".jsonl":
-                yield from file
-            else:
-                while block := file.read(BLOCK_BYTES):
-                    yield block + file.readline()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; check --input.") from None
-
-
-def _decode(chunk: bytes, path: Path) -> str:
-    try:
-        return chunk.decode("utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; convert it, or name JSON lines .jsonl.") from None
-
-
-def _parse_record(line: bytes, text_key: str, where: str) -> str:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); mend or remove the line.") from None
-    text = record.get(text_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f"{where}: no text under {text_key!r}; set --text-key.")
-    return text
+        for block in read_blocks(map(Piece, paths), args.text_key, args.text_split):
+            parsed = parse_block(block, args.text_key)
+            counts.merge(parsed.counts)
+            counts.enforce(args.on_bad_record, args.max_bad_records, args.text_split)
+            is_empty = is_empty and not parsed.texts
+            yield from parsed.texts
+            progress.update(block.input_bytes)
+    if is_empty:
+        raise DataError(f"--input {' '.join(args.input)} holds no text; name files with documents in them.")
 
 
 # ---- training: each returns the bytes of the tokenizer's file ----
@@ -256,24 +235,6 @@ TRAINERS = {
     "sentencepiece": ("tokenizer.model", train_sentencepiece),
 }
 CONFIG_KINDS = {"byte_bpe": "hf_json", "wordpiece": "bert_wordpiece", "sentencepiece": "sentencepiece"}
-
-
-# ---- writing ----
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole file or none: written beside its place, synced, renamed. Raises DataError if that fails."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise DataError(f"{path}: {error.strerror}; choose another --output.") from None
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from data_utils.files import require_directory, write_whole
 from data_utils.loader import SampleLoader, open_datasets
 from data_utils.objectives.base import OBJECTIVE, SENTENCE_LEVEL, TARGETS, WEIGHTS
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
-from megatron_lite.errors import ConfigError, DataError, run_command
-from megatron_lite.metrics import objective_losses
+from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -35,10 +35,11 @@ NOT_BETTER_STATUS = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    require_directory(args.run, "give the directory of a run that has begun")
     config = load_config([args.run / "config.yaml"])
     model = last_validation(args.run)
     unigram = unigram_losses(config)
-    (args.run / "unigram.json").write_text(json.dumps(unigram, indent=1) + "\n", encoding="utf-8")
+    write_whole(args.run / "unigram.json", (json.dumps(unigram, indent=1) + "\n").encode(), "RUN_DIRECTORY")
     print(table(unigram, model))
     gain = unigram["loss"] - model["loss"]
     if args.margin is not None and gain < args.margin:
@@ -48,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="holds config.yaml and metrics.jsonl")
     parser.add_argument(
         "--margin", type=float, help=f"exit with status {NOT_BETTER_STATUS} if the model gains less, nats"
@@ -76,6 +75,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text, so it is damaged; restore it from a copy.") from None
     records: dict[tuple[str, int], dict[str, Any]] = {}
     last = 0
     for number, line in enumerate(lines, start=1):
@@ -96,6 +97,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
+    from megatron_lite.metrics import objective_losses  # here: it loads torch, which takes seconds
+
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
     tokenizer = load_tokenizer(config.tokenizer)

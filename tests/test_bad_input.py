@@ -1,4 +1,4 @@
-"""Mistakes of a user in training and generation: one clear line, status 2, no traceback, nothing written."""
+"""Mistakes of a user: one clear line, status 2, no traceback, nothing written, and an answer before torch is loaded."""
 
 import os
 import subprocess
@@ -33,6 +33,14 @@ MISTAKES = {
     "another tokenizer": (other_vocabulary, "tokenizer"),
     "another vocabulary size": (lambda t, c: {"model": {"vocab_size": 99}}, "model.vocab_size is 99"),
     "sequence too long": (lambda t, c: {"data": {"sequence_length": 100}}, "max_position"),
+    "initial weights": (
+        lambda t, c: {"checkpoint": {"initialize_from": str(t / "none")}},
+        "none does not exist",
+    ),
+    "run directory": (
+        lambda t, c: {"run": {"directory": str(c / "vocab.txt/run")}},
+        "not a writable directory",
+    ),
     "typo": (lambda t, c: {"optimizer": {"leraning_rate": 1}}, "unknown setting"),
 }
 
@@ -51,8 +59,9 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--checkpoint", "absent", "--text", "a [MASK]"], "absent holds no checkpoint"),
+        (["--checkpoint", "absent", "--text", "a [MASK]"], "absent does not exist"),
         (["--checkpoint", "absent"], "no text given"),
+        (["--checkpoint", "absent", "--text", "a [MASK]", "--text", "plain"], "text 'plain' has no blank"),
         (["--checkpoint", "absent", "--text", "a [MASK]", "--strategy", "best"], "must be one of greedy"),
         (["--checkpoint", "absent", "--input", "absent.txt"], "absent.txt: No such file"),
     ],
@@ -60,4 +69,73 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
 def test_generation_is_refused_with_one_line(arguments, message):
     done = run("scripts/generate.py", *arguments)
     assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+EARLY_MISTAKES = {
+    "scripts.generate": ["--checkpoint", "absent", "--text", "a [MASK]"],
+    "scripts.fill_examples": ["--checkpoint", "absent"],
+    "scripts.checkpoints": ["list", "absent"],
+    "scripts.convert_checkpoint": ["export", "--checkpoint", "absent", "--output", "new"],
+    "scripts.plot_metrics": ["absent"],
+    "scripts.unigram_baseline": ["absent"],
+    "scripts.heartbeats": ["absent"],
+    "scripts.inspect_batch": ["--config", "absent"],
+    "scripts.dataset": ["inspect", "absent"],
+}
+RUN_ALL = """
+import importlib, sys
+from megatron_lite.errors import UserError
+for module, arguments in {}.items():
+    sys.argv = [module, *arguments]
+    try:
+        importlib.import_module(module).main()
+    except UserError as error:
+        print(module, 'torch' in sys.modules, error)
+"""
+
+
+def test_mistakes_are_told_before_torch_is_loaded(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL.format(EARLY_MISTAKES)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == list(EARLY_MISTAKES), done.stderr
+    assert all(loaded == "False" and "absent" in message for _, loaded, message in lines), done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_start_leaves_an_earlier_run_as_it_is(settings, tmp_path):
+    run_directory = Path(settings["run"]["directory"])
+    (run_directory / "checkpoints").mkdir(parents=True)
+    (run_directory / "checkpoints/step_00000001").mkdir()  # no checkpoint: it has no manifest
+    (run_directory / "config.yaml").write_text("earlier: 1")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    done = run("pretrain_glm.py", "--config", str(config))
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1
+    assert (run_directory / "config.yaml").read_text() == "earlier: 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "the launcher is ''; it must be deepspeed or torchrun"),
+        (["mpirun"], {}, "the launcher is 'mpirun'"),
+        (["deepspeed"], {}, "HOSTFILE is not set; it is the file"),
+        (["torchrun"], {"NUM_NODES": "1", "RANKS_PER_NODE": "1"}, "NODE_RANK is not set; it is the number"),
+        (
+            ["torchrun"],
+            dict.fromkeys(["NUM_NODES", "RANKS_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"], "1"),
+            "there is no Python at /absent; set PYTHON",
+        ),
+    ],
+)
+def test_the_launcher_of_a_node_says_what_it_lacks(arguments, variables, message):
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/launch_node.sh"), *arguments],
+        env={"PATH": os.environ["PATH"], "PYTHON": "/absent", **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr

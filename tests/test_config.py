@@ -371,7 +371,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
     "positions": (
         over("data.sequence_length=513"),
-        ("data.sequence_length (513)", "up to 513", "max_position is 512", "shorten the sequence or enlarge"),
+        ("data.sequence_length (513)", "up to 513", "max_position is 512", "set model.max_position=513, or"),
     ),
     "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
     "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "not be negative")),

@@ -3,6 +3,8 @@
 import pytest
 
 from megatron_lite.errors import (
+    INTERRUPTED_STATUS,
+    ArgumentParser,
     CheckpointError,
     ConfigError,
     DataError,
@@ -56,6 +58,31 @@ def test_what_one_rank_alone_has_found_it_reports(capsys):
 @pytest.mark.parametrize("result", [None, 0, ExitStatus.STOPPED])
 def test_the_result_of_an_entry_point_is_its_status(result):
     assert ended(lambda: result) == (result or 0, [result or 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --steps"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--step", "1"], "required: --steps"),  # nothing is guessed
+    ],
+)
+def test_mistakes_in_arguments_are_one_line(arguments, message, capsys):
+    parser = ArgumentParser(description="Says something.")
+    parser.add_argument("--steps", type=int, required=True)
+    assert ended(lambda: parser.parse_args(arguments) and None)[0] == ExitStatus.USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    assert message in printed and printed.endswith("; see --help.\n")
+
+
+def test_an_interrupted_command_leaves_no_traceback(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    assert ended(main)[0] == INTERRUPTED_STATUS
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_other_errors_keep_their_traceback_and_report_nothing():

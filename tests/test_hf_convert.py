@@ -22,7 +22,7 @@ from test_trainer import fit
 from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
 from megatron_lite.engine import make_engine
-from megatron_lite.errors import CheckpointError, ConfigError, UserError
+from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron_lite.hf import convert, proof, released
 from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
 from megatron_lite.hf.weights import WORDS, open_directory
@@ -515,7 +515,7 @@ def test_a_configuration_that_does_not_fit_is_refused(vocabulary, released_direc
 def test_nothing_is_overwritten_and_damage_is_found_before_export(run, tmp_path):
     (tmp_path / "export").mkdir()
     (tmp_path / "export/mine").write_text("x")
-    with pytest.raises(CheckpointError, match="exists; choose a new directory"):
+    with pytest.raises(DataError, match="exists; choose a new directory"):
         export_run(run, tmp_path / "export", ExportOptions())
     copy = shutil.copytree(run, tmp_path / "run")
     file = copy / "checkpoints/step_00000000/rank_00000.safetensors"
@@ -579,7 +579,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
-    assert "holds no checkpoint" in printed.err and not list(tmp_path.iterdir())
+    assert "absent does not exist" in printed.err and not list(tmp_path.iterdir())
 
 
 def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):

@@ -34,6 +34,9 @@ def environment(monkeypatch):
         "LOCAL_RANK",
         "MASTER_ADDR",
         "MASTER_PORT",
+        "LOCAL_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "OMP_NUM_THREADS",
         *STEP,
         "SLURM_JOB_NODELIST",
     ):
@@ -64,6 +67,22 @@ def test_a_process_of_a_batch_script_is_alone(environment):
         {name: STEP[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")}
     )
     assert Launch.from_environment() == Launch(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "variables, threads",
+    [
+        ({"LOCAL_SIZE": "2"}, 3),  # deepspeed
+        ({"LOCAL_WORLD_SIZE": "2"}, 3),  # torchrun
+        ({"LOCAL_SIZE": "16"}, 1),
+        ({"LOCAL_SIZE": "1"}, None),
+        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "5"}, None),
+    ],
+)
+def test_ranks_of_a_node_share_its_cores(environment, monkeypatch, variables, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(7)))
+    environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables})
+    assert Launch.from_environment().threads == threads
 
 
 def test_a_number_that_is_none_is_named(environment):

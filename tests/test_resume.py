@@ -88,10 +88,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(corpus, trained, tmp
 def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, tmp_path):
     """Neither is possible here."""
     config = tmp_path / "config.yaml"
-    absent = {"checkpoint": {"initialize_from": "absent"}, "data": {"train": [{"prefix": "none"}]}}
-    config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), absent)))
+    empty = {"checkpoint": {"initialize_from": str(tmp_path)}, "data": {"train": [{"prefix": "none"}]}}
+    config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), empty)))
     result = pretrain("--config", str(config), RANK="0", WORLD_SIZE="2")
-    assert_refused(result, "absent holds no checkpoint; give a run directory")
+    assert_refused(result, f"{tmp_path} holds no checkpoint; give a run directory")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,6 @@
 """The script as a user runs it: files that load, equal bytes for equal input, one-line errors."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 import yaml
 
 from data_utils.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import DataError
-from scripts.train_tokenizer import find_inputs, main, read_texts, write_atomically
+from megatron_lite.errors import ConfigError, DataError
+from scripts.train_tokenizer import main
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tokenizer.py"
 DOCUMENTS = [
@@ -109,25 +110,28 @@ def test_long_lines_reach_sentencepiece(tmp_path):
     assert len(tokenizer.encode("zebra finch")) < 6
 
 
-def test_text_blocks_keep_every_character(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.train_tokenizer.BLOCK_BYTES", 10)
-    text = "\n".join(DOCUMENTS[:6])
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    blocks = list(read_texts([tmp_path / "a.txt"], "text"))
-    assert "".join(blocks) == text and len(blocks) > 6
-
-
-def test_inputs_are_sorted_and_unique(corpus):
-    assert find_inputs([str(corpus / "b*"), str(corpus / "*")]) == [corpus / "a.txt", corpus / "b.jsonl"]
+def test_compressed_input_and_bad_records(tmp_path):
+    """Files are read as scripts/preprocess_data.py reads them."""
+    lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write("\n".join([*lines[:5], "{", *lines[5:]]))
+    options = ["--kind", "byte_bpe", "--vocab-size", "320", "--input"]
+    main([*options, str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "a")])
+    skipping = ["--on-bad-record", "skip", "--output", str(tmp_path / "b")]
+    main([*options, str(tmp_path / "b.jsonl.gz"), *skipping])
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2: not valid JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl, line 1: no text under 'text'"),
-        ("a.jsonl", b"[1]\n", "a.jsonl, line 1: no text under 'text'"),
-        ("a.txt", b"caf\xe9\n", "a.txt is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl:2: malformed JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: there is no field 'text'"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1: the line holds an array"),
+        ("a.txt", b"caf\xe9\n", "a.txt:1: invalid UTF-8"),
+        ("a.txt", b"", "a.txt holds no text"),
+        ("a.jsonl", b"", "a.jsonl holds no text"),
     ],
 )
 @pytest.mark.parametrize("kind", SIZES)
@@ -168,7 +172,31 @@ def test_errors_are_one_line_and_status_2(corpus, tmp_path):
         ["--kind", "byte_bpe", "--input", "none*", "--vocab-size", "300", "--output", str(tmp_path)]
     )
     assert missing.returncode == 2
-    assert missing.stderr == "error: --input none* matches no file; check the path and quote the pattern.\n"
+    assert missing.stderr == (
+        "error: input pattern none* matches no file; check it (and quote it in the shell).\n"
+    )
+
+
+@pytest.mark.parametrize("size", [0, -5, 10**23])
+def test_sizes_that_no_library_should_meet(size, corpus, tmp_path):
+    with pytest.raises(ConfigError, match=f"--vocab-size is {size}; it must be in 1 to"):
+        main(
+            [
+                *arguments("byte_bpe", corpus, tmp_path / "out")[:-4],
+                "--vocab-size",
+                str(size),
+                "--output",
+                "x",
+            ]
+        )
+
+
+def test_an_output_that_cannot_be_is_refused_before_reading(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "a.jsonl").write_text("not JSON")
+    args = ["--kind", "byte_bpe", "--vocab-size", "300", "--input", str(tmp_path / "a.jsonl"), "--output"]
+    with pytest.raises(DataError, match="file is not a writable directory; choose another --output"):
+        main([*args, str(tmp_path / "file")])
 
 
 def test_an_existing_tokenizer_is_not_overwritten(corpus, tmp_path):
@@ -176,16 +204,3 @@ def test_an_existing_tokenizer_is_not_overwritten(corpus, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json exists"):
         main(arguments("byte_bpe", corpus, tmp_path))
     assert (tmp_path / "tokenizer.json").read_text() == "precious"
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "vocab.txt"
-    path.write_text("old")
-
-    def full_disk(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(DataError, match="No space left on device"):
-        write_atomically(path, b"new")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -8,7 +8,7 @@ reference implementation.
 
 A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the
 spans of a piece do not fit, its last tokens give way to them, a few in one row of ten; so spans keep their
-distribution and rows are full, at the price of about one token of text in 3,000. Where that would cost more than
+distribution and rows are full, at the price of about one token of text in 2,500. Where that would cost more than
 1 / MOST_CUT of the piece, spans are drawn again; after `ATTEMPTS` draws the fewest spans that still mask enough
 are used, and those always fit. A longer `row_length` loses nothing and pads more.
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from data_utils.files import require_new_directory
 from data_utils.objectives.base import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
@@ -543,10 +544,9 @@ def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
 def new_directory(output: Path) -> Iterator[Path]:
     """A directory to fill, renamed to `output` at the end, or removed if anything fails.
 
-    Raises: CheckpointError if `output` holds something, or cannot be written.
+    Raises: DataError if `output` holds something; CheckpointError if it cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists; choose a new directory, or remove it.")
+    require_new_directory(output)
     partial = output.with_name(f"{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
