@@ -135,7 +135,9 @@ def below(stream, bound):
     limit = np.uint64(bound)
     product = next_word(stream) * limit
     if product & _MASK < limit:
-        threshold = (_TWO_POWER_32 - limit) % limit
+        threshold = _TWO_POWER_32 - limit
+        if threshold >= limit:  # a division costs more than the draw
+            threshold %= limit
         while product & _MASK < threshold:
             product = next_word(stream) * limit
     return np.int64(product >> _HALF)

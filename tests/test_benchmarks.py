@@ -211,6 +211,8 @@ def test_padding_reports_every_objective(tmp_path, capsys):
         assert 0 <= float(lost.strip(" %")) < 1, name
     with pytest.raises(ConfigError, match="--samples is 0"):
         padding.main(["--prefix", str(tmp_path / "d"), "--samples", "0"])
+    with pytest.raises(ConfigError, match="no objective's name contains"):
+        padding.main(["--prefix", str(tmp_path / "d"), "--case", "elmo"])
 
 
 def test_memory_of_attention_grows_linearly():

@@ -170,6 +170,15 @@ def test_a_sample_that_does_not_fit_is_named():
         Collator(made)(np.tile(text_of(1), 9), [1] * 9, [9], [3])
 
 
+@pytest.mark.parametrize("name", ["albert", "bart"])
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_text_of_another_tokenizer_is_refused(name, token):
+    text = text_of(16)
+    text[3] = token
+    with pytest.raises(DataError, match=f"token ids .*{token}.*another tokenizer"):
+        Collator(make(name, 20))(text, [16], [1], [0])
+
+
 def test_bart_cuts_the_end_of_a_text_whose_masks_do_not_fit():
     """Rows are near the mean length: a few last tokens are lost in some rows, and nothing else."""
     made, text = make("bart", 512), text_of(512, False)

@@ -17,17 +17,26 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, TOKENS, Vocabulary
+from data_utils.objectives.base import (
+    OBJECTIVE_NAMES,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    Vocabulary,
+)
 from data_utils.objectives.masking import (
     FREE,
     PLACES,
     STARTS,
     TAKEN,
+    TEXT,
     UNIT,
     cumulative_table,
     draw_runs,
+    entry_point,
+    inlined,
     masked_target,
     run_count_moments,
 )
@@ -35,13 +44,14 @@ from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
+    copy_range,
+    count_up,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
-    predict,
-    put,
+    predict_range,
+    set_range,
 )
 from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
 from megatron_lite.settings import check, setting
@@ -78,7 +88,8 @@ class BartConfig(RowSizes):
     @property
     def growth(self) -> float:
         """Context and target, on average: a part of the text is replaced by masks, at most as many."""
-        length = float(self.length_weights @ np.arange(1, LONGEST_SPAN + 1))
+        # A matrix product of NumPy, in every batch, would leave the processor slower for a tenth of a millisecond.
+        length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
 
     @property
@@ -108,97 +119,105 @@ class BartConfig(RowSizes):
 
 
 @inlined
-def _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s):
-    """Write CLS and the text, its sentences in random order, to the context. `units`: a sentence begins."""
-    sentences = 0
-    for i in range(maskable):
-        if i == 0 or (s.permute_sentences and units[start + i]):
-            w[PLACES, sentences] = i
-            w[STARTS, sentences] = sentences
-            sentences += 1
+def _permute_sentences(text, units, start, maskable, length, stream, w, s):
+    """The text, its sentences in random order, to w[TEXT]. `units`: a sentence begins."""
+    sentences = 1
+    w[PLACES, 0] = 0
+    if s.permute_sentences:
+        for i in range(1, maskable):
+            w[PLACES, sentences] = i  # overwritten unless a sentence begins here
+            sentences += units[start + i]
     w[PLACES, sentences] = maskable
+    for k in range(sentences):
+        w[STARTS, k] = k
     shuffle(stream, w[STARTS], sentences)
-    put(row, used, s.cls, 0, 0)
-    at = used + 1
+    at = 0
     for k in range(sentences):
         sentence = w[STARTS, k]
-        for i in range(w[PLACES, sentence], w[PLACES, sentence + 1]):
-            put(row, at, text[start + i], at - used, 0)
-            at += 1
-    for i in range(maskable, length):
-        put(row, at, text[start + i], at - used, 0)
-        at += 1
+        first, end = w[PLACES, sentence], w[PLACES, sentence + 1]
+        copy_range(w, TEXT, at, at + end - first, text, start + first)
+        at += end - first
+    copy_range(w, TEXT, maskable, length, text, start + maskable)
 
 
 @inlined
-def _infill(row, used, maskable, length, stream, w, cumulative, s):
-    """Replace runs of the context by one mask each, insert further masks. Returns its new end.
+def _draw_masks(maskable, stream, w, cumulative, s):
+    """Runs to be replaced by one mask each to w[TAKEN], masks to be inserted before each token to w[FREE].
 
     For every run drawn, each length-0 span before it in the stream of lengths inserts a mask.
     """
-    for i in range(maskable):
-        w[FREE, i] = 1
-        w[UNIT, i] = 1
+    set_range(w, FREE, 0, maskable, 1)
+    set_range(w, UNIT, 0, maskable, 1)
     target = masked_target(s.masked_ratio, maskable)
     count = draw_runs(stream, w, maskable, target, True, cumulative)
     removed, inserted = 0, 0
     for i in range(maskable):
         removed += w[TAKEN, i]
-        w[FREE, i] = 0  # from here on: masks to be inserted before this token
+    set_range(w, FREE, 0, maskable, 0)
     for _ in range(count):
         while inserted < removed - count and chance(stream, s.empty_below):
             w[FREE, below(stream, maskable)] += 1
             inserted += 1
+
+
+@inlined
+def _write_context(row, used, maskable, length, w, s):
+    """CLS and the text of w[TEXT] with its masks. Returns the end."""
+    tokens = row[TOKENS, used:]
+    tokens[0] = s.cls
+    at, inside = 1, 0
     for i in range(maskable):
-        w[UNIT, i] = row[TOKENS, used + 1 + i]  # the text, which is about to be overwritten
-    w[UNIT, maskable] = row[TOKENS, used + length]
-    at = used + 1
-    for i in range(length):
-        if i < maskable:
-            for _ in range(w[FREE, i]):
-                put(row, at, s.mask, at - used, 0)
-                at += 1
-            if w[TAKEN, i]:
-                if i > 0 and w[TAKEN, i - 1]:
-                    continue
-                put(row, at, s.mask, at - used, 0)
-                at += 1
-                continue
-        put(row, at, w[UNIT, i], at - used, 0)
+        for _ in range(w[FREE, i]):
+            tokens[at] = s.mask
+            at += 1
+        taken = w[TAKEN, i]
+        at -= taken & inside  # the run's mask is there already: write it once more
+        tokens[at] = s.mask if taken else w[TEXT, i]
         at += 1
-    return at
+        inside = taken
+    for i in range(maskable, length):
+        tokens[at] = w[TEXT, i]
+        at += 1
+    count_up(row, POSITION_IDS, used, used + at, 0)
+    return used + at
+
+
+@inlined
+def _write_target(row, part_b, text, start, length, s):
+    """The text itself, shifted by sop. Returns the end."""
+    end = part_b + length
+    row[TOKENS, part_b] = s.sop
+    copy_range(row, TOKENS, part_b + 1, end, text, start)
+    predict_range(row, part_b, end, text, start)
+    count_up(row, POSITION_IDS, part_b, end, 0)
+    count_up(row, ORD, part_b, end, 1)
+    set_range(row, SEGMENT_IDS, part_b, end, 1)
+    return end
 
 
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     while True:
         maskable = maskable_length(text, start, length, s)
-        _permute_sentences(row, used, text, units, start, maskable, length, stream, w, s)
-        part_b = used + 1 + length
+        _permute_sentences(text, units, start, maskable, length, stream, w, s)
         if maskable > 0:
-            part_b = _infill(row, used, maskable, length, stream, w, cumulative, s)
+            _draw_masks(maskable, stream, w, cumulative, s)
+        part_b = _write_context(row, used, maskable, length, w, s)
         over = part_b + length - limit
         if over <= 0:
             break
         length -= (over + 1) // 2
         rewind(stream)
-    for i in range(length):
-        put(row, part_b + i, text[start + i - 1] if i > 0 else s.sop, i, i + 1)
-        predict(row, part_b + i, text[start + i])
-        row[SEGMENT_IDS, part_b + i] = 1
-    end = part_b + length
+    end = _write_target(row, part_b, text, start, length, s)
     mark_document(row, used, end, document, _DENOISING)
     return end
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

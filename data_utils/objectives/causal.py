@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
-from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
+from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
+from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
+    copy_range,
+    count_up,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
-    predict,
-    put,
+    predict_range,
 )
 
 _CAUSAL = OBJECTIVE_NAMES.index("causal")
@@ -41,21 +40,21 @@ class CausalConfig(RowSizes):
 
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
-    for i in range(length):
-        put(row, used + i, text[start + i - 1] if i > 0 else s.eos, i, i)
-        predict(row, used + i, text[start + i])
-    mark_document(row, used, used + length, document, _CAUSAL)
-    return used + length
+    end = used + length
+    row[TOKENS, used] = s.eos
+    copy_range(row, TOKENS, used + 1, end, text, start)
+    count_up(row, POSITION_IDS, used, end, 0)
+    count_up(row, ORD, used, end, 0)
+    predict_range(row, used, end, text, start)
+    mark_document(row, used, end, document, _CAUSAL)
+    return end
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils.objectives.base import (
     OBJECTIVE,
@@ -31,11 +30,14 @@ from data_utils.objectives.base import (
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
+    PLACES,
     STARTS,
     UNIT,
-    WORK_LINES,
+    compiled,
     draw_runs,
     draw_treatment,
+    entry_point,
+    inlined,
     masked_target,
     treated,
 )
@@ -44,14 +46,16 @@ from data_utils.objectives.rows import (
     RowSizes,
     begin_row,
     check_ratios,
+    copy_range,
+    count_up,
     digest_of,
-    inlined,
     mark_document,
     maskable_length,
     predict,
+    set_range,
     treatment_thresholds,
 )
-from data_utils.random_streams import below, chance, chance_threshold, new_stream, next_word, open_stream
+from data_utils.random_streams import below, chance, chance_threshold, next_word, open_stream
 from megatron_lite.settings import check
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
@@ -65,7 +69,7 @@ _LABELS = {
 KIND, WRONG, A, A_END, B, B_END = range(6)
 
 
-@njit(nogil=True)
+@compiled
 def _address(text, start, length, sample, s):
     """The sample number; for static masks one of `static_copies` numbers that depend on the text alone."""
     if s.static_copies == 0:
@@ -76,24 +80,22 @@ def _address(text, start, length, sample, s):
     return np.int64(digest) + ((sample % s.static_copies) << 32)
 
 
-@njit(nogil=True)
-def _split_point(stream, text, start, length, sentence_end):
+@compiled
+def _split_point(stream, w, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
-    for i in range(start, start + length - 1):
-        ends += sentence_end[text[i]]
+    for i in range(length - 1):
+        w[PLACES, ends] = (
+            i + 1
+        )  # overwritten unless a sentence ends here: a branch would be mispredicted often
+        ends += sentence_end[text[start + i]]
     if ends == 0:
         return 1 + below(stream, length - 1)
-    choice = below(stream, ends)
-    for i in range(start, start + length - 1):
-        choice -= sentence_end[text[i]]
-        if choice < 0:
-            return i + 1 - start
-    return 1
+    return w[PLACES, below(stream, ends)]
 
 
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, sentence_end, s):
+def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
     """Kind and halves of every piece of a sample, wrong second halves exchanged."""
     first, last = -1, -1  # pieces that get a wrong B; B of each goes to the one before
     for number in range(len(lengths)):
@@ -109,7 +111,7 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, senten
                 kind = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
         split = length
         if s.pairing != NO_PAIR and length > 1:
-            split = _split_point(stream, text, start, length, sentence_end)
+            split = _split_point(stream, w, text, start, length, sentence_end)
         pair[KIND] = kind
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
@@ -134,41 +136,45 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, senten
         _swap_halves(pairs[first])
 
 
-@njit(nogil=True)
+@compiled
 def _swap_halves(pair):
     pair[A], pair[A_END], pair[B], pair[B_END] = pair[B], pair[B_END], pair[A], pair[A_END]
 
 
-@njit(nogil=True)
+@compiled
 def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
     """Text and [SEP] at row[at:], and for `draw_runs` what may be masked. Returns the end."""
-    maskable = maskable_length(text, begin, end - begin, s)
-    for i in range(begin, end):
-        row[TOKENS, at] = text[i]
-        w[FREE, at - used] = i - begin < maskable
-        w[UNIT, at - used] = i == begin or i - begin >= maskable or unit_start[i]
-        at += 1
-    row[TOKENS, at] = s.sep
-    w[FREE, at - used] = 0
-    w[UNIT, at - used] = 1
-    return at + 1
+    length = end - begin
+    maskable = maskable_length(text, begin, length, s)
+    place = at - used
+    copy_range(row, TOKENS, at, at + length, text, begin)
+    copy_range(w, UNIT, place, place + length, unit_start, begin)
+    set_range(w, FREE, place, place + maskable, 1)
+    w[UNIT, place] = 1
+    for i in range(maskable, length + 1):  # eos and [SEP]
+        w[FREE, place + i] = 0
+        w[UNIT, place + i] = 1
+    row[TOKENS, at + length] = s.sep
+    return at + length + 1
 
 
-@njit(nogil=True)
+@compiled
 def _write_structure(row, used, middle, end, kind, s):
     """Positions, order and segments of `[CLS] A [SEP]` at row[used:middle] and `B [SEP]` at [middle:end]."""
-    for i in range(used, end):
-        in_b = i >= middle
-        row[POSITION_IDS, i] = i - used
-        segment, order = int(in_b), 0
-        if kind == SEQ2SEQ:
-            segment, order = 4 + in_b, i - middle + 1 if in_b else 0
-        elif kind == LEFT_TO_RIGHT:
-            segment, order = 2, i - used
-        elif kind == RIGHT_TO_LEFT:
-            segment, order = 3, end - 1 - i
-        row[ORD, i] = order
-        row[SEGMENT_IDS, i] = segment
+    count_up(row, POSITION_IDS, used, end, 0)
+    segment_a, segment_b = 0, 1
+    if kind == SEQ2SEQ:
+        segment_a, segment_b = 4, 5
+        count_up(row, ORD, middle, end, 1)
+    elif kind == LEFT_TO_RIGHT:
+        segment_a, segment_b = 2, 2
+        count_up(row, ORD, used, end, 0)
+    elif kind == RIGHT_TO_LEFT:
+        segment_a, segment_b = 3, 3
+        for i in range(used, end):
+            row[ORD, i] = end - 1 - i
+    set_range(row, SEGMENT_IDS, used, middle, segment_a)
+    set_range(row, SEGMENT_IDS, middle, end, segment_b)
 
 
 @inlined
@@ -208,31 +214,19 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(
-        batch,
-        text,
-        unit_start,
-        piece_lengths,
-        pieces_per_sample,
-        sample_indices,
-        first_piece,
-        sentence_end,
-        cumulative,
-        settings,
-        stream,
-    ):
+    @entry_point
+    def fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         _ = digest  # part of the cache key
+        text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+        cumulative, stream, w = tables
         s = settings[0]
-        w = np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
-        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
         piece, start = 0, 0
         for i in range(len(batch)):
             row, used = batch[i], 0
             begin_row(row, s.pad)
             lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
             sample = sample_indices[i]
-            _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, sentence_end, s)
+            _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
             for number in range(len(lengths)):
                 length = lengths[number]
                 if length > 0:
@@ -328,6 +322,6 @@ class MaskedText(RowObjective):
         if not len(batch):
             return
         units = self._unit_starts(tokens, piece_lengths)
-        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        tables = (self._sentence_end, self._cumulative, self._settings, new_stream())
-        self._entry(batch, tokens, units, *pieces, *tables)
+        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
+        self._entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)

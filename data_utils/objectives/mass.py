@@ -11,21 +11,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
-from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
-from data_utils.objectives.masking import draw_treatment, treated
+from data_utils.objectives.base import (
+    GRP,
+    OBJECTIVE_NAMES,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    Vocabulary,
+)
+from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
+    copy_range,
+    count_up,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
-    predict,
-    put,
+    predict_range,
+    set_range,
     treatment_thresholds,
 )
 from data_utils.random_streams import below, chance_threshold, next_word
@@ -66,7 +73,7 @@ class MassConfig(RowSizes):
         return sequence_length + 1
 
 
-@njit(nogil=True)
+@compiled
 def _draw_start(stream, places, s):
     """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
     word = next_word(stream)
@@ -82,34 +89,32 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     maskable = maskable_length(text, start, length, s)
     size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)
     first = _draw_start(stream, maskable - size + 1, s)
-    put(row, used, s.cls, 0, 0)
-    for i in range(length):
-        chosen = first <= i < first + size
-        token = text[start + i]
-        if chosen:
-            token = treated(stream, token, draw_treatment(stream, s), s)
-        put(row, used + 1 + i, token, 1 + i, -1 if chosen else 0)
-    part_b = used + 2 + length
-    put(row, part_b - 1, s.sep, length + 1, 0)
-    for i in range(used, part_b):
-        row[GRP, i] = 1
-    for i in range(size):
-        at, source = part_b + i, start + first + i
-        put(row, at, text[source - 1] if i > 0 else s.mask, first + i + 1, i + 1)
-        predict(row, at, text[source])
-        row[SEGMENT_IDS, at] = 1
-    mark_document(row, used, part_b + size, document, _FRAGMENT)
-    return part_b + size
+    begin, part_b = used + 1, used + 2 + length
+    end = part_b + size
+    row[TOKENS, used] = s.cls
+    copy_range(row, TOKENS, begin, begin + length, text, start)
+    for i in range(first, first + size):
+        row[TOKENS, begin + i] = treated(stream, text[start + i], draw_treatment(stream, s), s)
+    row[TOKENS, part_b - 1] = s.sep
+    set_range(row, ORD, begin + first, begin + first + size, -1)
+    count_up(row, POSITION_IDS, used, part_b, 0)
+    set_range(row, GRP, used, part_b, 1)
+    if size > 0:
+        row[TOKENS, part_b] = s.mask
+    copy_range(row, TOKENS, part_b + 1, end, text, start + first)
+    count_up(row, POSITION_IDS, part_b, end, first + 1)
+    count_up(row, ORD, part_b, end, 1)
+    predict_range(row, part_b, end, text, start + first)
+    set_range(row, SEGMENT_IDS, part_b, end, 1)
+    mark_document(row, used, end, document, _FRAGMENT)
+    return end
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
-from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
+from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
+from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
+    copy_range,
+    count_up,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
-    predict,
-    put,
+    predict_range,
 )
 from data_utils.random_streams import below
 from megatron_lite.settings import check, setting
@@ -53,26 +52,23 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     high = min(length - 1, int(s.max_prefix_ratio * length))
     low = min(high, int(s.min_prefix_ratio * length))
     prefix = low + below(stream, high - low + 1)
-    put(row, used, s.cls, 0, 0)
-    for i in range(prefix):
-        put(row, used + 1 + i, text[start + i], 1 + i, 0)
-    for i in range(prefix, length):
-        at = used + 1 + i
-        put(row, at, text[start + i - 1] if i > prefix else s.sop, 1 + i, i - prefix + 1)
-        predict(row, at, text[start + i])
-    end = used + 1 + length
+    rest, end = used + 1 + prefix, used + 1 + length
+    row[TOKENS, used] = s.cls
+    copy_range(row, TOKENS, used + 1, rest, text, start)
+    row[TOKENS, rest] = s.sop
+    copy_range(row, TOKENS, rest + 1, end, text, start + prefix)
+    count_up(row, POSITION_IDS, used, end, 0)
+    count_up(row, ORD, rest, end, 1)
+    predict_range(row, rest, end, text, start + prefix)
     mark_document(row, used, end, document, _PREFIX)
     return end
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils import random_streams
 from data_utils.objectives import base, masking
@@ -33,7 +32,7 @@ from data_utils.objectives.base import (
     Example,
     Vocabulary,
 )
-from data_utils.objectives.masking import WORK_LINES
+from data_utils.objectives.masking import WORK_LINES, compiled, entry_point, inlined
 from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check
@@ -98,12 +97,7 @@ def digest_of(*files: str) -> int:
     return source_digest(random_streams.__file__, base.__file__, masking.__file__, __file__, *files)
 
 
-# For the upper levels of compiled code: numba optimises the whole tree below a function again at each level of
-# calls, so flattening them takes a third off the time to compile.
-inlined = njit(nogil=True, inline="always")
-
-
-@njit(nogil=True)
+@compiled
 def put(row, at, token, position, order):
     """Write one row token. Planes not written are 0."""
     row[TOKENS, at] = token
@@ -111,33 +105,64 @@ def put(row, at, token, position, order):
     row[ORD, at] = order
 
 
-@njit(nogil=True)
+@compiled
 def predict(row, at, target):
     """Give a row token a target with weight 1."""
     row[TARGETS, at] = target
     row[WEIGHTS, at] = ONE_AS_INT32
 
 
-@njit(nogil=True)
+# Loops over a slice from 0 on, because only those are vectorised: elsewhere numba allows for negative indices.
+
+
+@compiled
+def set_range(row, plane, start, end, value):
+    """row[plane, start:end] = value, which as such costs numba ten times as long to compile."""
+    line = row[plane, start:end]
+    for i in range(len(line)):
+        line[i] = value
+
+
+@compiled
+def count_up(row, plane, start, end, first):
+    """row[plane, start:end] = first, first + 1, ..."""
+    line = row[plane, start:end]
+    for i in range(len(line)):
+        line[i] = first + i
+
+
+@compiled
+def copy_range(row, plane, start, end, source, first):
+    """row[plane, start:end] = the elements of `source` from `first` on."""
+    line = row[plane, start:end]
+    copied = source[first : first + len(line)]
+    for i in range(len(line)):
+        line[i] = copied[i]
+
+
+@compiled
+def predict_range(row, start, end, source, first):
+    """Give row[:, start:end] the elements of `source` from `first` on as targets, with weight 1."""
+    copy_range(row, TARGETS, start, end, source, first)
+    set_range(row, WEIGHTS, start, end, ONE_AS_INT32)
+
+
+@compiled
 def mark_document(row, used, end, document, objective):
     """The doc and objective planes of an Example at row[used:end]."""
-    for i in range(used, end):
-        row[DOC, i] = document
-        row[OBJECTIVE, i] = objective
+    set_range(row, DOC, used, end, document)
+    set_range(row, OBJECTIVE, used, end, objective)
 
 
-@njit(nogil=True)
+@compiled
 def begin_row(row, pad):
     """All padding."""
     for plane in range(len(FIELDS)):
-        for i in range(row.shape[1]):
-            row[plane, i] = 0
-    for i in range(row.shape[1]):
-        row[TOKENS, i] = pad
-        row[DOC, i] = PADDING_DOC
+        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
+        set_range(row, plane, 0, row.shape[1], value)
 
 
-@njit(nogil=True)
+@compiled
 def maskable_length(text, start, length, s):
     """Tokens of a piece without the eos at its end."""
     return length - 1 if text[start + length - 1] == s.eos else length
@@ -145,25 +170,17 @@ def maskable_length(text, start, length, s):
 
 # Inlined also because numba can not cache a function that is given another one.
 @inlined
-def fill_pieces(
-    fill_piece,
-    batch,
-    text,
-    unit_start,
-    piece_lengths,
-    pieces_per_sample,
-    sample_indices,
-    first_piece,
-    cumulative,
-    s,
-    stream,
-):
+def fill_pieces(fill_piece, batch, pieces, tables, settings):
     """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
 
     Up to the `limit` it is given, the row is not needed by later pieces; objectives whose rows hold every draw need not
     look at it.
+
+    Args: pieces and tables: as `RowObjective._fill` makes them.
     """
-    w = np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
+    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    cumulative, stream, w = tables
+    s = settings[0]
     piece, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
@@ -212,6 +229,16 @@ def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> di
         "mask_below": chance_threshold(mask_token_prob),
         "mask_or_replace_below": chance_threshold(min(1.0, mask_token_prob + random_token_prob)),
     }
+
+
+@entry_point
+def _look_up(table, tokens, found):
+    """found = table[tokens] without NumPy's copy of the tokens as int64. False where a token is not in the table."""
+    for i in range(len(tokens)):
+        if not 0 <= tokens[i] < len(table):
+            return False
+        found[i] = table[tokens[i]]
+    return True
 
 
 class RowObjective:
@@ -302,21 +329,33 @@ class RowObjective:
         return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
-        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
         units = self._unit_starts(tokens, piece_lengths)
-        self._entry(batch, tokens, units, *pieces, self._cumulative, self._settings, new_stream())
+        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        self._entry(batch, pieces, self._tables(batch), self._settings)
+
+    def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
+        """What an entry point works with beside the text: run lengths, room for a stream and for `masking`'s lines."""
+        return self._cumulative, new_stream(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
     def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:
         """Bool for each token: does a unit begin there?"""
         if self._units is None:
             return np.ones(len(tokens), np.bool_)
-        if self._units == "words":
-            assert self.vocabulary.word_start is not None
-            return self.vocabulary.word_start[tokens]
-        if self._units == "sentences":  # the first token of a piece begins one, whatever stands here
-            assert self.vocabulary.sentence_end is not None
-            ends = self.vocabulary.sentence_end[tokens[:-1]]
-            return np.concatenate([np.ones(min(1, len(tokens)), np.bool_), ends])
+        if isinstance(self._units, str):
+            return self._unit_starts_by_vocabulary(tokens)
         assert callable(self._units)
         pieces = np.split(tokens, np.cumsum(piece_lengths)[:-1])
         return np.concatenate([np.zeros(0, np.bool_), *map(self._units, pieces)])
+
+    def _unit_starts_by_vocabulary(self, tokens: np.ndarray) -> np.ndarray:
+        starts = np.ones(len(tokens), np.bool_)
+        if self._units == "words":
+            known = _look_up(self.vocabulary.word_start, tokens, starts)
+        else:  # the first token of a piece begins a sentence, whatever stands here
+            known = _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:])
+        if not known:
+            raise DataError(
+                f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.vocabulary.size} "
+                "tokens; the dataset was built with another tokenizer, build it anew."
+            )
+        return starts

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
-from data_utils.objectives.base import OBJECTIVE_NAMES, SEGMENT_IDS, Vocabulary
-from data_utils.objectives.masking import ENDS, STARTS
+from data_utils.objectives.base import (
+    OBJECTIVE_NAMES,
+    ONE_AS_INT32,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+    Vocabulary,
+)
+from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     check_ratios,
+    copy_range,
+    count_up,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
-    predict,
-    put,
+    set_range,
 )
 from data_utils.random_streams import below
 from megatron_lite.settings import check, setting
@@ -71,7 +79,7 @@ class T5Config(RowSizes):
         return sequence_length
 
 
-@njit(nogil=True)
+@compiled
 def _divide(stream, w, line, total, parts):
     """Lengths >= 1 of `parts` parts of `total` to w[line], every division equally likely."""
     rest, cuts = total - 1, parts - 1
@@ -87,6 +95,33 @@ def _divide(stream, w, line, total, parts):
     w[line, part] = length
 
 
+@compiled
+def _sentinel(span, s):
+    return s.sentinel_first - s.sentinel_step * (span % s.sentinel_count)
+
+
+@inlined
+def _write_target(row, part_b, text, start, spans, w, s):
+    """Each sentinel with its span, then eos, all shifted by sop. Returns the end."""
+    at, source = part_b, start
+    for span in range(spans):
+        source += w[STARTS, span]
+        row[TARGETS, at] = _sentinel(span, s)
+        for i in range(w[ENDS, span]):
+            row[TARGETS, at + 1 + i] = text[source + i]
+        at += 1 + w[ENDS, span]
+        source += w[ENDS, span]
+    row[TARGETS, at] = s.eos
+    end = at + 1
+    set_range(row, WEIGHTS, part_b, end, ONE_AS_INT32)
+    row[TOKENS, part_b] = s.sop
+    copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)
+    count_up(row, POSITION_IDS, part_b, end, 0)
+    count_up(row, ORD, part_b, end, 1)
+    set_range(row, SEGMENT_IDS, part_b, end, 1)
+    return end
+
+
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
@@ -98,48 +133,25 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         _divide(stream, w, ENDS, noise, spans)
     at, source = used, start
     for span in range(spans):
-        for _ in range(w[STARTS, span]):
-            put(row, at, text[source], at - used, 0)
-            at += 1
-            source += 1
-        put(row, at, s.sentinel_first - s.sentinel_step * (span % s.sentinel_count), at - used, 0)
-        at += 1
-        source += w[ENDS, span]
-    while source < start + length:
-        put(row, at, text[source], at - used, 0)
-        at += 1
-        source += 1
-    part_b = at
+        sentinel_at = at + w[STARTS, span]
+        copy_range(row, TOKENS, at, sentinel_at, text, source)
+        row[TOKENS, sentinel_at] = _sentinel(span, s)
+        source += w[STARTS, span] + w[ENDS, span]
+        at = sentinel_at + 1
+    part_b = end = at + start + length - source
+    copy_range(row, TOKENS, at, part_b, text, source)
+    count_up(row, POSITION_IDS, used, part_b, 0)
     if spans > 0:
-        put(row, at, s.sop, 0, 1)
-        source = start
-        for span in range(spans):
-            source += w[STARTS, span]
-            sentinel = s.sentinel_first - s.sentinel_step * (span % s.sentinel_count)
-            predict(row, at, sentinel)
-            at += 1
-            put(row, at, sentinel, at - part_b, at - part_b + 1)
-            for _ in range(w[ENDS, span]):
-                predict(row, at, text[source])
-                at += 1
-                put(row, at, text[source], at - part_b, at - part_b + 1)
-                source += 1
-        predict(row, at, s.eos)
-        at += 1
-    for i in range(part_b, at):
-        row[SEGMENT_IDS, i] = 1
-    mark_document(row, used, at, document, _SPAN_CORRUPTION)
-    return at
+        end = _write_target(row, part_b, text, start, spans, w, s)
+    mark_document(row, used, end, document, _SPAN_CORRUPTION)
+    return end
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

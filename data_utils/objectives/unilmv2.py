@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import njit
-
 from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, TOKENS, Vocabulary
 from data_utils.objectives.masking import (
     ENDS,
@@ -24,6 +22,8 @@ from data_utils.objectives.masking import (
     UNIT,
     cumulative_table,
     draw_runs,
+    entry_point,
+    inlined,
     masked_target,
 )
 from data_utils.objectives.rows import (
@@ -32,7 +32,6 @@ from data_utils.objectives.rows import (
     check_ratios,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -112,13 +111,10 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 

@@ -15,16 +15,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, Vocabulary
-from data_utils.objectives.masking import PLACES, STARTS, TAKEN, cumulative_table, draw_length
+from data_utils.objectives.masking import (
+    PLACES,
+    STARTS,
+    TAKEN,
+    compiled,
+    cumulative_table,
+    draw_length,
+    entry_point,
+    inlined,
+)
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     digest_of,
     fill_pieces,
-    inlined,
     mark_document,
     maskable_length,
     predict,
@@ -64,7 +71,7 @@ class XlnetConfig(RowSizes):
         return sequence_length + 1
 
 
-@njit(nogil=True)
+@compiled
 def _draw_targets(stream, w, first, last, goal, cumulative, s):
     """Mark `goal` of the text positions first..last - 1 in w[TAKEN]: n-grams in windows, then singles."""
     spare = last - first - goal * s.tokens_per_target  # tokens that no window covers, before and behind
@@ -132,13 +139,10 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 def _entry_point(digest: int):
-    @njit(cache=True, nogil=True)
-    def fill_rows(batch, text, units, lengths, counts, samples, first_piece, cumulative, settings, stream):
+    @entry_point
+    def fill_rows(batch, pieces, tables, settings):
         _ = digest  # part of the cache key
-        s = settings[0]
-        fill_pieces(
-            _fill_piece, batch, text, units, lengths, counts, samples, first_piece, cumulative, s, stream
-        )
+        fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
     return fill_rows
 
