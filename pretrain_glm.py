@@ -106,24 +106,27 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     watchdog = Watchdog(
         timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds
     )
-    watchdog.enter(Section.SETUP, "opening datasets")
-    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
-
-    watchdog.at("loading libraries")
+    watchdog.enter(Section.SETUP, "loading libraries")
     from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.engine import make_engine
     from megatron_lite.parallel_context import initialize
-    from megatron_lite.trainer import Trainer
+    from megatron_lite.resume import check_beginning
+    from megatron_lite.trainer import Trainer, memory_advice
 
+    watchdog.at("checking the checkpoint to begin with")
+    check_beginning(config)  # before minutes are spent on copying corpora and on building the model
+    watchdog.at("opening datasets")
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     watchdog.at("joining the process group")
     context = initialize(launch, config.parallel, timeouts.collective_seconds)
     if context.device.type == "cpu":
         keep_freed_memory()
     watchdog.at("building the model")
-    engine = make_engine(config, context, len(data.objective_names))
-    parts = (data.train, data.validation, data.objective_names)
     try:
-        status = Trainer(config, context, engine, *parts, control, watchdog).fit()
+        with memory_advice(config):
+            engine = make_engine(config, context, len(data.objective_names))
+            parts = (data.train, data.validation, data.objective_names)
+            status = Trainer(config, context, engine, *parts, control, watchdog).fit()
     finally:
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
     report_status(status)

@@ -24,12 +24,13 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from megatron_lite.boxes import Box, matrix_shape, whole_shape
 from megatron_lite.checkpoint_files import (
@@ -52,6 +53,9 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 _NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
 _MAX_MANIFEST_BYTES = 1 << 30
+
+T = TypeVar("T")
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +144,11 @@ def manifest_header(step: int, engine: Engine, state: dict[str, Any]) -> dict[st
     }
 
 
+def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
+    """A `Watch` that does nothing."""
+    return contextlib.nullcontext()
+
+
 class Save:
     """One save under way on every rank, in a thread of its own.
 
@@ -155,8 +164,14 @@ class Save:
         header: dict[str, Any],
         context: ParallelContext,
         after_commit: Callable[[], None] = lambda: None,
+        watch: Watch = unwatched,
     ):
-        """Args: fragments: must not change before the save has ended. after_commit: run on rank 0."""
+        """
+        Args:
+            fragments: must not change before the save has ended.
+            after_commit: run on rank 0.
+            watch: the thread's work is done within watch(what it does).
+        """
         self.path = directory / checkpoint_name(step)
         self.seconds = 0.0  # it took, once committed
         self._partial = directory / f"{self.path.name}.partial"
@@ -164,6 +179,7 @@ class Save:
         self._header = header
         self._context = context
         self._after_commit = after_commit
+        self._watch = watch
         self._started = time.perf_counter()
         self._stages = iter((self._prepare, self._write, self._commit))
         self.failure = ""  # of this rank
@@ -203,7 +219,8 @@ class Save:
 
     def _run(self, stage: Callable[[], None]) -> None:
         try:
-            stage()
+            with self._watch(f"writing {self.path.name}"):
+                stage()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self.failure = _describe(error)
             log.debug("saving %s", self.path, exc_info=True)
@@ -212,7 +229,7 @@ class Save:
         self._thread = None
         if self._context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)  # gives a full disk its space back
-        raise CheckpointError(f"saving {self.path}: {self.failure or _others(failed)}")
+        raise _failed_together(f"saving {self.path}", self.failure, failed, self._context)
 
     def _prepare(self) -> None:
         if self._context.is_main:
@@ -320,6 +337,43 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+# Going back
+
+
+def rewind(directory: Path, step: int) -> Path | None:
+    """Make the checkpoint of `step` the newest: move all newer ones, whole, into a new directory `rewound_TIME`.
+
+    Nothing is deleted, and what a kill leaves half done, another call completes. Returns the new directory, None if
+    there was nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
+    """
+    known = {_step_of(path): path for path in list_checkpoints(directory)}
+    if step not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {step}; it holds those of steps {there}."
+        )
+    verify(read_checkpoint(known[step]))
+    newer = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and _step_of(p) > step]
+    if not newer:
+        return None
+    target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}"
+    os.mkdir(target)
+    for path in sorted(
+        newer, reverse=True
+    ):  # the newest first: what is left is at every moment a run's history
+        os.rename(path, target / path.name)
+    sync_directory(target)
+    sync_directory(directory)
+    return target
+
+
+def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
+    """What `rewind` set aside, oldest first: each directory and the step of its newest checkpoint."""
+    for path in sorted(directory.glob("rewound_*")):
+        if found := list_checkpoints(path):
+            yield path, _step_of(found[-1])
+
+
 # Agreement
 
 
@@ -331,15 +385,16 @@ def _agreement(context: ParallelContext, what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, CheckpointError) as error:
         failure = _describe(error)
-    failed = context.sum(torch.tensor([float(bool(failure))], device=context.device))
-    if failure:
-        raise CheckpointError(f"{what}: {failure}")
-    if failed.item():
-        raise CheckpointError(f"{what}: {_others(int(failed.item()))}")
+    failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
+    if failed:
+        raise _failed_together(what, failure, failed, context)
 
 
-def _others(count: int) -> str:
-    return f"{count} other rank(s) failed; their messages say why."
+def _failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
+    """What each rank raises when `failed` ranks have failed, this one by `failure` unless that is empty."""
+    error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
+    error.only_here = bool(failure) and failed < context.world_size
+    return error
 
 
 def _describe(error: Exception) -> str:
@@ -505,10 +560,29 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
     if steps:
-        raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {directory} is valid; move them away to start afresh."
-        )
+        raise _none_is_valid(directory, len(steps))
     return None
+
+
+def newest_readable(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint whose manifest and file sizes are right, as this process sees it; None if there is none.
+
+    Raises CheckpointError if checkpoints exist but none is readable.
+    """
+    paths = list_checkpoints(directory)
+    for path in reversed(paths):
+        with contextlib.suppress(CheckpointError):
+            return read_checkpoint(path)
+    if paths:
+        raise _none_is_valid(directory, len(paths))
+    return None
+
+
+def _none_is_valid(directory: Path, count: int) -> CheckpointError:
+    return CheckpointError(
+        f"none of the {count} checkpoints in {directory} is valid; `scripts/checkpoints.py verify` says what is wrong "
+        "with each. Move them away to start afresh."
+    )
 
 
 def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
@@ -518,21 +592,43 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
     """
     if is_checkpoint(path):
         return _read_together(path, context)
+    return _existing(newest_valid(_checkpoints_in(path), context), path)
+
+
+def find_manifest(path: Path) -> Checkpoint:
+    """As `find_checkpoint`, by this process alone, and without reading the files that the manifest names."""
+    if is_checkpoint(path):
+        return read_checkpoint(path)
+    return _existing(newest_readable(_checkpoints_in(path)), path)
+
+
+def _checkpoints_in(path: Path) -> Path:
+    """The directory of checkpoints of a run, or the directory itself."""
     inner = path / "checkpoints"
-    newest = newest_valid(inner if inner.is_dir() else path, context)
-    if newest is None:
+    return inner if inner.is_dir() else path
+
+
+def _existing(found: Checkpoint | None, path: Path) -> Checkpoint:
+    if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
         )
-    return newest
+    return found
 
 
 def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
     """Read a checkpoint on every rank and verify it, each rank a part."""
     with _agreement(context, f"checking {path}"):
         checkpoint = read_checkpoint(path)
-        verify(checkpoint, blocks(checkpoint)[context.rank :: context.world_size])
+        share = blocks(checkpoint)[context.rank :: context.world_size]
+        for block in _shown(share, f"checking {path.name}", context):
+            verify(checkpoint, [block])
     return checkpoint
+
+
+def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
+    """The items, with a progress bar on the main rank's terminal, if it has one."""
+    return tqdm(items, desc=what, disable=None if context.is_main else True)
 
 
 def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
@@ -592,7 +688,7 @@ def _load_fragments(
     with _agreement(context, f"loading {checkpoint.path}"):
         _check_same_number(checkpoint, count)
         reader = _Reader(checkpoint)
-        for fragment in engine.fragments():
+        for fragment in _shown(list(engine.fragments()), f"loading {checkpoint.path.name}", context):
             shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
             _check_same_shape(checkpoint, fragment.name, shape)
             for run in fragment.runs():
@@ -624,6 +720,13 @@ def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
         return matrix.view(checkpoint.shapes[name])
 
     return read
+
+
+def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint holds parameters of just these names and shapes."""
+    _check_same_number(checkpoint, len(shapes))
+    for name, shape in shapes.items():
+        _check_same_shape(checkpoint, name, shape)
 
 
 def _check_same_number(checkpoint: Checkpoint, count: int) -> None:

@@ -208,7 +208,7 @@ class TensorFile:
                 raise self._damaged(f"its header of {length} bytes does not fit")
             try:
                 self._header = json.loads(file.read(length))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise self._damaged("its header is no JSON") from None
         self._data = 8 + length
         self._data_bytes = size - self._data

@@ -27,6 +27,7 @@ class UserError(Exception):
     """Something the user can mend. The message names the value, the rule and the remedy."""
 
     status: ClassVar[ExitStatus] = ExitStatus.USER_ERROR
+    only_here = False  # found by this rank and not by the others, so that it must report it
 
 
 class ConfigError(UserError):
@@ -39,6 +40,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or made by an incompatible run."""
+
+
+class DeviceMemoryError(UserError):
+    """The device has less memory than the configuration needs."""
 
 
 class HaltedError(UserError):
@@ -69,17 +74,18 @@ class ArgumentParser(argparse.ArgumentParser):
 def run_command(
     main: Callable[[], int | None], quiet: bool = False, report: Callable[[int], None] | None = None
 ) -> None:
-    """Run an entry point: a `UserError` becomes one line on stderr (unless `quiet`) and its exit status, mostly 2.
+    """Run an entry point: a `UserError` becomes one line on stderr and its exit status, mostly 2.
 
     Ctrl-C is one line, too.
     Args:
+        quiet: another process reports what all find; only what this one alone has found is reported.
         report: called with the exit status before the process ends; not after a traceback.
     """
     status: int
     try:
         status = main() or ExitStatus.FINISHED
     except UserError as error:
-        if not quiet:
+        if not quiet or error.only_here:
             print(f"error: {error}", file=sys.stderr)
         status = error.status
     except KeyboardInterrupt:

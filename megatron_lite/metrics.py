@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +22,8 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.linear import linear
 
 log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 1 << 16  # of a record in metrics.jsonl
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by a part of torch's device name.
 GPU_PEAK_TFLOPS = {
@@ -144,38 +150,84 @@ def format_duration(seconds: float) -> str:
 
 
 class Metrics:
-    """Writes on the main rank only; on the others every call does nothing."""
+    """Writes on the main rank only; on the others every call does nothing.
 
-    def __init__(self, directory: Path, enabled: bool, tensorboard: bool):
-        self._file = self._board = None
+    A disk that is full or fails costs records and a warning, not the run.
+    """
+
+    def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
+        """Args: step: of the checkpoint that the run continues from; TensorBoard hides what was logged after it."""
+        self._file: io.FileIO | None = None
+        self._board: Any = None
+        self._lost = 0  # records in a row
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (directory / "metrics.jsonl").open("ab+", buffering=0)
+        _cut_last_line(self._file)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(directory / "tensorboard"))
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
         """One record to JSONL and TensorBoard, `line` to the console."""
         if self._file is None:
             return
         log.info(line)
-        self._file.write(
-            json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n"
-        )
-        self._file.flush()
-        if self._board is not None:
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        try:
+            _append(self._file, json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            if not self._lost:
+                log.warning(
+                    "%s: %s; records are lost until it can be written.", self._file.name, error.strerror
+                )
+            self._lost += 1
+        else:
+            if self._lost:
+                log.warning("%s can be written again; %d records were lost.", self._file.name, self._lost)
+            self._lost = 0
+        self._write_board(kind, step, values)
+
+    def _write_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._board is None:
+            return
+        try:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:  # from its own thread, which has ended
+            self._board = None
+            log.warning("TensorBoard's file cannot be written: %s; metrics.jsonl goes on.", error)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    """Write a line whole or not at all. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) != len(line):  # the disk was full after a part
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _cut_last_line(file: io.FileIO) -> None:
+    """Remove a last line without end, which a crash of the machine may leave."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_LINE_BYTES))
+    tail = file.read()
+    if tail and not tail.endswith(b"\n"):
+        file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def train_line(step: int, steps: int, values: dict[str, Any]) -> str:

@@ -340,6 +340,13 @@ def build_model(config: Config, num_objectives: int, parallel: TensorParallel | 
     return model
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
+    with torch.device("meta"):
+        named = GLM(config).named_parameters()
+    return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
+
+
 @torch.no_grad()
 def initialize_parameters(
     named: Iterable[tuple[str, nn.Parameter]],

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.checkpoint import Save, list_checkpoints, manifest_header, retain
+from megatron_lite.checkpoint import Save, Watch, list_checkpoints, manifest_header, retain, unwatched
 from megatron_lite.config import CheckpointConfig
 from megatron_lite.engine import Engine, Fragment
 from megatron_lite.errors import CheckpointError
@@ -33,13 +33,20 @@ class Saver:
     """Saves the checkpoints of one run. Every method is called by all ranks at the same point."""
 
     def __init__(
-        self, directory: Path, engine: Engine, context: ParallelContext, config: CheckpointConfig
+        self,
+        directory: Path,
+        engine: Engine,
+        context: ParallelContext,
+        config: CheckpointConfig,
+        watch: Watch = unwatched,
     ) -> None:
+        """Args: watch: as for `Save`."""
         self.saved_step = 0  # of the newest checkpoint that this run committed or was continued from
         self._directory = directory
         self._engine = engine
         self._context = context
         self._config = config
+        self._watch = watch
         self._snapshot = None
         if config.asynchronous:
             self._snapshot = Snapshot(engine)
@@ -59,7 +66,9 @@ class Saver:
         fragments = self._engine.fragments() if self._snapshot is None else self._snapshot.take(self._engine)
         header = manifest_header(step, self._engine, state)
         self._running_step = step
-        self._running = Save(self._directory, step, fragments, header, self._context, self._retain)
+        self._running = Save(
+            self._directory, step, fragments, header, self._context, self._retain, self._watch
+        )
         self._waited_seconds = time.perf_counter() - start
         if self._snapshot is None:
             self.finish()
@@ -110,10 +119,12 @@ class Saver:
         if self._failures_in_a_row >= limit:
             kept = list_checkpoints(self._directory)
             newest = f"the newest checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
-            raise CheckpointError(
+            last = CheckpointError(
                 f"{error} The run ends because it could not be saved; {newest}. Mend the cause (space, rights, "
                 f"quota of {self._directory}) and start again to continue from there."
             )
+            last.only_here = error.only_here
+            raise last
         if not report:
             return
         log.warning(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config, parameter_count
 from megatron_lite.engine import Engine, MicroBatch, StepResult
-from megatron_lite.errors import CheckpointError, ConfigError, ExitStatus, TrainingError
+from megatron_lite.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
 from megatron_lite.events import EventLog
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.lr_schedule import learning_rate
@@ -40,6 +41,7 @@ from megatron_lite.metrics import (
 )
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
+from megatron_lite.resume import check_may_continue, checkpoint_directory
 from megatron_lite.run_control import Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
@@ -72,7 +74,7 @@ class Trainer:
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
-        self.checkpoints = self.directory / "checkpoints"
+        self.checkpoints = checkpoint_directory(config)
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.peak_tflops = peak_tflops(
             config.run.peak_tflops, DTYPES[config.training.precision], context.device
@@ -87,7 +89,7 @@ class Trainer:
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._control = control
-        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint)
+        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
 
     # The run
 
@@ -102,7 +104,8 @@ class Trainer:
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config)
             log.info("%s", start_line(self.config, self.context, self.step))
-        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard)
+        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
         requests = Requests()
@@ -160,6 +163,14 @@ class Trainer:
         if shrink != self._shrink:
             self.engine.set_embedding_gradient_shrink(shrink)
             self._shrink = shrink
+
+    def _record_rewinds(self) -> None:
+        """What `scripts/checkpoints.py rewind` has done since the checkpoint that the run was continued from."""
+        known = [entry["event"] for entry in self.events.history]
+        for path, last in checkpoint.rewinds(self.checkpoints) if self.context.is_main else ():
+            event = f"went back from step {last}, whose checkpoint is in {path.name}"
+            if event not in known:
+                self._record(event, self.step)
 
     def _record_requests(self, requests: Requests) -> None:
         for asked, event in (
@@ -261,7 +272,7 @@ class Trainer:
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
     def _next_batches(self) -> list[np.ndarray]:
-        batches = [self.train_data.batch(samples) for samples in self._samples(self.consumed_samples)]
+        batches = [_read(self.train_data, samples) for samples in self._samples(self.consumed_samples)]
         # The disk reads the next step's text while this one computes.
         following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
         self.train_data.prefetch(following.ravel())
@@ -309,8 +320,8 @@ class Trainer:
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
                 f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
-                f"left as they were before them. Lower optimizer.lr, or continue "
-                f"from an earlier checkpoint in {self.checkpoints}."
+                f"left as they were before them. Lower optimizer.lr, or go back "
+                f"with `scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     def _check_replicas(self) -> None:
@@ -320,8 +331,8 @@ class Trainer:
         if found:
             raise TrainingError(
                 f"after step {self.step} these weights differ between ranks that should hold the same: "
-                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and continue "
-                f"from a checkpoint before the fault in {self.checkpoints}."
+                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and go back to "
+                f"before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     # Reports
@@ -358,7 +369,7 @@ class Trainer:
         per_pass = size * dp.size
         batches = []
         for start in range(0, len(samples), per_pass):
-            batch = self.validation_data.batch(samples[start : start + per_pass][dp.rank :: dp.size])
+            batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
             batches.append(
                 pad_rows(batch, size)
             )  # all ranks make the same number of passes of the same shape
@@ -384,6 +395,9 @@ class Trainer:
             "data": self.train_data.fingerprint(),
         }
 
+    def _watch_save(self, what: str) -> AbstractContextManager[None]:
+        return self.watchdog.beside(Section.CHECKPOINT, what)
+
     def _save(self) -> None:
         self._saver.save(self.step, self._state())
 
@@ -395,11 +409,7 @@ class Trainer:
             if settings.initialize_from is not None:
                 self._initialize(Path(settings.initialize_from), settings.initialize)
             return
-        if settings.resume == "never":
-            raise CheckpointError(
-                f"{self.checkpoints} already holds a checkpoint of step {found.step} and checkpoint.resume is never; "
-                f"choose another run.directory, or checkpoint.resume=auto to continue."
-            )
+        check_may_continue(self.config, found.step)
         self._restore(found)
         self._saver.saved_step = self.step
         self.restarts = found.state.get("restarts", 0) + 1
@@ -429,6 +439,32 @@ class Trainer:
         checkpoint.load_weights_only(found, self.engine, self.context)
         if self.context.is_main:
             log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
+
+
+def _read(data: SampleLoader, samples: np.ndarray) -> np.ndarray:
+    """A batch, int32 [samples, fields, S]. What is wrong with one rank's samples no other rank reports."""
+    try:
+        return data.batch(samples)
+    except UserError as error:
+        error.only_here = True
+        raise
+
+
+@contextmanager
+def memory_advice(config: Config) -> Iterator[None]:
+    """Where a device's memory is used up: raises DeviceMemoryError, which says what would need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        advised = DeviceMemoryError(
+            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
+            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
+            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            "estimates what a layout needs."
+        )
+        advised.only_here = True
+        raise advised from error
 
 
 def save_resolved(config: Config) -> None:

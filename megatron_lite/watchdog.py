@@ -6,10 +6,14 @@ furthest behind, then ends the process, whereupon the launcher ends the others.
 
 Who is behind: all ranks pass the same places in the same order, so each counts the places it has passed, and the lowest
 count is the rank that the others wait for. The counts are in small files below the run's directory, one for each rank,
-written every few seconds by the watchdogs, never by training itself; `scripts/heartbeats.py` shows them.
+written every few seconds by the watchdogs, by training itself only at its end; `scripts/heartbeats.py` shows them.
+
+What a thread does beside training, the writing of a checkpoint, has the limit of its section too: training would go on
+without a word, and without a new checkpoint.
 
 A thread of Python needs the interpreter's lock. Should native code keep it, a timer of the C library (faulthandler)
-ends the process a little later, with the stacks and status 1.
+ends the process a little later, with the stacks and status 1. A signal that no Python sees, above all the bus error of
+a mapped corpus whose storage fails, also prints the stacks before it ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -93,7 +97,9 @@ class Watchdog:
         self._rank, self._world_size = rank, world_size
         self._heartbeat_seconds = heartbeat_seconds
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
+        self._beside: _Here | None = None
         self._closed = threading.Event()
+        faulthandler.enable(file=2)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
@@ -103,17 +109,28 @@ class Watchdog:
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
         if section == Section.EXIT:
             self._closed.set()
+            self._beat()  # the watching thread would be stopped before it has written that the run is over
 
     def at(self, place: str) -> None:
         """Name a place within the section."""
         here = self._here
         self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
 
+    @contextlib.contextmanager
+    def beside(self, section: Section, place: str) -> Iterator[None]:
+        """Give what the calling thread does beside training the limit of a section. One thread at a time."""
+        here = self._here
+        self._beside = _Here(section, place, here.step, here.passed, time.monotonic())
+        try:
+            yield
+        finally:
+            self._beside = None
+
     def _watch(self) -> None:
         next_beat = 0.0
         while True:
-            here, now = self._here, time.monotonic()
-            left = here.since + self._limits[here.section] - now
+            here, now = min(filter(None, (self._here, self._beside)), key=self._deadline), time.monotonic()
+            left = self._deadline(here) - now
             if left < 0:
                 self._end(here, now)
             if now >= next_beat:
@@ -126,12 +143,16 @@ class Watchdog:
             # Every tick sets the timer anew, so it only fires if the ticks stop.
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
 
-    def _heartbeat(self) -> Heartbeat:
-        here = self._here
+    def _deadline(self, here: _Here) -> float:
+        return here.since + self._limits[here.section]
+
+    def _heartbeat(self, here: _Here) -> Heartbeat:
         seconds = round(time.monotonic() - here.since, 1)
         host, now = socket.gethostname(), round(time.time(), 1)
+        beside = self._beside
+        place = here.place if beside in (None, here) else f"{here.place}; beside it: {beside.place}"
         return Heartbeat(
-            self._rank, host, os.getpid(), here.section, here.place, here.step, here.passed, seconds, now
+            self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
         )
 
     def _beat(self, parents: bool = False) -> None:
@@ -141,17 +162,18 @@ class Watchdog:
         # A full or broken disk is not the heartbeat's business; and a save that hangs on it must be noticed.
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=parents, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(self._heartbeat())) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(asdict(self._heartbeat(self._here))) + "\n", encoding="utf-8")
             os.replace(temporary, path)
 
     def _end(self, here: _Here, now: float) -> None:
         rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
-        head = f"\n{self._heartbeat()} hangs: {now - here.since:.0f} s, {rule}\n"
+        head = f"\n{self._heartbeat(here)} hangs: {now - here.since:.0f} s, {rule}\n"
         os.write(2, head.encode() + _stacks())
-        # Writing and reading may hang as well, on the file system that is to blame: not in this thread.
-        summary = threading.Thread(target=self._compare, daemon=True)
-        summary.start()
-        summary.join(OTHERS_SECONDS + 5.0)
+        if here is not self._beside:  # nobody waits for what is done beside training
+            # Writing and reading may hang as well, on the file system that is to blame: not in this thread.
+            summary = threading.Thread(target=self._compare, daemon=True)
+            summary.start()
+            summary.join(OTHERS_SECONDS + 5.0)
         report_status(ExitStatus.HUNG)
         os._exit(ExitStatus.HUNG)
 
@@ -187,6 +209,10 @@ class NoWatchdog(Watchdog):
 
     def at(self, place: str) -> None:
         pass
+
+    @contextlib.contextmanager
+    def beside(self, section: Section, place: str) -> Iterator[None]:
+        yield
 
 
 def heartbeat_directory(run_directory: Path) -> Path:

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""List and verify the checkpoints of a run. See docs/checkpoints.md.
+"""List and verify the checkpoints of a run, or go back to an older one. See docs/checkpoints.md.
 
 python scripts/checkpoints.py list runs/base
 python scripts/checkpoints.py verify runs/base
 python scripts/checkpoints.py verify runs/base/checkpoints/step_00001000
+python scripts/checkpoints.py rewind runs/base 1000
 
-`list` reads manifests and file sizes; `verify` reads everything and compares the checksums. Exit status: 0 when all
-checkpoints are good, 1 when one is damaged, 2 when there is none or the command is wrong.
+`list` reads manifests and file sizes; `verify` reads everything and compares the checksums; `rewind` moves the
+checkpoints after a step aside, so that the run continues from it. Exit status: 0 when all checkpoints are good, 1 when
+one is damaged, 2 when there is none or the command is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,26 +24,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from megatron_lite.errors import ArgumentParser, CheckpointError, run_command
+from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, run_command
+from megatron_lite.watchdog import Section, heartbeat_directory, read_heartbeats
 
 if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
     from megatron_lite.checkpoint import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
+SILENT_SECONDS = 60  # after which a run without a farewell is taken for dead
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("list", "verify"))
+    parser.add_argument("command", choices=("list", "verify", "rewind"))
     parser.add_argument(
         "directory", type=Path, help="a run, its directory of checkpoints, or one step_... directory"
     )
-    return parser.parse_args()
+    parser.add_argument("step", type=int, nargs="?", help="of rewind: the step to continue from")
+    arguments = parser.parse_args()
+    if (arguments.command == "rewind") != (arguments.step is not None):
+        raise ConfigError(
+            f"{arguments.command} takes {'RUN and STEP' if arguments.step is None else 'no STEP'}."
+        )
+    return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.command == "rewind":
+        rewind(arguments.directory, arguments.step)
+        return 0
     paths = find(arguments.directory)
     check = verify if arguments.command == "verify" else lambda found: None
     rows, problems = [], []
@@ -69,6 +83,36 @@ def find(directory: Path) -> list[Path]:
             f"{directory} holds no checkpoint; give a run directory or one of its checkpoints."
         )
     return paths
+
+
+def rewind(run: Path, step: int) -> None:
+    """Set the checkpoints after `step` aside. Raises CheckpointError, also while the run seems to be training."""
+    refuse_while_training(run)
+    from megatron_lite import checkpoint
+
+    try:
+        aside = checkpoint.rewind(run / "checkpoints", step)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: {error.strerror}; give yourself the right to move it."
+        ) from None
+    if aside is None:
+        print(f"{run}: the checkpoint of step {step} is the newest already")
+        return
+    count = len(checkpoint.list_checkpoints(aside))
+    print(
+        f"{run} continues from step {step}; {count} newer checkpoints are in {aside}: delete it when you like"
+    )
+
+
+def refuse_while_training(run: Path) -> None:
+    alive = [beat for beat in read_heartbeats(heartbeat_directory(run)) if beat.section != Section.EXIT]
+    silent = time.time() - max((beat.time for beat in alive), default=0.0)
+    if silent < SILENT_SECONDS:
+        raise CheckpointError(
+            f"{run} seems to be training: its last heartbeat is {silent:.0f} s old; stop it (touch {run / 'STOP'}), "
+            f"or wait until {SILENT_SECONDS} s after its death."
+        )
 
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:

@@ -66,7 +66,7 @@ def last_validation(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of RUN/metrics.jsonl; of steps that were repeated after a restart only the last.
+    """The records of RUN/metrics.jsonl; of steps that were made again, after a restart or a rewind, only the last.
 
     Raises DataError if the file is missing or damaged. A last line cut off by a crash is ignored.
     """
@@ -77,13 +77,19 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text, so it is damaged; restore it from a copy.") from None
-    records = {}
+    records: dict[tuple[str, int], dict[str, Any]] = {}
+    last = 0
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             continue
         try:
             record = json.loads(line)
-            records[record["kind"], record["step"]] = record
+            kind, step = record["kind"], record["step"]
+            if kind == "train":
+                if step <= last:  # what came after it was given up
+                    records = {key: kept for key, kept in records.items() if key[1] < step}
+                last = step
+            records[kind, step] = record
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path}, line {number} is not a metrics record; remove the line.") from None
     return sorted(records.values(), key=lambda record: record["step"])

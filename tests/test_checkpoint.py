@@ -35,13 +35,17 @@ def fill_and_save(context, settings, directory, steps=(1,)):
     """Give every element of the state a value that says where it belongs, and save."""
     engine = make_engine(context, settings)
     for step in steps:
-        for fragment, run, positions in placed(engine):
-            for kind, values in fragment.tensors.items():
-                part = values[run.start - fragment.start : run.stop - fragment.start]
-                part.data.copy_(expected(fragment.name, kind, step, positions))
-        engine.publish_weights()
-        engine.load_scalar_state({"adam_step": float(step), "loss_scaler": {"cur_scale": 2.0**step}})
+        fill(engine, step)
         checkpoint.save(Path(directory), step, engine, {"note": "state"}, context)
+
+
+def fill(engine, step):
+    for fragment, run, positions in placed(engine):
+        for kind, values in fragment.tensors.items():
+            part = values[run.start - fragment.start : run.stop - fragment.start]
+            part.data.copy_(expected(fragment.name, kind, step, positions))
+    engine.publish_weights()
+    engine.load_scalar_state({"adam_step": float(step), "loss_scaler": {"cur_scale": 2.0**step}})
 
 
 def placed(engine):

@@ -1,8 +1,10 @@
 """scripts/checkpoints.py as a user runs it."""
 
+import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from stub_engine import StubEngine
 
 from megatron_lite import checkpoint
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.watchdog import Heartbeat
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "checkpoints.py"
 
@@ -68,6 +71,45 @@ def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
     for absent in (tmp_path / "absent", tmp_path / "step_00000001"):
         status, _, err = run("list", absent)
         assert status == 2 and err.startswith("error: ") and "holds no checkpoint" in err
+
+
+def test_rewind_sets_newer_checkpoints_aside(directory, run):
+    checkpoints = directory / "checkpoints"
+    (checkpoints / "step_00000020").rename(checkpoints / "step_00000020.replaced")  # left by a kill
+    status, out, _ = run("rewind", directory, 10)
+    (aside,) = checkpoints.glob("rewound_*")
+    assert status == 0 and f"continues from step 10; 1 newer checkpoints are in {aside}" in out
+    assert [path.name for path in checkpoint.list_checkpoints(checkpoints)] == ["step_00000010"]
+    assert run("verify", aside)[0] == 0  # whole, for another time
+    status, out, _ = run("rewind", directory, 10)
+    assert status == 0 and "is the newest already" in out
+    assert list(checkpoint.rewinds(checkpoints)) == [(aside, 20)]
+
+
+def test_rewind_refuses_what_would_lose_the_run(directory, run):
+    def refused(*arguments):
+        status, out, err = run("rewind", *arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    assert "no checkpoint of step 15; it holds those of steps 10, 20" in refused(directory, 15)
+    assert "rewind takes RUN and STEP" in refused(directory)
+    (directory / "checkpoints/step_00000010/rank_00000.safetensors").write_bytes(b"damaged")
+    assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)
+    assert len(checkpoint.list_checkpoints(directory / "checkpoints")) == 2
+    status, _, err = run("verify", directory, 10)
+    assert status == 2 and "verify takes no STEP" in err
+
+
+@pytest.mark.parametrize(
+    "section, age, refused", [("step", 5, True), ("step", 100, False), ("exit", 5, False)]
+)
+def test_rewind_refuses_while_the_run_is_training(directory, run, section, age, refused):
+    beat = Heartbeat(0, "host", 1, section, "", 20, 100, 1.0, time.time() - age)
+    (directory / "heartbeats").mkdir()
+    (directory / "heartbeats/rank_00000.json").write_text(json.dumps(beat.__dict__))
+    status, _, err = run("rewind", directory, 10)
+    assert (status, "seems to be training" in err) == ((2, True) if refused else (0, False))
 
 
 def test_the_script_starts_from_a_checkout(directory, tmp_path):

@@ -8,6 +8,7 @@ from megatron_lite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DeviceMemoryError,
     ExitStatus,
     HaltedError,
     TrainingError,
@@ -29,6 +30,7 @@ def ended(main, **options):
         (ConfigError, ExitStatus.USER_ERROR),
         (DataError, ExitStatus.USER_ERROR),
         (CheckpointError, ExitStatus.USER_ERROR),
+        (DeviceMemoryError, ExitStatus.USER_ERROR),
         (HaltedError, ExitStatus.HALTED),
         (TrainingError, ExitStatus.UNSOUND),
     ],
@@ -41,6 +43,16 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     assert capsys.readouterr().err == "error: a is 1; it must be 2.\n"
     assert ended(main, quiet=True) == (status, [status])
     assert capsys.readouterr().err == ""
+
+
+def test_what_one_rank_alone_has_found_it_reports(capsys):
+    def main():
+        error = DataError("row 3 is cut off.")
+        error.only_here = True
+        raise error
+
+    assert ended(main, quiet=True)[0] == ExitStatus.USER_ERROR
+    assert capsys.readouterr().err == "error: row 3 is cut off.\n"
 
 
 @pytest.mark.parametrize("result", [None, 0, ExitStatus.STOPPED])

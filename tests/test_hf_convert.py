@@ -600,9 +600,10 @@ from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from hf_runs import tree, make_config
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, parameter_shapes
+from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
 from megatron_lite.hf.convert import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
+from megatron_lite.model import parameter_shapes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

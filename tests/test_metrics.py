@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import pytest
@@ -60,6 +61,59 @@ def test_records_go_to_jsonl_and_tensorboard_on_the_main_rank_only(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "True/tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 1.5)]
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_full_disk_costs_records_and_no_run(small_disk, caplog):
+    disk = small_disk("size=64k")
+    metrics = Metrics(disk, True, tensorboard=False)
+    (disk / "other").write_bytes(bytes(56 * 1024))
+    for step in range(100):  # 100 bytes or more each: a page is left
+        metrics.write("train", step, {"note": "x" * 60}, "line")
+    kept = steps_in(disk / "metrics.jsonl")
+    assert kept == list(range(len(kept))) and 0 < len(kept) < 100
+    assert caplog.text.count("No space left on device; records are lost until it can be written") == 1
+    (disk / "other").unlink()
+    metrics.write("train", 100, {}, "line")
+    assert steps_in(disk / "metrics.jsonl") == [*kept, 100]
+    assert f"{100 - len(kept)} records were lost" in caplog.text
+
+
+def test_a_tensorboard_that_fails_is_given_up(tmp_path, monkeypatch, caplog):
+    metrics = Metrics(tmp_path, True, tensorboard=True)
+
+    def broken(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics._board, "add_scalar", broken)
+    for step in (1, 2):
+        metrics.write("train", step, {"loss": 1.0}, "line")
+    metrics.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+    assert caplog.text.count("TensorBoard's file cannot be written") == 1
+
+
+def test_a_line_cut_by_a_crash_is_removed_when_the_run_continues(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    metrics = Metrics(tmp_path, True, tensorboard=False)
+    metrics.write("train", 2, {}, "line")
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, losses in ((0, {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}), (2, {3: 2.5})):
+        metrics = Metrics(tmp_path, True, tensorboard=True, step=start)
+        for step, loss in losses.items():
+            metrics.write("train", step, {"loss": loss}, "line")
+        metrics.close()
+        time.sleep(1.1)  # files are ordered by their names, which hold the second
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 5.0), (2, 4.0), (3, 2.5)]
 
 
 def test_the_line_shows_everything_a_user_watches():

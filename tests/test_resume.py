@@ -1,15 +1,101 @@
-"""A run that is killed at a random moment and started again ends with the state of the run that was never killed."""
+"""What a run begins with is checked before there is a process group; and a run that is killed at a random moment and
+started again ends with the state of the run that was never killed.
+"""
 
 import random
+import shutil
 import time
 
 import pytest
+import yaml
 from conftest import small_run
 from distributed import run_ranks, start_ranks
+from test_pretrain_cli import assert_refused, pretrain
 from test_trainer import fit
 
+from data_utils.tokenizers import load_tokenizer
 from megatron_lite import checkpoint
-from megatron_lite.settings import merge
+from megatron_lite.config import Config
+from megatron_lite.errors import CheckpointError
+from megatron_lite.resume import check_beginning
+from megatron_lite.settings import build, merge
+
+# Before the start
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A run with checkpoints of steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("trained")
+    changes = {"training": {"stop_after_step": 2}, "checkpoint": {"save_interval": 1}}
+    run_ranks(fit, 1, merge(small_run(corpus, directory), changes))
+    return directory
+
+
+def begin(corpus, directory, **checkpoint):
+    """Check what a run in `directory` would begin with; `model` may change it."""
+    model = checkpoint.pop("model", {})
+    tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, "model": model})
+    config = build(Config, tree)
+    check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+
+
+def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
+    begin(corpus, tmp_path)
+    begin(corpus, trained)
+    begin(corpus, tmp_path, initialize_from=str(trained))
+    begin(corpus, tmp_path, initialize_from=str(trained / "checkpoints/step_00000001"))
+    begin(corpus, trained, initialize_from=str(tmp_path / "absent"))  # its own checkpoints win
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "checkpoints/step_00000002/manifest.json").write_text("{")
+    begin(corpus, copy)  # the one before will be used
+
+
+@pytest.mark.parametrize(
+    "begun, checkpoint, message",
+    [
+        (False, {"initialize_from": "absent"}, "absent holds no checkpoint; give a run directory or one"),
+        (False, {"initialize_from": "checkpoints/step_00000009"}, "manifest.json: No such file"),
+        (
+            False,
+            {"initialize_from": "", "model": {"hidden_size": 64}},
+            r"\(65, 32\) there and \(65, 64\) here; use",
+        ),
+        (
+            False,
+            {"initialize_from": "", "model": {"num_layers": 1}},
+            "another model, of 29 parameter tensors",
+        ),
+        (True, {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the config"),
+        (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
+    ],
+)
+def test_what_a_run_cannot_begin_with_is_refused(corpus, trained, tmp_path, begun, checkpoint, message):
+    if "initialize_from" in checkpoint:
+        checkpoint = {**checkpoint, "initialize_from": str(trained / checkpoint["initialize_from"])}
+    with pytest.raises(CheckpointError, match=message):
+        begin(corpus, trained if begun else tmp_path, **checkpoint)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(corpus, trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    for path in (copy / "checkpoints").iterdir():
+        (path / "rank_00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid"):
+        begin(corpus, copy)
+
+
+def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, tmp_path):
+    """Neither is possible here."""
+    config = tmp_path / "config.yaml"
+    empty = {"checkpoint": {"initialize_from": str(tmp_path)}, "data": {"train": [{"prefix": "none"}]}}
+    config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), empty)))
+    result = pretrain("--config", str(config), RANK="0", WORLD_SIZE="2")
+    assert_refused(result, f"{tmp_path} holds no checkpoint; give a run directory")
+    assert not (tmp_path / "run").exists()
+
+
+# Kills
 
 RANKS, STEPS = 2, 8
 

@@ -152,12 +152,13 @@ def fail_and_go_on(context, directory, asynchronous):
         save(7)
     mend()
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return str(caught.value), caught.value.only_here
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_failed_saves_warn_until_the_limit(tmp_path, asynchronous):
-    messages = run_ranks(fail_and_go_on, 2, tmp_path, asynchronous)
+    messages, only_here = zip(*run_ranks(fail_and_go_on, 2, tmp_path, asynchronous), strict=True)
+    assert only_here == (False, True)  # so that the rank whose message says why is heard
     assert "1 other rank(s) failed" in messages[0] and "No space left on device" in messages[1]
     assert valid_steps(tmp_path) == [1, 4]
     assert len(list(tmp_path.iterdir())) == 2  # what was half written has given its space back

@@ -159,7 +159,10 @@ def test_a_killed_rank_ends_the_job_which_continues_from_its_last_checkpoint(
 ):
     job = Job(cluster, merge(endless, {"checkpoint": {"save_interval": 10}}), tmp_path, 2, LAUNCHER=launcher)
     job.wait_for_steps(25, "the job trains")
-    victim = next(beat for beat in read_heartbeats(job.directory / "heartbeats") if beat.rank == 3)
+    heartbeats = job.directory / "heartbeats"
+    # A rank whose watchdog began before the run's directory existed is first heard of ten seconds later.
+    wait_until(lambda: 3 in [beat.rank for beat in read_heartbeats(heartbeats)], 60, "a heartbeat", job.logs)
+    victim = next(beat for beat in read_heartbeats(heartbeats) if beat.rank == 3)
     os.kill(victim.pid, signal.SIGKILL)
     start = time.monotonic()
     job.wait_for_requeue(60, "the whole job ends within 60 s of the death of a rank")
@@ -179,7 +182,9 @@ def test_a_chain_of_tasks_continues_one_run_and_ends_with_it(cluster, settings, 
     job = Job(cluster, settings, tmp_path, 1, "--array=1-3%1", CHAIN="yes")
     job.wait_for_steps(5, "the first task trains")
     cluster.send_usr1(f"{job.id}_1")
-    wait_until(lambda: not cluster.run("squeue", "--noheader"), START_SECONDS, "all tasks end", job.logs)
+    # A task that has ended may long be "completing" where its node is busy.
+    waiting = ("squeue", "--noheader", "--states=PENDING,RUNNING")
+    wait_until(lambda: not cluster.run(*waiting), START_SECONDS, "all tasks end", job.logs)
     assert job.steps() == list(range(1, 1001))
     attempts = sorted((tmp_path / "logs").rglob("attempt-*.status"))
     assert [int(path.read_text()) for path in attempts] == [ExitStatus.STOPPED, ExitStatus.FINISHED]

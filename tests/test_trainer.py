@@ -13,11 +13,12 @@ from whole_weights import placed_weights
 
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
-from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint
+from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
 from megatron_lite.config import Config
 from megatron_lite.engine import make_engine
+from megatron_lite.errors import DataError, DeviceMemoryError
 from megatron_lite.settings import build, merge
-from megatron_lite.trainer import Trainer, TrainingError, config_changes
+from megatron_lite.trainer import Trainer, TrainingError, config_changes, memory_advice
 
 
 def make_trainer(context, tree):
@@ -146,6 +147,40 @@ def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):
     ]
 
 
+def lack_memory(context, tree):
+    trainer = make_trainer(context, tree)
+
+    def train_step(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 80 GiB")
+
+    trainer.engine.train_step = train_step
+    with pytest.raises(DeviceMemoryError) as caught, memory_advice(trainer.config):
+        trainer.fit()
+    return str(caught.value), caught.value.only_here
+
+
+def test_a_lack_of_memory_is_one_line_with_advice(settings):
+    ((message, only_here),) = run_ranks(lack_memory, 1, settings)
+    assert only_here and "\n" not in message
+    assert "Tried to allocate 2.00 GiB. GPU 0 has 80 GiB ... Lower batch.micro_batch_size (2), set" in message
+
+
+def lack_a_sample(context, tree):
+    trainer = make_trainer(context, tree)
+
+    def batch(samples):
+        raise DataError("document 3 is cut off.")
+
+    trainer.train_data.batch = batch
+    with pytest.raises(DataError) as caught:
+        trainer.fit()
+    return caught.value.only_here
+
+
+def test_what_is_wrong_with_one_ranks_samples_it_reports(settings):
+    assert run_ranks(lack_a_sample, 1, settings) == [True]
+
+
 def test_non_finite_steps_are_bounded(settings):
     settings = merge(settings, {"training": {"max_nonfinite_steps": 3}})
     assert run_ranks(poison, 1, settings) == [(3, 3)]
@@ -256,7 +291,7 @@ def test_the_runs_own_checkpoints_win(settings, finished):
     "place, change, message",
     [
         ("absent", {}, "absent holds no checkpoint; give a run directory or one of its"),
-        ("finished", {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the"),
+        ("finished", {"model": {"hidden_size": 64}}, r"another model: .*\) there and .*\) here; use the"),
         ("finished/checkpoints/step_00000009", {}, "manifest.json: No such file"),
     ],
 )
@@ -264,6 +299,29 @@ def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, chan
     tree = merge(settings, {**change, **from_checkpoint(finished.parent / place)})
     with pytest.raises(AssertionError, match=message):
         run_ranks(start, 2, tree)
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_and_records_it_once(settings, tmp_path):
+    """A rewind is in the events of all later checkpoints, wherever the run was interrupted meanwhile."""
+    settings = merge(settings, {"checkpoint": {"save_interval": 1, "keep_last": 0}})
+    run_ranks(fit, 1, settings)
+    once = records(tmp_path / "run")
+    directory = tmp_path / "run/checkpoints"
+    first = rewind(directory, 2)
+    run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": 3}}))
+    second = rewind(directory, 1)
+    skip = {"events": {"skip_samples": [{"first": 8, "end": 9}]}}
+    for stop in (1, 2, 6):  # the first stops before it has saved
+        run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": stop}, **skip}))
+    newest = read_checkpoint(list_checkpoints(directory)[-1])
+    went_back = [e for e in newest.state["events"]["history"] if "went back" in e["event"]]
+    assert went_back == [
+        {"step": 1, "event": f"went back from step 6, whose checkpoint is in {first.name}"},
+        {"step": 1, "event": f"went back from step 3, whose checkpoint is in {second.name}"},
+    ]
+    assert newest.step == 6 and newest.state["consumed_samples"] == 9 + 5 * 8
+    again = records(tmp_path / "run")
+    assert again[1] == once[1] and again[2] != once[2]
 
 
 def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):

@@ -67,6 +67,22 @@ def test_metrics_of_repeated_steps_and_a_cut_last_line(tmp_path: Path) -> None:
     assert last_validation(tmp_path) == new
 
 
+def test_steps_after_a_rewind_are_not_those_before(tmp_path: Path) -> None:
+    made = [
+        ("train", 10),
+        ("train", 20),
+        ("validation", 20),
+        ("train", 30),
+        ("validation", 30),
+        ("train", 20),
+    ]
+    write_metrics(tmp_path, *({"kind": kind, "step": step, "at": i} for i, (kind, step) in enumerate(made)))
+    assert [(record["kind"], record["at"]) for record in read_metrics(tmp_path)] == [
+        ("train", 0),
+        ("train", 5),
+    ]
+
+
 def test_metrics_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_metrics(tmp_path)

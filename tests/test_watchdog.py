@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,15 +13,23 @@ from conftest import ROOT
 from distributed import _FORK, free_port, initialize
 from test_trainer import make_trainer
 
+from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig, TimeoutsConfig
 from megatron_lite.errors import ExitStatus
 from megatron_lite.launch import Launch
+from megatron_lite.settings import merge
 from megatron_lite.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
 
-LIMITS = {**TimeoutsConfig().sections, "step": 3}
+
+def watch(trainer):
+    """Usual limits, for a machine that may be busy; a test shortens one where it hangs."""
+    trainer.watchdog = Watchdog(
+        TimeoutsConfig().sections, trainer.directory, trainer.context.rank, trainer.context.world_size, 1
+    )
+    return trainer.watchdog._limits
 
 
-def never_return(*arguments):
+def never_return():
     time.sleep(300)
 
 
@@ -28,10 +38,11 @@ def train_with_a_hang(rank, port, tree):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     context = initialize(Launch(rank, 2, rank), ParallelConfig(), timeout_seconds=60)
     trainer = make_trainer(context, tree)
-    trainer.watchdog = Watchdog(LIMITS, trainer.directory, rank, 2, heartbeat_seconds=10)
-    read = trainer.train_data.batch
+    limits, read = watch(trainer), trainer.train_data.batch
 
     def batch(indices):
+        if trainer.step == 2:
+            limits["step"] = 3
         return never_return() if rank == 1 and trainer.step == 2 else read(indices)
 
     trainer.train_data.batch = batch
@@ -59,10 +70,42 @@ def test_a_hang_of_one_rank_is_named_by_all_and_ends_all(settings, capfd):
     ]
 
 
+def train_while_writing_hangs(tree):
+    """The disk never answers the first save, which is made in the background."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+    context = initialize(Launch(0, 1, 0), ParallelConfig(), timeout_seconds=60)
+    trainer = make_trainer(context, tree)
+    limits = watch(trainer)
+
+    def write(*arguments):
+        limits["checkpoint"] = 3
+        never_return()
+
+    checkpoint._write_rank = write
+    trainer.fit()
+
+
+def test_a_save_in_the_background_that_hangs_is_named_and_ends_the_run(settings, capfd):
+    changes = {"training": {"steps": 1000}, "checkpoint": {"save_interval": 20, "asynchronous": True}}
+    process = _FORK.Process(target=train_while_writing_hangs, args=(merge(settings, changes),))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == ExitStatus.HUNG
+    printed = capfd.readouterr().err
+    named = (
+        r"\(checkpoint, step \d+, writing step_00000020\) hangs: \d+ s, timeouts.checkpoint_seconds is 3\n"
+    )
+    assert re.search(named, printed), printed
+    assert "in never_return" in printed and "compares" not in printed
+    metrics = Path(settings["run"]["directory"], "metrics.jsonl").read_text()
+    assert '"step": 21' in metrics  # training went on meanwhile
+
+
 def start(directory, program, limit=1.0, backstop=30.0):
     """A Python process with a watchdog whose sections may last `limit` seconds, which then runs `program`."""
     head = f"""
-import ctypes, threading, time
+import ctypes, os, threading, time
 from pathlib import Path
 from megatron_lite import watchdog
 from megatron_lite.watchdog import Section, Watchdog
@@ -81,6 +124,24 @@ def test_set_up_has_a_limit_too_and_the_status_is_reported(tmp_path):
     assert "(setup, step 0, opening datasets) hangs" in done.stderr
     assert "all 1 ranks are at the same place" in done.stderr
     assert (tmp_path / "status").read_text() == f"{int(ExitStatus.HUNG)}\n"
+
+
+def test_storage_that_fails_under_a_mapped_file_says_where(tmp_path):
+    """A page that is gone: the kernel answers the same for one that the disk cannot read."""
+    program = f"""
+import mmap
+path = Path({str(tmp_path)!r}) / "corpus.bin"
+path.write_bytes(bytes(2 * mmap.PAGESIZE))
+with path.open("rb") as file:
+    tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+os.truncate(path, 0)
+def read_tokens():
+    return tokens[mmap.PAGESIZE]
+read_tokens()
+"""
+    done = start(tmp_path, program, limit=60)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "in read_tokens" in done.stderr
 
 
 def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
@@ -102,7 +163,7 @@ def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
     done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=3.0)
     assert (done.returncode, done.stderr) == (0, "")
     (beat,) = read_heartbeats(tmp_path / "heartbeats")
-    assert beat.section == "step" and beat.step > 0 and beat.passed > 2
+    assert beat.section == "exit" and beat.step == 5 and beat.passed == 7
 
 
 def test_an_unwritable_run_directory_does_not_matter(tmp_path):

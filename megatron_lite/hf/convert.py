@@ -31,7 +31,7 @@ from data_utils.files import require_new_directory
 from data_utils.objectives.base import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
-from megatron_lite.boxes import Box, matrix_shape, whole_shape
+from megatron_lite.boxes import Box, matrix_shape
 from megatron_lite.checkpoint_files import describe_file, write_file
 from megatron_lite.config import Config, ModelConfig, padded_vocab_size
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -56,9 +56,8 @@ from megatron_lite.hf.weights import (
     write_sharded,
 )
 from megatron_lite.inference import find_checkpoint, load_model
-from megatron_lite.model import GLM
+from megatron_lite.model import parameter_shapes
 from megatron_lite.settings import build, check, choice, merge, setting, to_tree
-from megatron_lite.tensor_parallel import partition_of
 
 LAYOUTS = ("huggingface", "released")
 TRAINING_JSON = "training.json"
@@ -539,13 +538,6 @@ def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
 
 
 # Shared
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
-    with torch.device("meta"):
-        named = GLM(config).named_parameters()
-    return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
 
 
 @contextlib.contextmanager
