@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,8 @@ def format_duration(seconds: float) -> str:
 class Metrics:
     """Writes on the main rank only; on the others every call does nothing.
 
-    A disk that is full or fails costs records and a warning, not the run.
+    A disk that is full or fails costs records and a warning, not the run. What is infinite or not a number is null in the
+    records, as JSON demands.
     """
 
     def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
@@ -177,7 +179,7 @@ class Metrics:
         log.info(line)
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         try:
-            _append(self._file, json.dumps(record).encode() + b"\n")
+            _append(self._file, json.dumps(_strict(record), allow_nan=False).encode() + b"\n")
         except OSError as error:
             if not self._lost:
                 log.warning(
@@ -207,6 +209,15 @@ class Metrics:
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
+
+
+def _strict(value: Any) -> Any:
+    """`value` with null for the numbers that JSON does not have: infinity and NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _append(file: io.FileIO, line: bytes) -> None:

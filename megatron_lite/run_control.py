@@ -8,6 +8,7 @@ system's handler, and a thread reads it there.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from types import FrameType
 
 from megatron_lite.errors import HaltedError
 from megatron_lite.launch import report_status
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -50,6 +53,7 @@ class RunControl:
         self._stop_signal = False
         self._found = Requests()
         self._next_look = 0.0
+        self._can_delete = True
         self._listen()
 
     def refuse_if_halted(self) -> None:
@@ -70,12 +74,18 @@ class RunControl:
         """What the file SAVE asked for is done."""
         self._found = Requests()
         if self._is_main:
-            self.save_file.unlink(missing_ok=True)
+            try:
+                self.save_file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s: %s; it is ignored from now on.", self.save_file, error.strerror)
+                self._can_delete = False
 
     def _look(self) -> Requests:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + FILE_CHECK_SECONDS
-            self._found = Requests(halt=self.stop_file.exists(), save=self.save_file.exists())
+            self._found = Requests(
+                halt=self.stop_file.exists(), save=self._can_delete and self.save_file.exists()
+            )
         return self._found
 
     def _listen(self) -> None:

@@ -108,8 +108,8 @@ def draw_objectives(
 
 
 def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have `name`."""
-    points = [(record["step"], record[name]) for record in records if name in record]
+    """Steps and values of the records that have `name`, and not null for what was infinite."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 

@@ -58,8 +58,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def last_validation(run: Path) -> dict[str, Any]:
-    """The last validation record of a run. Raises DataError without one."""
+    """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
     records = [record for record in read_metrics(run) if record["kind"] == "validation"]
+    records = [record for record in records if None not in record.values()]
     if not records:
         raise DataError(f"{run / 'metrics.jsonl'} holds no validation; set data.validation and train on.")
     return records[-1]

@@ -67,6 +67,18 @@ def steps_in(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    metrics = Metrics(tmp_path, True, tensorboard=False)
+    metrics.write("train", 3, {"grad_norm": float("inf"), "by_layer": {"a": [float("nan"), 1.0]}}, "line")
+    metrics.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (record["grad_norm"], record["by_layer"]) == (None, {"a": [None, 1.0]})
+
+
 def test_a_full_disk_costs_records_and_no_run(small_disk, caplog):
     disk = small_disk("size=64k")
     metrics = Metrics(disk, True, tensorboard=False)

@@ -40,6 +40,19 @@ def test_the_file_save_saves_once_and_the_run_goes_on(settings, directory):
     assert history == [{"step": 1, "event": "saved at the request of the file SAVE"}]
 
 
+def test_a_file_save_that_cannot_be_deleted_is_obeyed_once(tmp_path, monkeypatch, caplog):
+    def deny(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("megatron_lite.run_control.FILE_CHECK_SECONDS", 0.0)
+    control = RunControl(tmp_path, is_main=True)
+    (tmp_path / "SAVE").touch()
+    assert control.agreed(control.local_requests()).save
+    monkeypatch.setattr(Path, "unlink", deny)
+    control.saved()
+    assert not control.agreed(control.local_requests()).save and "it is ignored from now on" in caplog.text
+
+
 def refuse(context, directory):
     with pytest.raises(HaltedError, match=r"STOP exists, .* remove it to train on"):
         RunControl(directory, is_main=True).refuse_if_halted()
