@@ -153,8 +153,8 @@ def format_duration(seconds: float) -> str:
 class Metrics:
     """Writes on the main rank only; on the others every call does nothing.
 
-    A disk that is full or fails costs records and a warning, not the run. What is infinite or not a number is null in the
-    records, as JSON demands.
+    A disk that is full or fails costs records and a warning, not the run. What is infinite or not a number is
+    null in the records, as JSON demands.
     """
 
     def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
