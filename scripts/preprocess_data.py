@@ -33,6 +33,8 @@ from megatron_lite.errors import (
     run_command,
 )
 
+INTERRUPTED = "interrupted before the output was complete; run the command again to go on"
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
@@ -130,7 +132,7 @@ def main() -> int:
     try:
         make_dataset(arguments, Ranks())
     except KeyboardInterrupt:
-        print("interrupted before the output was complete; run the command again to go on", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return INTERRUPTED_STATUS
     return 0
 
@@ -145,6 +147,9 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
         if MPI.COMM_WORLD.Get_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return ExitStatus.USER_ERROR
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        MPI.COMM_WORLD.Abort(INTERRUPTED_STATUS)
     except BaseException:  # the others would wait for this rank
         traceback.print_exc()
         MPI.COMM_WORLD.Abort(1)
