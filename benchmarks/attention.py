@@ -189,6 +189,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     kinds = sorted({record["documents"] for record in records})
+    colors = plt.get_cmap("tab20").colors
     figure, grid = plt.subplots(2, len(kinds), figsize=(6 * len(kinds), 9), squeeze=False)
     for column, kind in enumerate(kinds):
         for axis, unit in zip(grid[:, column], ("ms", "MB"), strict=True):
@@ -198,7 +199,15 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
                 for which, style in (("ours", "-o"), ("dense", "--x")):
                     y = [r[f"{which} {unit}"] / max(1, TOKENS // r["length"]) for r in mine]
                     label = f"{objective}" if which == "ours" else None
-                    axis.loglog(x, y, style, color=f"C{number % 10}", label=label, markersize=4, linewidth=1)
+                    axis.loglog(
+                        x,
+                        y,
+                        style,
+                        color=colors[number % len(colors)],
+                        label=label,
+                        markersize=4,
+                        linewidth=1,
+                    )
             axis.set_title(f"{kind}: solid ours, dashed dense")
             axis.set_xlabel("tokens per row")
             axis.set_ylabel(f"{unit} per row, forward + backward")
