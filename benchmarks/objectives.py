@@ -12,6 +12,7 @@ guessing costs ln 2 = 0.693 nats, and telling neighbours apart takes longer than
 from __future__ import annotations
 
 import argparse
+import socket
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,11 @@ def train(name: str, layout: str, quickstart: Path, steps: int, directory: Path)
     run = directory / f"{name}-{layout}"
     file = directory / f"{run.name}.yaml"
     file.write_text(yaml.safe_dump(configuration(name, quickstart, steps, parallel, run)), encoding="utf-8")
+    with socket.socket() as probe:  # not the launcher's own port, on which another run may listen
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes)]
+    command += ["--master_port", str(port)]
     command += [str(ROOT / "pretrain_glm.py"), "--config", str(file)]
     start = time.perf_counter()
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

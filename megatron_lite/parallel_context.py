@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import logging
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -184,12 +185,20 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if use_gpu else "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timeout,
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if use_gpu else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, perhaps by another run; choose one "
+            "with --master_port of the launcher, or MASTER_PORT."
+        ) from None
     sizes = (parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
     groups = _groups(launch.rank, *sizes, timeout)
     return ParallelContext(launch.rank, launch.world_size, local_rank, device, **groups)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,14 @@ from distributed import free_port
 pytestmark = pytest.mark.launcher
 
 
-def start(settings, directory, *overrides, processes=2):
+def start(settings, directory, *overrides, processes=2, port=None):
     config = Path(directory) / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [
         launcher,
         "--master_port",
-        str(free_port()),
+        str(port or free_port()),
         "--num_gpus",
         str(processes),
         str(ROOT / "pretrain_glm.py"),
@@ -71,3 +72,13 @@ def test_a_world_that_does_not_fit_ends_with_one_message(settings, tmp_path):
     assert output.count("error: ") == 1 and "global_batch_size" in output
     assert "Traceback" not in output
     assert not Path(settings["run"]["directory"]).exists()
+
+
+def test_a_port_in_use_is_one_line(settings, tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        done = start(settings, tmp_path, processes=1, port=other.getsockname()[1])
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "is in use on" in output and "--master_port" in output and "Traceback" not in output
