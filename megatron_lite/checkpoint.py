@@ -356,7 +356,7 @@ def rewind(directory: Path, step: int) -> Path | None:
     newer = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and _step_of(p) > step]
     if not newer:
         return None
-    target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}"
+    target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}"
     os.mkdir(target)
     for path in sorted(
         newer, reverse=True
