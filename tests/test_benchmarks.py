@@ -143,14 +143,17 @@ def test_scripts_start_without_installation(tmp_path):
 
 def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):
     file = tmp_path / "rows.json"
-    arguments = ["--layouts", "1x1x1", "1x1x2", "2x1x1", "1x2x1+full", "--samples", "2", "--repeats", "1"]
+    layouts = ["1x1x1", "1x1x2", "1x1x2+zero2", "2x1x1", "1x2x1+full"]
+    arguments = ["--layouts", *layouts, "--samples", "4", "--repeats", "1"]
     assert parallel.main([*arguments, "--json", str(file)]) == 0
     rows = {row["layout"]: row for row in json.loads(file.read_text())}
-    config, samples = train_step.model_config("tiny", 3), train_step.make_batch(2)
+    config, samples = train_step.model_config("tiny", 3), train_step.make_batch(4)
     tokens, loss_rows = int((samples[:, DOC] >= 0).sum()), int(np.count_nonzero(samples[:, WEIGHTS]))
     hidden = 4 * config.hidden_size
     # Gradients in an all-reduce, weights gathered from two halves. Sums of few numbers besides, hence 1 %.
     expected = {"1x1x1": 0, "1x1x2": 1.5 * 4 * parameter_count(config)}
+    # ZeRO 2: the all-reduce again in each of the two micro-batches of a rank.
+    expected["1x1x2+zero2"] = (2 + 0.5) * 4 * parameter_count(config)
     # Two sums per block and direction, one for the embedding; one for the rows with loss, and three numbers each.
     expected["2x1x1"] = (4 * 3 + 1) * tokens * hidden + loss_rows * (hidden + 12)
     for layout, sent in expected.items():
