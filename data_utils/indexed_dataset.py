@@ -3,14 +3,14 @@
     PREFIX.bin   the tokens of all documents, one after the other, little-endian
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
-    PREFIX.json  the manifest: sizes and SHA-256 of both files, counts, tokenizer, sources
+    PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources
 
 One sequence is one document. The writer works under `.partial` names and `finish` commits in an order in
 which no crash can leave an old index over new data: seal the new files (fsync), remove the old manifest,
 index and tokens, rename the new tokens, rename the new index, and write the manifest last.
 
 Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
-checks (hashes, every pointer, every token id) are left to `verify`. A dataset of Megatron-LM's own (no
+checks (checksums, every pointer, every token id) are left to `verify`, and `verify_some` checks a few blocks. A dataset of Megatron-LM's own (no
 manifest) can be read too; its sequences count as documents, and nothing is known about its tokenizer.
 
 Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import mmap
@@ -37,6 +36,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data_utils.checksums import FileChecksums, are_blocks_of, damage_at, damaged_block, first_difference
 from megatron_lite.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._sealed = False
         self._finished = False
-        self._hashes = {".bin": hashlib.sha256(), ".idx": hashlib.sha256()}
+        self._checksums = {".bin": FileChecksums(), ".idx": FileChecksums()}
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
@@ -144,7 +144,7 @@ class IndexedDatasetWriter:
         with disk_errors(self.prefix):
             self._bin.write(data)
             self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
-        self._hashes[".bin"].update(data)
+        self._checksums[".bin"].update(data)
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
@@ -161,7 +161,7 @@ class IndexedDatasetWriter:
                 )
                 for piece in index_pieces(lengths, self.dtype):
                     index.write(piece)
-                    self._hashes[".idx"].update(piece)
+                    self._checksums[".idx"].update(piece)
                 sync_file(index)
             self._partial(".lengths").unlink()
         self._sealed = True
@@ -172,9 +172,9 @@ class IndexedDatasetWriter:
             raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
         self.seal()
         with disk_errors(self.prefix):
-            sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._hashes}
+            sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._checksums}
             remove_dataset(self.prefix)
-            for suffix in self._hashes:
+            for suffix in self._checksums:
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
             sync_directory(self.prefix.parent)
             self._write_manifest(sizes, manifest)
@@ -205,7 +205,7 @@ class IndexedDatasetWriter:
         tree = {
             "format": MANIFEST_FORMAT,
             "format_version": MANIFEST_VERSION,
-            "files": {s: {"bytes": sizes[s], "sha256": self._hashes[s].hexdigest()} for s in self._hashes},
+            "files": {s: {"bytes": sizes[s], **sums.tree()} for s, sums in self._checksums.items()},
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "dtype": self.dtype.name,
@@ -377,22 +377,33 @@ class IndexedDataset:
             )
 
     def verify(self) -> None:
-        """Read everything: hashes, pointers, ids, document ends. Raises DataError at the first damage."""
+        """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
         self._verify_pointers()
         manifest = self.manifest or {}
-        hashes = self._verify_tokens(manifest.get("vocab_size"))
-        index_hash = hashlib.sha256()
+        found = {".bin": self._verify_tokens(manifest.get("vocab_size")), ".idx": FileChecksums()}
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
             while chunk := file.read(_CHUNK):
-                index_hash.update(chunk)
-        hashes[".idx"] = index_hash.hexdigest()
+                found[".idx"].update(chunk)
         for suffix, recorded in manifest.get("files", {}).items():
-            if hashes[suffix] != recorded["sha256"]:
-                raise self._damaged(
-                    suffix, f"has SHA-256 {hashes[suffix]}, the manifest says {recorded['sha256']}"
-                )
+            if difference := first_difference(recorded, found[suffix].tree()):
+                raise self._damaged(suffix, difference)
         if manifest.get("documents_end_with_eos"):
             self._verify_document_ends(manifest["eos"])
+
+    def verify_some(self, blocks: int) -> None:
+        """Check so many MiB of each file, drawn anew at each call, against the manifest's checksums.
+
+        Reads nothing where there are none: a dataset of Megatron-LM's own, or one built before they were recorded.
+        Raises: DataError naming the file and the place.
+        """
+        for suffix, recorded in (self.manifest or {}).get("files", {}).items():
+            if "crc32" not in recorded:
+                continue
+            count = -(-recorded["bytes"] // recorded["block_bytes"])
+            numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
+            at = damaged_block(dataset_path(self.prefix, suffix), recorded, sorted(numbers.tolist()))
+            if at is not None:
+                raise self._damaged(suffix, damage_at(at))
 
     def _verify_pointers(self) -> None:
         end = 0
@@ -405,17 +416,17 @@ class IndexedDataset:
                 )
             end = int(ends[-1])
 
-    def _verify_tokens(self, vocab_size: int | None) -> dict[str, str]:
-        digest = hashlib.sha256()
+    def _verify_tokens(self, vocab_size: int | None) -> FileChecksums:
+        checksums = FileChecksums()
         chunks = range(0, self.num_tokens, _CHUNK)
         for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
             chunk = self.tokens[start : start + _CHUNK]
-            digest.update(chunk.tobytes())
+            checksums.update(chunk)
             if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
                 raise self._damaged(
                     ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
                 )
-        return {".bin": digest.hexdigest()}
+        return checksums
 
     def _verify_document_ends(self, eos: int) -> None:
         for start in range(0, self.num_documents, _CHUNK):
@@ -449,6 +460,8 @@ class IndexedDataset:
             tree = json.loads(path.read_bytes())
             named, version = tree["format"], tree["format_version"]
             recorded = {suffix: tree["files"][suffix]["bytes"] for suffix in sizes}
+            if not all(are_blocks_of(tree["files"][suffix]) for suffix in sizes):
+                raise ValueError
         except (ValueError, RecursionError, KeyError, TypeError):
             raise self._damaged(".json", "is not a dataset manifest") from None
         if named != MANIFEST_FORMAT or version != MANIFEST_VERSION:

@@ -18,7 +18,10 @@ from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
 from data_utils.vocabulary import vocabulary_of
 from megatron_lite.config import CorpusConfig, DataConfig
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, DataError
+
+
+_BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 
 class SampleLoader:
@@ -87,5 +90,10 @@ def _open_mixture(
         )
         dataset = IndexedDataset(place)
         dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
+        try:
+            dataset.verify_some(_BLOCKS_CHECKED)
+        except DataError as error:
+            error.only_here = True  # other ranks draw other blocks
+            raise
         windows.append((WindowIndex(dataset, data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
     return Mixture(windows, seed)

@@ -8,13 +8,13 @@ with an old copy. Old copies are not removed. The manifest goes last, as in a bu
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 from pathlib import Path
 
 from tqdm import tqdm
 
+from data_utils.checksums import FileChecksums, first_difference
 from data_utils.indexed_dataset import (
     SUFFIXES,
     IndexedDataset,
@@ -64,17 +64,15 @@ def _copy_all(prefix: str | Path, target: Path, files: dict) -> None:
 
 def _copy(source: Path, target: Path, recorded: dict | None, bar: tqdm) -> None:
     partial = Path(f"{target}.partial")
-    digest = hashlib.sha256()
+    checksums = FileChecksums()
     with open(source, "rb") as reader, open(partial, "wb") as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)
-            digest.update(chunk)
+            checksums.update(chunk)
             bar.update(len(chunk))
         sync_file(writer)
-    if recorded and digest.hexdigest() != recorded["sha256"]:
+    if recorded and (difference := first_difference(recorded, checksums.tree())):
         partial.unlink()
-        raise DataError(
-            f"{source} has SHA-256 {digest.hexdigest()}, not that of its manifest; rebuild the dataset."
-        )
+        raise DataError(f"{source} {difference}; rebuild the dataset, or copy it again.")
     os.replace(partial, target)
     sync_directory(target.parent)

@@ -1,6 +1,7 @@
 """Mistakes of a user: one clear line, status 2, no traceback, nothing written, and an answer before torch is loaded."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,18 @@ def other_vocabulary(tmp_path, corpus):
     return {"tokenizer": {"path": str(tmp_path / "vocab.txt")}}
 
 
+def damaged_corpus(tmp_path, corpus):
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(corpus / f"corpus_train{suffix}", tmp_path)
+    tokens = bytearray((tmp_path / "corpus_train.bin").read_bytes())
+    tokens[len(tokens) // 2] ^= 1
+    (tmp_path / "corpus_train.bin").write_bytes(tokens)
+    return {"data": {"train": [{"prefix": str(tmp_path / "corpus_train")}]}}
+
+
 MISTAKES = {
     "missing dataset": (lambda t, c: {"data": {"train": [{"prefix": str(t / "absent")}]}}, "absent"),
+    "damaged dataset": (damaged_corpus, "corpus_train.bin is not as it was written"),
     "no training corpus": (lambda t, c: {"data": {"train": []}}, "data.train is empty"),
     "missing tokenizer": (lambda t, c: {"tokenizer": {"path": str(t / "none.txt")}}, "none.txt"),
     "another tokenizer": (other_vocabulary, "tokenizer"),

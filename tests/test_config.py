@@ -186,9 +186,20 @@ def test_a_system_has_its_headline_recipe(name):
     ) == SYSTEMS[name]
 
 
+def test_ernie_2_adds_a_task_every_50000_steps():
+    config = published("ernie2-base")
+    batch, tokens = config.batch.global_batch_size, 512
+    assert config.model.task_embedding and batch * tokens == 393_216
+    rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
+    assert rows == {tokens}
+    starts = {choice.name: choice.first_sample / batch for choice in config.objective_choices}
+    assert starts == {"ernie": 0, "albert": 50_000, "masked_lm": 100_000}
+    assert config.training.steps == 150_000
+
+
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
-    assert named == {"tiny", *PUBLISHED, *SYSTEMS}
+    assert named == {"tiny", "ernie2-base", *PUBLISHED, *SYSTEMS}
 
 
 def test_objectives_are_chosen_and_mixed():

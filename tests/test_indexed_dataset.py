@@ -239,7 +239,7 @@ def test_missing_files(tmp_path, suffix):
 def test_verify_finds_a_changed_token(tmp_path):
     dataset = build(tmp_path / "d", [[1, 2], [3]])
     damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
-    with pytest.raises(DataError, match="SHA-256"):
+    with pytest.raises(DataError, match="MiB that begins at byte 0;"):
         dataset.verify()
 
 

@@ -1,0 +1,107 @@
+import hashlib
+import json
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_indexed_dataset import build, damage
+
+from data_utils import checksums
+from data_utils.checksums import FileChecksums, damaged_block, first_difference
+from data_utils.indexed_dataset import IndexedDataset
+from megatron_lite.errors import DataError
+
+
+@pytest.fixture
+def blocks_of_16(monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 16)
+
+
+def sums_of(*parts):
+    sums = FileChecksums()
+    for part in parts:
+        sums.update(part)
+    return sums.tree()
+
+
+@given(st.lists(st.binary(max_size=100), max_size=8))
+def test_how_the_bytes_arrive_does_not_matter(parts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "BLOCK_BYTES", 16)
+        data = b"".join(parts)
+        blocks = [data[start : start + 16] for start in range(0, len(data), 16)]
+        assert sums_of(*parts) == {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "block_bytes": 16,
+            "crc32": b"".join(zlib.crc32(block).to_bytes(4, "big") for block in blocks).hex(),
+        }
+
+
+def test_arrays_of_any_type_are_bytes():
+    array = np.arange(1000, dtype="<u2")
+    assert sums_of(array) == sums_of(array.tobytes())
+
+
+@pytest.mark.parametrize("place", range(40))
+def test_any_changed_byte_is_found_in_its_block(tmp_path, blocks_of_16, place):
+    data = bytearray(range(40))
+    recorded = sums_of(data)
+    data[place] ^= 1
+    (tmp_path / "file").write_bytes(data)
+    block = place // 16
+    assert damaged_block(tmp_path / "file", recorded, range(3)) == 16 * block
+    assert damaged_block(tmp_path / "file", recorded, {0, 1, 2} - {block}) is None
+    assert first_difference(recorded, sums_of(data)).endswith(f"begins at byte {16 * block}")
+    assert first_difference(recorded, recorded) is None
+
+
+def test_without_blocks_the_whole_file_is_compared():
+    recorded = {"sha256": hashlib.sha256(b"a").hexdigest()}
+    assert first_difference(recorded, sums_of(b"a")) is None
+    assert "the manifest says" in first_difference(recorded, sums_of(b"b"))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
+    draws = np.random.default_rng(0)
+    monkeypatch.setattr(np.random, "default_rng", lambda: draws)
+    dataset = build(tmp_path / "d", [[i % 200 + 1] for i in range(300)])
+    size = (tmp_path / f"d{suffix}").stat().st_size
+    dataset.verify_some(4)
+    damage(tmp_path / f"d{suffix}", lambda data: data.__setitem__(size // 2, data[size // 2] ^ 1))
+    with pytest.raises(DataError, match=f"d{suffix} is not as it was written in the MiB that begins at byte"):
+        dataset.verify_some(10**6)
+    found = 0
+    for _ in range(300):
+        try:
+            dataset.verify_some(4)
+        except DataError:
+            found += 1
+    # A start finds one damaged block among n with probability 4 / n; 300 starts, five standard deviations.
+    chance = 4 / -(-size // 16)
+    assert abs(found - 300 * chance) <= 5 * (300 * chance * (1 - chance)) ** 0.5
+
+
+def test_a_dataset_without_checksums_of_blocks_is_read_as_before(tmp_path):
+    build(tmp_path / "d", [[1, 2], [3]])
+    manifest = json.loads((tmp_path / "d.json").read_text())
+    for entry in manifest["files"].values():
+        del entry["crc32"], entry["block_bytes"]
+    (tmp_path / "d.json").write_text(json.dumps(manifest))
+    dataset = IndexedDataset(tmp_path / "d")
+    dataset.verify_some(4)
+    dataset.verify()
+    (tmp_path / "d.json").unlink()
+    IndexedDataset(tmp_path / "d").verify_some(4)
+
+
+@pytest.mark.parametrize("entry", [{"crc32": ""}, {"crc32": 7}, {"block_bytes": 1}, {"block_bytes": None}])
+def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
+    build(tmp_path / "d", [[1, 2], [3]])
+    manifest = json.loads((tmp_path / "d.json").read_text())
+    manifest["files"][".bin"] |= entry
+    (tmp_path / "d.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="not a dataset manifest"):
+        IndexedDataset(tmp_path / "d")
