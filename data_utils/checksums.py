@@ -1,7 +1,7 @@
 """Checksums of a dataset's files: SHA-256 of the whole, and CRC-32 of every MiB, of which a start checks a few.
 
 The whole says whether a file is the one that was written; the blocks say so of a part without reading the rest, and
-where the damage is. A manifest holds both (`FileChecksums.tree`), eight hexadecimal digits for each block in one string.
+where the damage is. A manifest holds both (`FileChecksums.tree`): eight hexadecimal digits for each block, one string.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 BLOCK_BYTES = 1 << 20
 _DIGITS = 8  # of one CRC-32
@@ -27,7 +25,9 @@ class FileChecksums:
         self._block = 0  # CRC-32 of the block that is not full yet
         self._used = 0  # bytes of it
 
-    def update(self, data: bytes | memoryview | np.ndarray) -> None:
+    def update(self, data: bytes | memoryview) -> None:
+        if not len(data):  # an empty array cannot be cast
+            return
         rest = memoryview(data).cast("B")
         self._whole.update(rest)
         while len(rest):
@@ -50,7 +50,7 @@ class FileChecksums:
 
 
 def first_difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """How two results of `FileChecksums.tree` differ, in words; None: not at all. Manifests of before have no blocks."""
+    """How two results of `FileChecksums.tree` differ, in words; None: not at all. Older manifests have no blocks."""
     if recorded["sha256"] == found["sha256"]:
         return None
     if "crc32" in recorded:

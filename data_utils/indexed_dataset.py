@@ -10,8 +10,9 @@ which no crash can leave an old index over new data: seal the new files (fsync),
 index and tokens, rename the new tokens, rename the new index, and write the manifest last.
 
 Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
-checks (checksums, every pointer, every token id) are left to `verify`, and `verify_some` checks a few blocks. A dataset of Megatron-LM's own (no
-manifest) can be read too; its sequences count as documents, and nothing is known about its tokenizer.
+checks (checksums, every pointer, every token id) are left to `verify`; `verify_some` checks a few blocks. A
+dataset of Megatron-LM's own (no manifest) can be read too; its sequences count as documents, and nothing is
+known about its tokenizer.
 
 Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
 be needed: on a cold disk many reads are then under way at once. Where mapping is refused, as some network
@@ -421,7 +422,7 @@ class IndexedDataset:
         chunks = range(0, self.num_tokens, _CHUNK)
         for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
             chunk = self.tokens[start : start + _CHUNK]
-            checksums.update(chunk)
+            checksums.update(chunk.data)
             if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
                 raise self._damaged(
                     ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"

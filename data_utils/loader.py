@@ -20,7 +20,6 @@ from data_utils.vocabulary import vocabulary_of
 from megatron_lite.config import CorpusConfig, DataConfig
 from megatron_lite.errors import ConfigError, DataError
 
-
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 

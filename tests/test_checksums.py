@@ -41,7 +41,7 @@ def test_how_the_bytes_arrive_does_not_matter(parts):
 
 def test_arrays_of_any_type_are_bytes():
     array = np.arange(1000, dtype="<u2")
-    assert sums_of(array) == sums_of(array.tobytes())
+    assert sums_of(array.data, array[:0].data) == sums_of(array.tobytes())
 
 
 @pytest.mark.parametrize("place", range(40))
