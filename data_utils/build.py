@@ -31,6 +31,7 @@ from data_utils.indexed_dataset import IndexedDatasetWriter, existing_files, rem
 from data_utils.ranks import Ranks
 from data_utils.shard_builder import Job, ShardRecord, build_shards
 from data_utils.shards import BuildDirectory
+from megatron_lite.cpu_memory import return_freed_memory
 from megatron_lite.errors import DataError
 
 _PLAN_VERSION = 1
@@ -105,6 +106,7 @@ def build_corpus(
         ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
         (tokenizer,) = loaded
         job = ranks.on_first(lambda: _start(config, tokenizer, stack, writers))
+        return_freed_memory()  # of reading the tokenizer: as much again as it holds
         ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
         return ranks.on_first(lambda: _finish(job, tokenizer, writers, started))
 

@@ -12,7 +12,7 @@ from data_utils.documents import DEFAULT_MAX_BAD_RECORDS, check_options
 from data_utils.files import require_prefix
 from megatron_lite.errors import ConfigError
 
-DEFAULT_SHARD_BYTES = 64 << 20
+DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
 

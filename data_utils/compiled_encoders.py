@@ -115,8 +115,8 @@ class ByteLevelEncoder(CompiledEncoder):
         lefts = np.fromiter((vocab[left] for left, _ in pairs), np.int64, len(pairs))
         rights = np.fromiter((vocab[right] for _, right in pairs), np.int64, len(pairs))
         merged = np.fromiter((vocab[left + right] for left, right in pairs), np.int64, len(pairs))
-        self._merges = kernels.new_pair_table(len(pairs))
-        kernels.fill_pair_table(self._merges, lefts, rights, np.arange(len(pairs)), merged)
+        self._merges = kernels.new_merges(lefts, rights, merged, self._byte_ids)
+        self._space = kernels.new_merge_space()
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
@@ -137,12 +137,15 @@ class ByteLevelEncoder(CompiledEncoder):
             and pre_tokenizer.get("add_prefix_space") is False
             and pre_tokenizer.get("use_regex", True) is True
             and model["vocab"].keys() >= set(byte_symbols())
+            and max(model["vocab"].values()) <= kernels.MAX_ID
+            and len(model["merges"]) <= kernels.MAX_MERGES
         )
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
         return kernels.encode_byte_level(
-            data, ends, self._classes, self._cache, self._byte_ids, self._merges, out, out_ends, state
-        )
+            data, ends, self._classes, self._cache, self._byte_ids, self._merges, self._space,
+            out, out_ends, state,
+        )  # fmt: skip
 
     def _fill_page(self, points: list[int]) -> None:
         text = "".join(map(chr, points))
@@ -169,7 +172,9 @@ class WordPieceEncoder(CompiledEncoder):
         self._images = np.zeros(0, np.int32)
         self._reorders = backend.normalizer.normalize_str("\u302e\U0001d165") != "\u302e\U0001d165"
         self._edges, self._tokens, continuation = self._make_trie(prefix)
-        self._options = np.array([continuation, self._unknown, model["max_input_chars_per_word"]], np.int64)
+        characters = model["max_input_chars_per_word"]
+        self._options = np.array([continuation, self._unknown, characters], np.int64)
+        self._space = np.empty((2, characters + 1), np.int32)
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
@@ -196,7 +201,7 @@ class WordPieceEncoder(CompiledEncoder):
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
         return kernels.encode_word_piece(
             data, ends, self._classes, self._values, self._images, self._cache,
-            self._edges, self._tokens, self._options, out, out_ends, state,
+            self._edges, self._tokens, self._options, self._space, out, out_ends, state,
         )  # fmt: skip
 
     def _fill_page(self, points: list[int]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data_utils.checksums import identity
 from data_utils.files import require_prefix
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dataset_path, existing_files
 from megatron_lite.errors import DataError
@@ -79,7 +80,7 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
             {
                 "prefix": str(dataset.prefix),
                 "num_documents": dataset.num_documents,
-                "sha256": manifest["files"][".bin"]["sha256"],
+                "identity": identity(manifest["files"][".bin"]),
             }
             for dataset, manifest in zip(datasets, manifests, strict=True)
         ],

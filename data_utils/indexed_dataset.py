@@ -37,13 +37,22 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_utils.checksums import FileChecksums, are_blocks_of, damage_at, damaged_block, first_difference
+from data_utils.checksums import (
+    FileChecksums,
+    check_entry,
+    checksums_like,
+    damage_at,
+    damaged_block,
+    difference,
+    has_blocks,
+)
 from megatron_lite.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_FORMAT = "megatron_lite indexed dataset"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+_READABLE_VERSIONS = (1, 2)  # 1: SHA-256 of each file
 SUFFIXES = (".bin", ".idx", ".json")
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -381,24 +390,26 @@ class IndexedDataset:
         """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
         self._verify_pointers()
         manifest = self.manifest or {}
-        found = {".bin": self._verify_tokens(manifest.get("vocab_size")), ".idx": FileChecksums()}
+        files = manifest.get("files", {})
+        found = {suffix: checksums_like(recorded) for suffix, recorded in files.items()}
+        self._verify_tokens(manifest.get("vocab_size"), found.get(".bin"))
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
-            while chunk := file.read(_CHUNK):
+            while ".idx" in found and (chunk := file.read(_CHUNK)):
                 found[".idx"].update(chunk)
-        for suffix, recorded in manifest.get("files", {}).items():
-            if difference := first_difference(recorded, found[suffix].tree()):
-                raise self._damaged(suffix, difference)
+        for suffix, recorded in files.items():
+            if problem := difference(recorded, found[suffix]):
+                raise self._damaged(suffix, problem)
         if manifest.get("documents_end_with_eos"):
             self._verify_document_ends(manifest["eos"])
 
     def verify_some(self, blocks: int) -> None:
         """Check so many MiB of each file, drawn anew at each call, against the manifest's checksums.
 
-        Reads nothing where there are none: a dataset of Megatron-LM's own, or one built before they were recorded.
+        Reads nothing where there are none: in a dataset of Megatron-LM's own, or of manifest version 1.
         Raises: DataError naming the file and the place.
         """
         for suffix, recorded in (self.manifest or {}).get("files", {}).items():
-            if "crc32" not in recorded:
+            if not has_blocks(recorded):
                 continue
             count = -(-recorded["bytes"] // recorded["block_bytes"])
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
@@ -417,17 +428,16 @@ class IndexedDataset:
                 )
             end = int(ends[-1])
 
-    def _verify_tokens(self, vocab_size: int | None) -> FileChecksums:
-        checksums = FileChecksums()
+    def _verify_tokens(self, vocab_size: int | None, checksums: FileChecksums | None) -> None:
         chunks = range(0, self.num_tokens, _CHUNK)
         for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
             chunk = self.tokens[start : start + _CHUNK]
-            checksums.update(chunk.data)
+            if checksums is not None:
+                checksums.update(chunk.data)
             if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
                 raise self._damaged(
                     ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
                 )
-        return checksums
 
     def _verify_document_ends(self, eos: int) -> None:
         for start in range(0, self.num_documents, _CHUNK):
@@ -461,11 +471,11 @@ class IndexedDataset:
             tree = json.loads(path.read_bytes())
             named, version = tree["format"], tree["format_version"]
             recorded = {suffix: tree["files"][suffix]["bytes"] for suffix in sizes}
-            if not all(are_blocks_of(tree["files"][suffix]) for suffix in sizes):
-                raise ValueError
+            for suffix in sizes:
+                check_entry(tree["files"][suffix])
         except (ValueError, RecursionError, KeyError, TypeError):
             raise self._damaged(".json", "is not a dataset manifest") from None
-        if named != MANIFEST_FORMAT or version != MANIFEST_VERSION:
+        if named != MANIFEST_FORMAT or version not in _READABLE_VERSIONS:
             raise self._damaged(
                 ".json", f"has format {named!r} version {version!r}, not version {MANIFEST_VERSION}"
             )

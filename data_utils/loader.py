@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.checksums import identity
 from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
@@ -39,15 +40,16 @@ class SampleLoader:
         self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """What the samples are drawn from: for each corpus its token file's checksum (null for a foreign dataset)."""
+        """What the samples are drawn from: for each corpus what identifies its token file (null: a foreign dataset)."""
+        manifests = [index.dataset.manifest for index, _ in self.mixture.corpora]
         return [
             {
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
-                "sha256": (index.dataset.manifest or {}).get("files", {}).get(".bin", {}).get("sha256"),
+                "sha256": None if manifest is None else identity(manifest["files"][".bin"]),
                 "weight": weight,
             }
-            for index, weight in self.mixture.corpora
+            for (index, weight), manifest in zip(self.mixture.corpora, manifests, strict=True)
         ]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_utils.checksums import FileChecksums, first_difference
+from data_utils.checksums import checksums_like, difference, identity
 from data_utils.indexed_dataset import (
     SUFFIXES,
     IndexedDataset,
@@ -38,7 +38,7 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     if source.manifest is None:
         raise DataError(f"dataset {prefix} has no manifest, so a copy cannot be checked; use it where it is.")
     files = source.manifest["files"]
-    target = directory / f"{source.prefix.name}-{files['.bin']['sha256'][:16]}"
+    target = directory / f"{source.prefix.name}-{identity(files['.bin'])[:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(f"{target}.lock", "w") as lock:
@@ -64,15 +64,16 @@ def _copy_all(prefix: str | Path, target: Path, files: dict) -> None:
 
 def _copy(source: Path, target: Path, recorded: dict | None, bar: tqdm) -> None:
     partial = Path(f"{target}.partial")
-    checksums = FileChecksums()
+    checksums = None if recorded is None else checksums_like(recorded)
     with open(source, "rb") as reader, open(partial, "wb") as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)
-            checksums.update(chunk)
+            if checksums is not None:
+                checksums.update(chunk)
             bar.update(len(chunk))
         sync_file(writer)
-    if recorded and (difference := first_difference(recorded, checksums.tree())):
+    if recorded is not None and checksums is not None and (problem := difference(recorded, checksums)):
         partial.unlink()
-        raise DataError(f"{source} {difference}; rebuild the dataset, or copy it again.")
+        raise DataError(f"{source} {problem}; rebuild the dataset, or copy it again.")
     os.replace(partial, target)
     sync_directory(target.parent)

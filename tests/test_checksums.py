@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from test_indexed_dataset import build, damage
 
 from data_utils import checksums
-from data_utils.checksums import FileChecksums, damaged_block, first_difference
+from data_utils.checksums import FileChecksums, damaged_block, difference, identity
 from data_utils.indexed_dataset import IndexedDataset
+from data_utils.local_copy import local_copy
 from megatron_lite.errors import DataError
 
 
@@ -19,11 +20,11 @@ def blocks_of_16(monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 16)
 
 
-def sums_of(*parts):
-    sums = FileChecksums()
+def sums_of(*parts, whole=False):
+    sums = FileChecksums(whole)
     for part in parts:
         sums.update(part)
-    return sums.tree()
+    return sums
 
 
 @given(st.lists(st.binary(max_size=100), max_size=8))
@@ -32,35 +33,33 @@ def test_how_the_bytes_arrive_does_not_matter(parts):
         patch.setattr(checksums, "BLOCK_BYTES", 16)
         data = b"".join(parts)
         blocks = [data[start : start + 16] for start in range(0, len(data), 16)]
-        assert sums_of(*parts) == {
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "block_bytes": 16,
-            "crc32": b"".join(zlib.crc32(block).to_bytes(4, "big") for block in blocks).hex(),
-        }
+        crc32 = b"".join(zlib.crc32(block).to_bytes(4, "big") for block in blocks).hex()
+        assert sums_of(*parts).tree() == {"block_bytes": 16, "crc32": crc32}
+        assert sums_of(*parts, whole=True).tree() == {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_arrays_of_any_type_are_bytes():
     array = np.arange(1000, dtype="<u2")
-    assert sums_of(array.data, array[:0].data) == sums_of(array.tobytes())
+    assert sums_of(array.data, array[:0].data).tree() == sums_of(array.tobytes()).tree()
 
 
 @pytest.mark.parametrize("place", range(40))
 def test_any_changed_byte_is_found_in_its_block(tmp_path, blocks_of_16, place):
     data = bytearray(range(40))
-    recorded = sums_of(data)
+    recorded = sums_of(data).tree()
+    assert difference(recorded, sums_of(data)) is None
     data[place] ^= 1
     (tmp_path / "file").write_bytes(data)
     block = place // 16
     assert damaged_block(tmp_path / "file", recorded, range(3)) == 16 * block
     assert damaged_block(tmp_path / "file", recorded, {0, 1, 2} - {block}) is None
-    assert first_difference(recorded, sums_of(data)).endswith(f"begins at byte {16 * block}")
-    assert first_difference(recorded, recorded) is None
+    assert difference(recorded, sums_of(data)).endswith(f"begins at byte {16 * block}")
 
 
-def test_without_blocks_the_whole_file_is_compared():
-    recorded = {"sha256": hashlib.sha256(b"a").hexdigest()}
-    assert first_difference(recorded, sums_of(b"a")) is None
-    assert "the manifest says" in first_difference(recorded, sums_of(b"b"))
+def test_another_length_is_a_difference(blocks_of_16):
+    recorded = sums_of(bytes(32)).tree()
+    assert "another size" in difference(recorded, sums_of(bytes(16)))
+    assert "another size" in difference(recorded, sums_of(bytes(48)))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -84,20 +83,40 @@ def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
     assert abs(found - 300 * chance) <= 5 * (300 * chance * (1 - chance)) ** 0.5
 
 
-def test_a_dataset_without_checksums_of_blocks_is_read_as_before(tmp_path):
+def test_manifests_of_version_1_hold_sha256_and_are_read(tmp_path):
+    """Opened, verified and copied as before; blocks are not checked, for there are none."""
     build(tmp_path / "d", [[1, 2], [3]])
     manifest = json.loads((tmp_path / "d.json").read_text())
-    for entry in manifest["files"].values():
-        del entry["crc32"], entry["block_bytes"]
+    manifest["format_version"] = 1
+    for suffix, entry in manifest["files"].items():
+        whole = hashlib.sha256((tmp_path / f"d{suffix}").read_bytes()).hexdigest()
+        manifest["files"][suffix] = {"bytes": entry["bytes"], "sha256": whole}
     (tmp_path / "d.json").write_text(json.dumps(manifest))
     dataset = IndexedDataset(tmp_path / "d")
     dataset.verify_some(4)
     dataset.verify()
+    assert identity(dataset.manifest["files"][".bin"]) == manifest["files"][".bin"]["sha256"]
+    IndexedDataset(local_copy(tmp_path / "d", tmp_path / "local")).verify()
+    damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
+    with pytest.raises(DataError, match="SHA-256"):
+        dataset.verify()
+    with pytest.raises(DataError, match="SHA-256"):
+        local_copy(tmp_path / "d", tmp_path / "other")
     (tmp_path / "d.json").unlink()
     IndexedDataset(tmp_path / "d").verify_some(4)
 
 
-@pytest.mark.parametrize("entry", [{"crc32": ""}, {"crc32": 7}, {"block_bytes": 1}, {"block_bytes": None}])
+def test_identity_tells_datasets_apart(tmp_path):
+    one, other, same = (
+        build(tmp_path / name, rows) for name, rows in zip("abc", ([[1]], [[2]], [[1]]), strict=True)
+    )
+    first, second, third = (identity(dataset.manifest["files"][".bin"]) for dataset in (one, other, same))
+    assert first == third != second and len(first) == 64
+
+
+@pytest.mark.parametrize(
+    "entry", [{"crc32": ""}, {"crc32": 7}, {"crc32": "0" * 16}, {"block_bytes": 1}, {"bytes": None}]
+)
 def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     build(tmp_path / "d", [[1, 2], [3]])
     manifest = json.loads((tmp_path / "d.json").read_text())

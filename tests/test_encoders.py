@@ -1,9 +1,11 @@
 """Fast encoders against the libraries they replace: equal ids on every text, and the library wherever not."""
 
+import ast
 import json
 import logging
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from data_utils import compiled_encoders, encoders
+from data_utils import compiled_encoders, encoder_kernels, encoders
 from data_utils.compiled_encoders import ByteLevelEncoder, WordPieceEncoder
 from data_utils.encoders import (
     SAMPLE,
@@ -239,6 +241,39 @@ def test_words_at_the_limits(pairs, name, word):
     check(*pairs[name], [f"x {word * n} y" for n in lengths] + [word * n for n in lengths])
 
 
+def test_long_words_merge_in_the_librarys_order():
+    """Words of three letters have equal pairs side by side, and many merges; new ones of every length to the limit."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abc"), size=n)) for n in [*range(1, 257)] * 4]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(words[::3], trainer)
+    fast = fast_encoder(backend)
+    assert isinstance(fast, ByteLevelEncoder) and len(json.loads(backend.to_str())["model"]["merges"]) > 2000
+    check(fast, OneByOne(backend), words)
+
+
+def test_compiled_code_makes_no_arrays():
+    """Numba frees an array at its last mention, and a pointer to it is no mention."""
+    tree = ast.parse(Path(encoder_kernels.__file__).read_text())
+    compiled = [
+        function
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+        and any("njit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    ]
+    makers = {"empty", "zeros", "full", "array", "arange", "empty_like", "zeros_like", "concatenate", "copy"}
+    called = {
+        node.func.attr
+        for function in compiled
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert len(compiled) > 20 and not called & makers
+
+
 def test_an_image_longer_than_its_character(pairs):
     """More ids than bytes: characters that the library expands, one after the other."""
     check(*pairs["uncased"], ["\U0001d15e" * 50, "\U0001d160\u302e" * 50, "ΐ" * 200])
@@ -350,6 +385,7 @@ REFUSED = {
     "whole words first": (byte_level, set_in("model", "ignore_merges", True)),
     "word ends": (byte_level, set_in("model", "end_of_word_suffix", "</w>")),
     "byte missing": (byte_level, lambda tree: tree["model"]["vocab"].pop("Ā")),
+    "ids of more than 20 bits": (byte_level, lambda tree: tree["model"]["vocab"].update(zzz=2**20)),
     "BPE token in the text": (byte_level, add_token(special=False)),
     "WordPiece token in the text": (word_piece, add_token(special=False)),
     "other normalizer": (word_piece, set_in("normalizer", {"type": "NFC"})),

@@ -205,7 +205,7 @@ DAMAGES = {
     ),
     "json version": (
         ".json",
-        lambda data: data.__setitem__(slice(None), data.replace(b'version": 1', b'version": 9')),
+        lambda data: data.__setitem__(slice(None), data.replace(b'version": 2', b'version": 9')),
         "version 9",
     ),
     "magic": (".idx", lambda data: data.__setitem__(0, 0), "magic"),
