@@ -173,7 +173,8 @@ class PlainReader:
         self.starts = starts.tolist()
 
     def __call__(self, number: int) -> np.ndarray:
-        return self.tokens[self.starts[number] : self.starts[number] + WINDOW].astype(np.int32)
+        start = self.starts[number % len(self.starts)]
+        return self.tokens[start : start + WINDOW].astype(np.int32)
 
 
 def measure_cold(prefix: Path, seconds: float) -> dict:
@@ -214,7 +215,12 @@ def main() -> int:
     parser.add_argument("--documents", type=int, nargs="*", default=[10_000_000, 100_000_000])
     parser.add_argument("--warm-megabytes", type=int, default=200)
     parser.add_argument("--cold-gigabytes", type=float, default=6.0, help="0: no cold measurement")
-    parser.add_argument("--cold-seconds", type=float, default=10.0, help="for each reader")
+    parser.add_argument(
+        "--cold-seconds",
+        type=float,
+        default=1.0,
+        help="for each reader; longer, and read-ahead has cached the file",
+    )
     parser.add_argument("--open", help=argparse.SUPPRESS)  # what the fresh processes run
     arguments = parser.parse_args()
     if arguments.open:

@@ -32,7 +32,7 @@ import zstandard
 
 from megatron_lite.errors import ConfigError, DataError
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 512 << 10
 MAX_RECORD_BYTES = 256 << 20
 MAX_EXAMPLES = 10  # bad records kept word for word for the report
 DEFAULT_MAX_BAD_RECORDS = 1000
