@@ -28,6 +28,7 @@ NEVER = np.int64(1) << 31  # key_time of a ghost
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: rows that see nothing
 
 BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512 rows
+KERNEL_KEYS = 512  # torch's CPU kernel skips what a causal call hides in blocks of so many keys
 JOINED_ROWS = 64  # documents are joined up to so many rows: below, a call costs more than the pairs it saves
 LEAST_FULL_ROWS = 32  # rows that see the same get a call of their own from so many on
 
@@ -212,12 +213,19 @@ def _calls(start: int, stop: int, views: _Views, square_causal_only: bool) -> li
         return [Call(FULL, start, stop, keys)]
     steps = exact and len(keys) == 1 and (np.diff(views.content_stop[start:stop]) == 1).all()
     steps = steps and (views.ghost_first[start:stop] == views.ghost_last[start:stop]).all()
+    rows = stop - start
     if steps and (not square_causal_only or keys == ((start, stop),)):
-        return [Call(CAUSAL, start, stop, keys)]
+        if not square_causal_only or not BLOCK_ROWS < rows <= KERNEL_KEYS:
+            return [Call(CAUSAL, start, stop, keys)]
+        middle = (
+            start + rows // 2
+        )  # nothing would be skipped: a square of half the size and a masked call need 3/4
+        second = Call(MASKED, middle, stop, _keys(middle, stop, views, False))
+        return [Call(CAUSAL, start, middle, ((start, middle),)), second]
     if not square_causal_only:
         return [Call(MASKED, start, stop, keys)]
-    blocks = -(-(stop - start) // BLOCK_ROWS)
-    edges = [start + (stop - start) * i // blocks for i in range(blocks + 1)]
+    blocks = -(-rows // BLOCK_ROWS)
+    edges = [start + rows * i // blocks for i in range(blocks + 1)]
     return [
         Call(MASKED, begin, end, _keys(begin, end, views, False)) for begin, end in itertools.pairwise(edges)
     ]

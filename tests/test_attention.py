@@ -79,7 +79,12 @@ def assert_equals_reference(arrays, plan, tolerance=1e-10):
 def block_sizes(request, monkeypatch):
     """With tiny sizes, short rows go through every kind of call."""
     if request.param == "tiny sizes":
-        for name, value in (("BLOCK_ROWS", 7), ("JOINED_ROWS", 10), ("LEAST_FULL_ROWS", 4)):
+        for name, value in (
+            ("BLOCK_ROWS", 7),
+            ("KERNEL_KEYS", 12),
+            ("JOINED_ROWS", 10),
+            ("LEAST_FULL_ROWS", 4),
+        ):
             monkeypatch.setattr(attention_layout, name, value)
 
 

@@ -31,6 +31,14 @@ def test_prefix_documents_are_two_calls():
     assert found == [(FULL, (0, 3), ((0, 3),)), (CAUSAL, (3, 6), ((0, 6),))]
 
 
+@pytest.mark.parametrize("rows, halves", [(256, False), (257, True), (512, True), (513, False)])
+def test_on_cpu_causal_documents_are_cut_where_the_kernel_would_skip_nothing(rows, halves):
+    found, _ = calls([0] * rows, list(range(rows)), square_causal_only=True)
+    whole, half = (0, rows), rows // 2
+    two = [(CAUSAL, (0, half), ((0, half),)), (MASKED, (half, rows), (whole,))]
+    assert found == (two if halves else [(CAUSAL, whole, (whole,))])
+
+
 def test_right_to_left_is_causal_in_another_order():
     found, rows = calls([0] * 4, [3, 2, 1, 0])
     assert found == [(CAUSAL, (0, 4), ((0, 4),))] and rows == [3, 2, 1, 0]
