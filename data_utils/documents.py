@@ -32,7 +32,7 @@ import zstandard
 
 from megatron_lite.errors import ConfigError, DataError
 
-BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 256 << 10
 MAX_RECORD_BYTES = 256 << 20
 MAX_EXAMPLES = 10  # bad records kept word for word for the report
 DEFAULT_MAX_BAD_RECORDS = 1000
@@ -296,7 +296,8 @@ def _layout(path: Path, text_split: str) -> str:
 
 def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]:
     path = piece.path
-    line, consumed, position, pending, started = 1, 0, 0, b"", piece.start > 0
+    line, consumed, position, started = 1, 0, 0, piece.start > 0
+    pending = bytearray()  # grows in place: a record may be many chunks long
     for chunk, position in _chunks(piece, layout, block_bytes):
         searched = len(pending)
         pending += chunk
@@ -310,24 +311,27 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
         cut = _last_boundary(pending, layout, searched) if started else 0
         if cut:
             lines = pending.count(b"\n", 0, cut)
-            yield Block(str(path), layout, piece.start, line, pending[:cut], lines, position - consumed)
-            line, pending, consumed = line + lines, pending[cut:], position
+            with memoryview(pending) as view:
+                data = bytes(view[:cut])
+            yield Block(str(path), layout, piece.start, line, data, lines, position - consumed)
+            del pending[:cut]
+            line, consumed = line + lines, position
     if not started:
         pending = _strip_bom(pending, path)
     if pending:
         if piece.stop is None:  # a decompressor may not have met the end of its file yet
             position = path.stat().st_size - piece.start
         lines = pending.count(b"\n")
-        yield Block(str(path), layout, piece.start, line, pending, lines, position - consumed)
+        yield Block(str(path), layout, piece.start, line, bytes(pending), lines, position - consumed)
 
 
-def _strip_bom(data: bytes, path: Path) -> bytes:
+def _strip_bom(data: bytearray, path: Path) -> bytearray:
     if data.startswith(_UTF16_BOMS):
         raise DataError(f"{path}: the file is UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8).")
     return data.removeprefix(_UTF8_BOM)
 
 
-def _last_boundary(data: bytes, layout: str, searched: int) -> int:
+def _last_boundary(data: bytearray, layout: str, searched: int) -> int:
     """Length of the longest prefix of `data` that surely ends with a whole record, if past `searched`."""
     if layout == "file":
         return 0

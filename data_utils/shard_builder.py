@@ -38,6 +38,7 @@ from data_utils.documents import (
 from data_utils.indexed_dataset import to_token_dtype
 from data_utils.ranks import Ranks
 from data_utils.shards import BuildDirectory, ShardWriter
+from megatron_lite.cpu_memory import return_freed_memory
 from megatron_lite.errors import DataError
 
 _POLL_SECONDS = 0.2
@@ -287,6 +288,7 @@ def _start_worker(job: Job, make_tokenizer: Callable[[], Any], progress: Any) ->
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _in_worker = ShardBuilder(job, make_tokenizer()), progress
+    return_freed_memory()
 
 
 def _exit_with_parent() -> None:
