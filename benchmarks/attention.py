@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+import yaml
 
 from benchmarks.collate import make_vocabulary
 from data_utils.collate import Collator
@@ -38,6 +39,8 @@ from megatron_lite.errors import ConfigError, run_command
 HEAD_DIM = 64
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal
 TOKENS = 4096  # per micro-batch of the shorter rows
+RECIPES = Path(__file__).resolve().parents[1] / "configs/objectives"
+ROWS_OF_A_MIXTURE = 8  # times as many rows where kinds of Examples are mixed
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 KERNELS = ("auto", "dense")
@@ -58,8 +61,9 @@ def documents(packed: bool, sequence_length: int) -> Iterator[int]:
 
 def make_batch(objective: str, sequence_length: int, rows: int, packed: bool) -> np.ndarray:
     """int32 [rows, fields, row length]: windows of `sequence_length` over documents, as the sampler cuts them."""
-    section = OBJECTIVES[objective][0]()
-    made = make_one(objective, section, make_vocabulary(), 1, sequence_length)
+    kind, _, recipe = objective.partition(":")
+    settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())[kind] if recipe else {}
+    made = make_one(kind, OBJECTIVES[kind][0](**settings), make_vocabulary(), 1, sequence_length)
     lengths: list[int] = []
     counts: list[int] = []
     rest = 0
@@ -152,9 +156,10 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], np.ndar
     for length in options.lengths:
         for packed in [kind == "packed" for kind in options.documents]:
             for objective in options.objectives:
-                batch = make_batch(objective, length, max(1, TOKENS // length), packed)
+                rows = max(1, TOKENS // length) * (ROWS_OF_A_MIXTURE if ":" in objective else 1)
+                batch = make_batch(objective, length, rows, packed)
                 kind = "packed" if packed else "one"
-                yield {"objective": objective, "documents": kind, "length": length}, batch
+                yield {"objective": objective, "documents": kind, "length": length, "rows": rows}, batch
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -197,7 +202,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
                 mine = [r for r in records if (r["objective"], r["documents"]) == (objective, kind)]
                 x = [r["row tokens"] for r in mine]
                 for which, style in (("ours", "-o"), ("dense", "--x")):
-                    y = [r[f"{which} {unit}"] / max(1, TOKENS // r["length"]) for r in mine]
+                    y = [r[f"{which} {unit}"] / r["rows"] for r in mine]
                     label = f"{objective}" if which == "ours" else None
                     axis.loglog(
                         x,
@@ -221,7 +226,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES, help="(default: all)")
+    recipes = [f"blank_infilling:{path.stem}" for path in sorted(RECIPES.glob("*.yaml"))]
+    add(
+        "--objectives",
+        nargs="+",
+        default=[*OBJECTIVES, "blank_infilling:paper"],
+        choices=[*OBJECTIVES, *recipes],
+        help="with its defaults, or blank_infilling:NAME as in configs/objectives (default: all, and the paper's GLM)",
+    )
     add(
         "--lengths",
         nargs="+",
