@@ -29,7 +29,7 @@ from data_utils.contamination import EvaluationTexts, read_evaluation_texts
 from data_utils.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
 from data_utils.indexed_dataset import IndexedDatasetWriter, existing_files, remove_dataset, token_dtype
 from data_utils.ranks import Ranks
-from data_utils.shard_builder import Job, ShardRecord, build_shards
+from data_utils.shard_builder import Job, ShardRecord, build_shards, uses_workers
 from data_utils.shards import BuildDirectory
 from megatron_lite.cpu_memory import return_freed_memory
 from megatron_lite.errors import DataError
@@ -104,14 +104,32 @@ def build_corpus(
     with ExitStack() as stack:
         loaded: list[Any] = []
         ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
-        (tokenizer,) = loaded
-        job = ranks.on_first(lambda: _start(config, tokenizer, stack, writers))
-        return_freed_memory()  # of reading the tokenizer: as much again as it holds
-        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
-        return ranks.on_first(lambda: _finish(job, tokenizer, writers, started))
+        facts = TokenizerFacts.of(loaded[0])
+        job = ranks.on_first(lambda: _start(config, facts, stack, writers))
+        if uses_workers(job, ranks):
+            loaded.clear()  # they load their own
+        return_freed_memory()  # reading the tokenizer took as much again as it holds
+        ranks.on_each(lambda: build_shards(job, loaded, make_tokenizer, ranks))
+        return ranks.on_first(lambda: _finish(job, facts, writers, started))
 
 
-def _start(config: BuildConfig, tokenizer: Any, stack: ExitStack, writers: list[IndexedDatasetWriter]) -> Job:
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What plan and manifest tell of the tokenizer, without its tables."""
+
+    vocab_size: int
+    eos: int
+    fingerprint: str
+    config: Any
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenizerFacts:
+        return cls(tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config)
+
+
+def _start(
+    config: BuildConfig, tokenizer: TokenizerFacts, stack: ExitStack, writers: list[IndexedDatasetWriter]
+) -> Job:
     """Check everything that can be checked before the work, and open the output."""
     paths = expand_inputs(config.inputs)
     prefixes = output_prefixes(config)
@@ -138,14 +156,14 @@ def _start(config: BuildConfig, tokenizer: Any, stack: ExitStack, writers: list[
 
 
 def _plan(
-    config: BuildConfig, tokenizer: Any, paths: Sequence[Path], evaluation: EvaluationTexts | None
+    config: BuildConfig, tokenizer: TokenizerFacts, paths: Sequence[Path], evaluation: EvaluationTexts | None
 ) -> dict[str, Any]:
     """All that the shards depend on. A run with another plan cannot use them."""
     return {
         "plan_version": _PLAN_VERSION,
         "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
         "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.special.eos,
+        "eos": tokenizer.eos,
         "text_key": config.text_key,
         "text_split": config.text_split,
         "split": config.split,
@@ -175,7 +193,9 @@ def _forget_if_nothing_is_finished(directory: BuildDirectory) -> None:
             directory.remove()
 
 
-def _finish(job: Job, tokenizer: Any, writers: Sequence[IndexedDatasetWriter], started: float) -> BuildReport:
+def _finish(
+    job: Job, tokenizer: TokenizerFacts, writers: Sequence[IndexedDatasetWriter], started: float
+) -> BuildReport:
     """Join the shards, in order, and put the datasets in place."""
     config, directory = job.config, job.directory
     records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
@@ -331,12 +351,12 @@ def _commit(
 
 
 def _manifest(
-    tokenizer: Any, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
+    tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
 ) -> dict[str, Any]:
     """What the writer does not know. No times, no worker count: the same input gives the same manifest."""
     return {
         "split": {"name": None, "rule": config.split or None, "seed": config.split_seed},
-        "eos": tokenizer.special.eos,
+        "eos": tokenizer.eos,
         "documents_end_with_eos": True,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
         "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],

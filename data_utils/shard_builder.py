@@ -201,11 +201,22 @@ class ShardBuilder:
                 record.contaminated.append(Place(block.source, line, problem, block.start))
 
 
-def build_shards(job: Job, tokenizer: Any, make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
-    """Build this rank's part of the missing shards. Raises DataError for what stops the build."""
-    config = job.config
-    builder = ShardBuilder(job, tokenizer)
-    mine = job.todo[ranks.rank :: ranks.size]
+def _shards_of(job: Job, ranks: Ranks) -> list[int]:
+    """The missing shards that this rank builds."""
+    return job.todo[ranks.rank :: ranks.size]
+
+
+def uses_workers(job: Job, ranks: Ranks) -> bool:
+    """Whether worker processes build this rank's shards, and not this one."""
+    return job.config.workers > 1 and len(_shards_of(job, ranks)) > 1
+
+
+def build_shards(job: Job, loaded: Sequence[Any], make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
+    """Build this rank's part of the missing shards. Raises DataError for what stops the build.
+
+    Args: loaded: the tokenizer; may be empty where workers are used.
+    """
+    config, mine = job.config, _shards_of(job, ranks)
     total = job.input_bytes * len(mine) // max(len(job.shards), 1)
     counts, documents = RecordCounts(), 0
 
@@ -220,10 +231,11 @@ def build_shards(job: Job, tokenizer: Any, make_tokenizer: Callable[[], Any], ra
     hidden = None if ranks.rank == 0 else True  # None: shown on a terminal
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
-            if config.workers == 1 or len(mine) < 2:
-                records = (builder.build(number, advance) for number in mine)
-            else:
+            if uses_workers(job, ranks):
                 records = _records_of_workers(job, mine, make_tokenizer, advance)
+            else:
+                builder = ShardBuilder(job, loaded[0])
+                records = (builder.build(number, advance) for number in mine)
             with closing(records):
                 for record in records:
                     counts.merge(record.counts)
