@@ -217,9 +217,8 @@ def _calls(start: int, stop: int, views: _Views, square_causal_only: bool) -> li
     if steps and (not square_causal_only or keys == ((start, stop),)):
         if not square_causal_only or not BLOCK_ROWS < rows <= KERNEL_KEYS:
             return [Call(CAUSAL, start, stop, keys)]
-        middle = (
-            start + rows // 2
-        )  # nothing would be skipped: a square of half the size and a masked call need 3/4
+        # One call would skip nothing; a square of half the size and a masked call need 3/4 of the pairs.
+        middle = start + rows // 2
         second = Call(MASKED, middle, stop, _keys(middle, stop, views, False))
         return [Call(CAUSAL, start, middle, ((start, middle),)), second]
     if not square_causal_only:
