@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from data_utils.build import BuildConfig, build_corpus
 from data_utils.build_config import parse_split, split_rule
-from data_utils.indexed_dataset import SUFFIXES, IndexedDataset, IndexedDatasetWriter
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.manifest import SUFFIXES
 from megatron_lite.errors import ConfigError, DataError
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"

@@ -114,9 +114,9 @@ def state_of(prefix, tmp_path, split):
     except DataError:
         return "absent"
     for name in ("old", "new"):
-        if dataset.tokens.tolist() == IndexedDataset(tmp_path / name / f"c_{split}").tokens.tolist():
-            if dataset.manifest is not None:
-                dataset.verify()
+        built = IndexedDataset(tmp_path / name / f"c_{split}")
+        if dataset.manifest == built.manifest and dataset.tokens.tolist() == built.tokens.tolist():
+            dataset.verify()
             return name
     return "mixed"
 
