@@ -89,8 +89,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_config(arguments: argparse.Namespace) -> BuildConfig:
-    if arguments.shard_megabytes < 1:
-        raise ConfigError(f"--shard-megabytes is {arguments.shard_megabytes}; it must be 1 or more.")
+    for option in ("workers", "shard_megabytes"):
+        if (value := getattr(arguments, option)) < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} is {value}; it must be 1 or more.")
     return BuildConfig(
         inputs=arguments.input,
         output=arguments.output,

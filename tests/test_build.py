@@ -64,7 +64,7 @@ def test_documents_in_order_each_with_eos(tmp_path):
 def test_any_number_of_workers_and_shards_gives_the_same_bytes(tmp_path):
     texts = [f"document {i} " * (i % 7 + 1) for i in range(400)] + ["", "  "]
     expected = {}
-    for workers, shard_bytes in ((1, 500), (3, 3000), (1, 1 << 20), (2, 7777)):
+    for workers, shard_bytes in ((0, 500), (1, 700), (3, 3000), (1, 1 << 20), (2, 7777)):
         make(tmp_path, texts, split=SPLIT, workers=workers, shard_bytes=shard_bytes)
         made = files(tmp_path / "out")
         assert set(made) == {f"corpus_{name}{suffix}" for name in SPLIT_NAMES for suffix in SUFFIXES}
@@ -121,7 +121,7 @@ def test_split_names_and_fractions():
 
 def test_options_are_checked():
     for options in (
-        {"workers": 0},
+        {"workers": -1},
         {"shard_bytes": 0},
         {"output": "a/"},
         {"output": ""},
