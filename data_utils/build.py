@@ -138,7 +138,7 @@ def _start(
     _refuse_existing(prefixes, paths, config.overwrite or (directory.is_committing() and not config.restart))
     evaluation = None
     if config.evaluation_inputs:
-        evaluation = read_evaluation_texts(config.evaluation_inputs, config.text_key)
+        evaluation = read_evaluation_texts(config)
     for prefix in prefixes:  # opened now for their lock: one build at a time
         writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
     stack.callback(_forget_if_nothing_is_finished, directory)

@@ -80,7 +80,8 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="report documents that share sequences of 13 words with these evaluation texts",
+        help="report documents that share sequences of 13 words with these evaluation texts, which are read as "
+        "the input is (--text-key, --text-split)",
     )
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard what a stopped build left, and start anew")

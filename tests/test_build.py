@@ -256,3 +256,27 @@ def test_contamination_is_reported(tmp_path):
     assert found["evaluation_ngrams_found"] == 20 - 13 + 1
     assert found["examples"] == [f"{tmp_path}/input.jsonl:7: shares 8 word sequences with evaluation texts"]
     assert len(IndexedDataset(tmp_path / "out/c100")) == len(texts)
+
+
+@pytest.mark.parametrize(("text_split", "documents"), [("file", 1), ("blank_lines", 20), ("lines", 0)])
+def test_evaluation_texts_are_cut_as_the_corpus_is(tmp_path, text_split, documents):
+    """A book of short lines: no line of it is an n-gram long, but all of it is found in itself."""
+    paragraphs = [
+        "\n".join(" ".join(f"w{p}x{line}x{i}" for i in range(8)) for line in range(5)) for p in range(20)
+    ]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs) + "\n")
+    inputs = [str(tmp_path / "book.txt")]
+    options = {"text_split": text_split, "evaluation_inputs": inputs}
+    config = BuildConfig(inputs=inputs, output=str(tmp_path / "out/c"), **options)
+    found = build_corpus(config, ByteTokenizer).contamination
+    assert found["documents"] == found["evaluation_texts_found"] == documents
+    assert found["evaluation_texts"] == found["evaluation_texts_too_short"] + documents
+
+
+def test_bad_records_of_evaluation_texts_follow_the_policy(tmp_path):
+    """The message advises to skip them, so that must help."""
+    (tmp_path / "eval.jsonl").write_text('{"text": "x"}\n{\n')
+    options = {"evaluation_inputs": [str(tmp_path / "eval.jsonl")]}
+    with pytest.raises(DataError, match=r"eval\.jsonl:2: .*--on-bad-record skip"):
+        make(tmp_path, ["a"], **options)
+    assert make(tmp_path, ["a"], on_bad_record="skip", **options).contamination["evaluation_texts"] == 1
