@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_utils.collate import Collator
+from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
 from data_utils.loader import SampleLoader
 from data_utils.mixture import Mixture
@@ -60,6 +61,7 @@ def write_sparse(prefix: Path, num_documents: int) -> None:
             file.write(piece)
     with open(f"{prefix}.bin", "wb") as file:
         file.truncate(int(lengths.sum(dtype=np.int64)) * dtype.itemsize)
+    adopt_dataset(str(prefix))
 
 
 def write_random(prefix: Path, num_tokens: int) -> None:

@@ -38,8 +38,8 @@ MORE_CASES = {
 
 def vocabulary_for(dataset: IndexedDataset) -> Vocabulary:
     """Special tokens that do not occur in the text, but for its eos."""
-    size = dataset.manifest["vocab_size"] if dataset.manifest else int(np.iinfo(dataset.dtype).max)
-    eos = (dataset.manifest or {}).get("eos", SPECIAL.eos)
+    size = dataset.manifest.get("vocab_size") or int(np.iinfo(dataset.dtype).max)
+    eos = dataset.manifest.get("eos", SPECIAL.eos)
     names = [field.name for field in dataclasses.fields(SPECIAL)]
     special = type(SPECIAL)(**{name: size + i for i, name in enumerate(names)} | {"eos": eos})
     rng = np.random.default_rng(1)

@@ -27,7 +27,8 @@ from tqdm import tqdm
 from data_utils.build_config import BuildConfig, output_prefixes, parse_split
 from data_utils.contamination import EvaluationTexts, read_evaluation_texts
 from data_utils.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
-from data_utils.indexed_dataset import IndexedDatasetWriter, existing_files, remove_dataset, token_dtype
+from data_utils.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
+from data_utils.manifest import existing_files
 from data_utils.ranks import Ranks
 from data_utils.shard_builder import Job, ShardRecord, build_shards, uses_workers
 from data_utils.shards import BuildDirectory
@@ -137,7 +138,7 @@ def _start(
     _refuse_existing(prefixes, paths, config.overwrite or (directory.is_committing() and not config.restart))
     evaluation = None
     if config.evaluation_inputs:
-        evaluation = read_evaluation_texts(config.evaluation_inputs, config.text_key)
+        evaluation = read_evaluation_texts(config)
     for prefix in prefixes:  # opened now for their lock: one build at a time
         writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
     stack.callback(_forget_if_nothing_is_finished, directory)

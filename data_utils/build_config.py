@@ -27,7 +27,7 @@ class BuildConfig:
     text_split: str = "file"  # see documents.TEXT_SPLITS
     split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
     split_seed: int = 0  # key of the hash that decides the split
-    workers: int = 1  # processes that tokenize, for each rank; 1: none beside this one
+    workers: int = 0  # processes that tokenize, for each rank; 0: none beside this one
     on_bad_record: str = "error"
     max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
     deduplicate: bool = False  # keep the first of exactly equal texts
@@ -38,9 +38,9 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
-        for name in ("workers", "shard_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        for name, least in (("workers", 0), ("shard_bytes", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more.")
         require_prefix(self.output)
         parse_split(self.split)
 

@@ -1,8 +1,8 @@
 """Checksums of a dataset's files: CRC-32 of every MiB, so that a part can be checked alone and damage has a place.
 
 CRC-32 finds every flipped bit and every burst up to 32 bits, and any other damage but for one case in four billion per
-block. SHA-256 of whole files, which manifests held before, took longer than everything else that joins the shards of a
-build: 0.23 against 1.75 GB/s on a processor without instructions for it. Such manifests are still read.
+block. SHA-256 of whole files would take longer than everything else that joins the shards of a build: 0.23 against 1.75
+GB/s on a processor without instructions for it.
 
 A manifest's entry for a file: its size, and in one string eight hexadecimal digits for each block.
 """
@@ -20,10 +20,9 @@ _DIGITS = 8  # of one CRC-32
 
 
 class FileChecksums:
-    """Of bytes that are given in order. `whole`: SHA-256 of them all instead, as in older manifests."""
+    """Of bytes that are given in order."""
 
-    def __init__(self, whole: bool = False) -> None:
-        self._whole = hashlib.sha256() if whole else None
+    def __init__(self) -> None:
         self._finished: list[int] = []
         self._block = 0  # CRC-32 of the block that is not full yet
         self._used = 0  # bytes of it
@@ -32,9 +31,6 @@ class FileChecksums:
         if not len(data):  # an empty array cannot be cast
             return
         rest = memoryview(data).cast("B")
-        if self._whole is not None:
-            self._whole.update(rest)
-            return
         while len(rest):
             part = rest[: BLOCK_BYTES - self._used]
             self._block = zlib.crc32(part, self._block)
@@ -46,43 +42,35 @@ class FileChecksums:
 
     def tree(self) -> dict[str, Any]:
         """What the manifest records."""
-        if self._whole is not None:
-            return {"sha256": self._whole.hexdigest()}
         blocks = self._finished + [self._block] * (self._used > 0)
         return {"block_bytes": BLOCK_BYTES, "crc32": "".join(f"{value:0{_DIGITS}x}" for value in blocks)}
 
 
-def checksums_like(recorded: Mapping[str, Any]) -> FileChecksums:
-    """For comparison with a manifest's entry."""
-    return FileChecksums(whole=not has_blocks(recorded))
-
-
-def has_blocks(recorded: Mapping[str, Any]) -> bool:
-    return "crc32" in recorded
+def describe_file(path: Path) -> dict[str, Any]:
+    """A manifest's entry for a file that another program wrote."""
+    sums, size = FileChecksums(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(BLOCK_BYTES):
+            sums.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, **sums.tree()}
 
 
 def identity(recorded: Mapping[str, Any]) -> str:
     """64 hexadecimal digits that tell a file from others by its checksums."""
-    return (
-        recorded["sha256"] if "sha256" in recorded else hashlib.sha256(recorded["crc32"].encode()).hexdigest()
-    )
+    return hashlib.sha256(recorded["crc32"].encode()).hexdigest()
 
 
 def check_entry(recorded: Mapping[str, Any]) -> None:
     """Raise KeyError, TypeError or ValueError unless a manifest's entry for a file has the checksums of all of it."""
     blocks = -(-recorded["bytes"] // BLOCK_BYTES)
-    if not has_blocks(recorded):
-        recorded["sha256"]
-    elif recorded["block_bytes"] != BLOCK_BYTES or len(recorded["crc32"]) != blocks * _DIGITS:
+    if recorded["block_bytes"] != BLOCK_BYTES or len(recorded["crc32"]) != blocks * _DIGITS:
         raise ValueError
 
 
 def difference(recorded: Mapping[str, Any], found: FileChecksums) -> str | None:
     """How a file differs from a manifest's entry, in words; None: not at all."""
     tree = found.tree()
-    if not has_blocks(recorded):
-        same = recorded["sha256"] == tree["sha256"]
-        return None if same else f"has SHA-256 {tree['sha256']}, the manifest says {recorded['sha256']}"
     for number, (theirs, ours) in enumerate(
         zip(_split(recorded["crc32"]), _split(tree["crc32"]), strict=False)
     ):

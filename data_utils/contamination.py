@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_utils.build_config import BuildConfig
 from data_utils.documents import Document, read_documents
 
 NGRAM_WORDS = 13
@@ -67,6 +68,13 @@ class EvaluationTexts:
         return sum(bool(found[places].any()) for places in self._texts)
 
 
-def read_evaluation_texts(patterns: Sequence[str], text_key: str) -> EvaluationTexts:
-    """From files or globs as `read_documents` takes them; each line of a .txt file is a text."""
-    return EvaluationTexts(list(read_documents(patterns, text_key, text_split="lines")))
+def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:
+    """Read as the corpus is read: the same text key, text split and policy for bad records."""
+    documents = read_documents(
+        config.evaluation_inputs,
+        config.text_key,
+        config.text_split,
+        config.on_bad_record,
+        config.max_bad_records,
+    )
+    return EvaluationTexts(list(documents))

@@ -1,12 +1,13 @@
-"""What can be done with finished datasets: join them, and describe them.
+"""What can be done with finished datasets: give them the manifest that they need, join them, describe them.
 
-Both read the mapped files in chunks. `merge_datasets` copies tokens and never tokenizes again; the result is
+All read the files in chunks. `merge_datasets` copies tokens and never tokenizes again; the result is
 byte for byte what one build of all the inputs, in that order, would have made (splits apart).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,75 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_utils.checksums import identity
-from data_utils.files import require_prefix
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dataset_path, existing_files
+from data_utils.checksums import describe_file, identity
+from data_utils.files import disk_errors, require_prefix, write_atomically
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, file_sizes, read_header
+from data_utils.manifest import (
+    damaged,
+    dataset_path,
+    existing_files,
+    manifest_bytes,
+    read_old_manifest,
+    require_facts,
+    require_finished,
+)
 from megatron_lite.errors import DataError
 
 _DOCUMENTS = 1 << 16  # at a time
 _TOKENS = 1 << 22
 _SAME = ("eos", "vocab_size", "dtype", "documents_end_with_eos")  # manifest entries that must agree
 _PERCENTS = (1, 10, 25, 50, 75, 90, 99)
+
+
+def adopt_dataset(prefix: str) -> IndexedDataset:
+    """Check the files of another program and write the manifest without which they do not open.
+
+    Raises: DataError for a dataset that has a manifest, that a build has not finished, or that is damaged.
+    """
+    if dataset_path(prefix, ".json").exists():
+        raise DataError(f"dataset {prefix} has a manifest already; adopt is for files of another program.")
+    require_finished(prefix)
+    file_sizes(prefix)  # both are there
+    dtype, num_documents, _ = read_header(prefix)
+    files = _describe_files(prefix)
+    num_tokens = files[".bin"]["bytes"] // dtype.itemsize
+    facts = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype.name, "adopted": True}
+    return _verify_and_write(prefix, {"files": files, **facts})
+
+
+def upgrade_dataset(prefix: str) -> IndexedDataset:
+    """Check a dataset with a manifest of an older version, all of it, and write one of this version.
+
+    Raises: DataError for a manifest that is not old, or for files that are not as it says.
+    """
+    facts = read_old_manifest(prefix)
+    sizes = file_sizes(prefix)
+    if facts["format_version"] == 1:  # the only one with checksums of another kind
+        hashed = {
+            suffix: {"bytes": size, "sha256": _sha256(prefix, suffix)} for suffix, size in sizes.items()
+        }
+        if facts.get("files") != hashed:
+            raise damaged(prefix, ".json", "does not have the sizes and SHA-256 of the files")
+        facts["files"] = _describe_files(prefix)
+    require_facts(prefix, facts)
+    return _verify_and_write(prefix, facts)
+
+
+def _sha256(prefix: str, suffix: str) -> str:
+    with open(dataset_path(prefix, suffix), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe_files(prefix: str) -> dict[str, Any]:
+    return {suffix: describe_file(dataset_path(prefix, suffix)) for suffix in (".bin", ".idx")}
+
+
+def _verify_and_write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
+    IndexedDataset(prefix, sequential=True, manifest=facts).verify()
+    path = dataset_path(prefix, ".json")
+    with disk_errors(path, "place"):
+        write_atomically(path, manifest_bytes(facts))
+    return IndexedDataset(prefix)
 
 
 def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False) -> IndexedDataset:
@@ -62,14 +123,14 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
 
 
 def _identity(dataset: IndexedDataset) -> dict[str, Any]:
-    if dataset.manifest is None:
-        raise DataError(f"dataset {dataset.prefix} has no manifest, so its tokenizer is unknown; rebuild it.")
-    fingerprint = dataset.manifest.get("tokenizer", {}).get("fingerprint")
+    if dataset.manifest.get("adopted"):
+        raise DataError(f"dataset {dataset.prefix} was adopted, so its tokenizer is unknown; rebuild it.")
+    fingerprint = (dataset.manifest.get("tokenizer") or {}).get("fingerprint")
     return {"fingerprint": fingerprint, **{key: dataset.manifest.get(key) for key in _SAME}}
 
 
 def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
-    manifests = [dataset.manifest or {} for dataset in datasets]
+    manifests = [dataset.manifest for dataset in datasets]
     bad: dict[str, int] = {}
     for manifest in manifests:
         for kind, count in manifest.get("bad_records", {}).items():

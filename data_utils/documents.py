@@ -16,8 +16,10 @@ begin and end (a cut-off compressed stream, an unreadable parquet page, a huge r
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
+import itertools
 import json
 import math
 import re
@@ -50,6 +52,8 @@ _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINE
 _BOUNDARY_READ_BYTES = 64 << 10
 _COMPRESSED_READ_BYTES = 16 << 10  # small: one read may expand ten-thousandfold
 _PARQUET_BATCH_ROWS = 512
+_LARGE_RECORD_BYTES = 1 << 20
+_JSON_MEMORY = 16  # bytes that orjson takes for a byte of JSON, at most: a buffer of 12, and 4 for the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class RecordCounts:
         allowed = 0 if on_bad_record == "error" else max_bad_records
         if self.num_bad <= allowed:
             return
-        first = _with_line_of_file(self.examples[0], text_split)
+        first = with_line_of_file(self.examples[0], text_split)
         if on_bad_record == "error":
             raise DataError(f"{first}; mend or remove it, or skip bad records (--on-bad-record skip).")
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
@@ -258,7 +262,8 @@ def lines_before(piece: Piece, text_split: str) -> int:
     return count
 
 
-def _with_line_of_file(place: Place, text_split: str) -> Place:
+def with_line_of_file(place: Place, text_split: str) -> Place:
+    """The same place with the line counted from the start of the file."""
     lines = lines_before(Piece(Path(place.source), place.start), text_split)
     return Place(place.source, place.line + lines, place.problem)
 
@@ -378,11 +383,24 @@ def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes
     except EOFError:
         raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        _raise_if_out_of_memory(error)
         raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
     except OSError as error:
+        _raise_if_out_of_memory(error)
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error}); check its rights and the disk."
         ) from None
+
+
+def _raise_if_out_of_memory(error: Exception) -> None:
+    """Raise MemoryError if that is what a library reports in its own way; the input is not to blame then."""
+    said = (
+        error.errno == errno.ENOMEM
+        if isinstance(error, OSError)
+        else "not enough memory" in str(error).lower()
+    )
+    if said or isinstance(error, MemoryError):
+        raise MemoryError from None
 
 
 def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:
@@ -445,6 +463,7 @@ def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
                 yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
                 row, consumed = row + len(rows), position
     except (pyarrow.ArrowException, OSError) as error:
+        _raise_if_out_of_memory(error)
         problem = " ".join(str(error).split())
         raise DataError(f"{path}: not a readable parquet file ({problem}); fetch it again.") from None
 
@@ -454,11 +473,13 @@ def _check_column(path: Path, schema: Any, text_key: str) -> None:
 
     if text_key not in schema.names:
         names = ", ".join(schema.names[:20])
-        raise DataError(f"{path}: there is no column {text_key!r}; choose one of {names} as the text key.")
+        raise DataError(f"{path}: there is no column {text_key!r}; name one of {names} with --text-key.")
     kind = schema.field(text_key).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise DataError(f"{path}: column {text_key!r} holds {kind}, not text; choose a text column.")
+        raise DataError(
+            f"{path}: column {text_key!r} holds {kind}, not text; name a column of text with --text-key."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -486,6 +507,19 @@ def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
             parsed.texts.append(text)
             parsed.lines.append(line)
     return parsed
+
+
+def largest_record(block: Block) -> tuple[int, int]:
+    """Line (or row) and bytes of the largest record of a block."""
+    data = block.data
+    if not isinstance(data, bytes):
+        sizes = [len(row or b"") for row in data]
+        return block.first_line + sizes.index(max(sizes)), max(sizes)
+    if block.layout not in _RECORD_ENDS:
+        return block.first_line, len(data)
+    ends = [match.end() for match in _RECORD_ENDS[block.layout].finditer(data)] + [len(data)]
+    size, start = max((end - start, start) for start, end in itertools.pairwise([0, *ends]))
+    return block.first_line + data.count(b"\n", 0, start), size
 
 
 def _unterminated_line(block: Block) -> int | None:
@@ -534,15 +568,21 @@ def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | Non
 
 
 def _parse_json_line(line: bytes, text_key: str) -> str:
+    if len(line) > _LARGE_RECORD_BYTES:
+        bytearray(_JSON_MEMORY * len(line))  # MemoryError if it is not there: orjson would end the process
     try:
         tree = orjson.loads(line)
     except orjson.JSONDecodeError as error:
+        _raise_if_out_of_memory(error)
         raise _why_not_json(line, error) from None
     if not isinstance(tree, dict):
         raise _UnusableRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
     if text_key not in tree:
         fields = ", ".join(list(tree)[:10]) or "none"
-        raise _UnusableRecord("missing_field", f"there is no field {text_key!r} (fields: {fields[:200]})")
+        problem = (
+            f"there is no field {text_key!r} (fields: {fields[:200]}; --text-key names the one with the text)"
+        )
+        raise _UnusableRecord("missing_field", problem)
     text = tree[text_key]
     if not isinstance(text, str):
         raise _UnusableRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")

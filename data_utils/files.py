@@ -1,9 +1,13 @@
-"""Files of the scripts: written whole or not at all, and refused before the work whose result they are to hold."""
+"""Files: written whole or not at all, forced to disk, and refused before the work whose result they are to hold."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from megatron_lite.errors import ConfigError, DataError
 
@@ -38,18 +42,58 @@ def require_prefix(output: str) -> None:
 
 
 def write_whole(path: Path, content: bytes, option: str) -> None:
-    """The whole file or none: written beside its place, synced, renamed. Raises DataError if that fails."""
-    partial = path.with_name(f".{path.name}.partial")
+    """The whole file or none. Raises DataError, naming the option, if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_atomically(path, content)
     except OSError as error:
         raise DataError(f"{option} {path}: {error.strerror}; choose another {option}.") from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole file or none, on disk for certain: written as PATH.partial, synced, renamed. Raises OSError."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write_synced(partial, content)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until its content is on disk; its name may not be. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(content)
+        sync_file(file)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Wait until what was written to an open file is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]:
+    """Turn what the file system refuses while writing `output`, which `setting` names, into a DataError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise DataError(f"output {output} is being written by another process; wait for it.") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if full else f"choose another {setting}"
+        raise DataError(
+            f"output {output} cannot be written ({error.strerror or error}); {remedy} and run again."
+        ) from None

@@ -3,16 +3,15 @@
     PREFIX.bin   the tokens of all documents, one after the other, little-endian
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
-    PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources
+    PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources; see manifest.py
 
-One sequence is one document. The writer works under `.partial` names and `finish` commits in an order in
-which no crash can leave an old index over new data: seal the new files (fsync), remove the old manifest,
-index and tokens, rename the new tokens, rename the new index, and write the manifest last.
+One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial`
+names, and `finish` first removes the old manifest, then the old index and tokens, renames the new tokens and
+index, and renames the new manifest last: a crash leaves the old dataset, the new one, or none that opens.
 
 Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
-checks (checksums, every pointer, every token id) are left to `verify`; `verify_some` checks a few blocks. A
-dataset of Megatron-LM's own (no manifest) can be read too; its sequences count as documents, and nothing is
-known about its tokenizer.
+checks (checksums, every pointer, every token id) are left to `verify`; `verify_some` checks a few blocks. In a
+dataset of another program that was adopted, the sequences count as documents, and the tokenizer is not known.
 
 Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
 be needed: on a cold disk many reads are then under way at once. Where mapping is refused, as some network
@@ -22,8 +21,8 @@ file systems do, tokens are read by position, one piece at a time, and the index
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import glob
 import json
 import logging
 import mmap
@@ -37,23 +36,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_utils.checksums import (
-    FileChecksums,
-    check_entry,
-    checksums_like,
-    damage_at,
-    damaged_block,
-    difference,
-    has_blocks,
+from data_utils.checksums import FileChecksums, damage_at, damaged_block, difference
+from data_utils.files import disk_errors, sync_directory, sync_file, write_synced
+from data_utils.manifest import (
+    SUFFIXES,
+    damaged,
+    dataset_path,
+    existing_files,
+    manifest_bytes,
+    read_manifest,
+    require_finished,
 )
 from megatron_lite.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-MANIFEST_FORMAT = "megatron_lite indexed dataset"
-MANIFEST_VERSION = 2
-_READABLE_VERSIONS = (1, 2)  # 1: SHA-256 of each file
-SUFFIXES = (".bin", ".idx", ".json")
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
@@ -67,7 +63,6 @@ _DTYPE_CODES = {
     8: "<u2",
 }  # 6 and 7 are floats: no token ids
 _UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
-_MAX_MANIFEST_BYTES = 256 << 20
 _CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
@@ -106,14 +101,41 @@ def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
         yield np.arange(start, min(start + _CHUNK, count + 1), dtype="<i8").tobytes()
 
 
-def dataset_path(prefix: str | Path, suffix: str) -> Path:
-    """PREFIX.bin and the like; `with_suffix` would eat a dot in the prefix."""
-    return Path(f"{prefix}{suffix}")
+def file_sizes(prefix: str | Path) -> dict[str, int]:
+    """Bytes of the .bin and the .idx file. Raises DataError if one is missing."""
+    sizes = {}
+    for suffix in (".bin", ".idx"):
+        path = dataset_path(prefix, suffix)
+        if not path.is_file():
+            require_finished(prefix)
+            raise DataError(f"dataset {prefix}: {path} does not exist; {_other_prefix(Path(prefix))}.")
+        sizes[suffix] = path.stat().st_size
+    return sizes
 
 
-def existing_files(prefix: str | Path) -> list[Path]:
-    """The files of a dataset that exist under `prefix`."""
-    return [path for path in (dataset_path(prefix, suffix) for suffix in SUFFIXES) if path.exists()]
+def _other_prefix(prefix: Path) -> str:
+    """What to do about a prefix without a dataset: another spelling, or a split of it, may have one."""
+    if prefix.suffix in SUFFIXES and existing_files(prefix.with_suffix("")):
+        return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
+    splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
+    if splits:
+        return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of them"
+    return "check the prefix or build the dataset"
+
+
+def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
+    """What the .idx file begins with: dtype, sequences, document boundaries. Raises DataError for damage."""
+    path = dataset_path(prefix, ".idx")
+    with open(path, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+    if version != _INDEX_VERSION or code not in _DTYPE_CODES:
+        raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
+    if max(num_sequences, num_boundaries) > path.stat().st_size:
+        raise damaged(prefix, ".idx", "is cut off")
+    return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
 def remove_dataset(prefix: str | Path) -> None:
@@ -182,12 +204,13 @@ class IndexedDatasetWriter:
             raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
         self.seal()
         with disk_errors(self.prefix):
-            sizes = {suffix: self._partial(suffix).stat().st_size for suffix in self._checksums}
+            self._write_manifest(manifest)
             remove_dataset(self.prefix)
-            for suffix in self._checksums:
+            for suffix in SUFFIXES:  # the manifest last, when the names of the others are on disk
+                if suffix == ".json":
+                    sync_directory(self.prefix.parent)
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
             sync_directory(self.prefix.parent)
-            self._write_manifest(sizes, manifest)
         self._finished = True
         self._files.close()
 
@@ -211,37 +234,18 @@ class IndexedDatasetWriter:
     def _partial(self, suffix: str) -> Path:
         return dataset_path(self.prefix, f"{suffix}.partial")
 
-    def _write_manifest(self, sizes: Mapping[str, int], manifest: Mapping[str, Any]) -> None:
-        tree = {
-            "format": MANIFEST_FORMAT,
-            "format_version": MANIFEST_VERSION,
-            "files": {s: {"bytes": sizes[s], **sums.tree()} for s, sums in self._checksums.items()},
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """Under its partial name."""
+        sums = self._checksums.items()
+        facts = {
+            "files": {s: {"bytes": self._partial(s).stat().st_size, **its.tree()} for s, its in sums},
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "dtype": self.dtype.name,
             "vocab_size": self.vocab_size,
             **manifest,
         }
-        with open(self._partial(".json"), "wb") as file:
-            file.write(json.dumps(tree, indent=2, ensure_ascii=True).encode() + b"\n")
-            sync_file(file)
-        os.replace(self._partial(".json"), dataset_path(self.prefix, ".json"))
-        sync_directory(self.prefix.parent)
-
-
-@contextlib.contextmanager
-def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]:
-    """Turn what the file system refuses while writing `output`, which `setting` names, into a DataError."""
-    try:
-        yield
-    except BlockingIOError:
-        raise DataError(f"output {output} is being written by another process; wait for it.") from None
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space" if full else f"choose another {setting}"
-        raise DataError(
-            f"output {output} cannot be written ({error.strerror or error}); {remedy} and run again."
-        ) from None
+        write_synced(self._partial(".json"), manifest_bytes(facts))
 
 
 @contextlib.contextmanager
@@ -259,19 +263,6 @@ def _create_exclusively(path: Path) -> Iterator[Any]:
             raise BlockingIOError  # its writer finished and renamed it between our open and our lock
         file.truncate(0)
         yield file
-
-
-def sync_file(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class FileTokens:
@@ -307,21 +298,27 @@ class IndexedDataset:
 
     Args:
         sequential: the files will be read from begin to end, not at random.
+        manifest: of files that are to be checked before their manifest is written; None: it is read.
     Attributes:
         num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
         tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
         pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
         lengths: int32 [num_documents], memory-mapped: tokens of each document.
-        manifest: the manifest's tree, or None for a dataset without one.
+        manifest: the manifest's tree (see data_utils/manifest.py).
     Raises: DataError when files are missing, damaged, or do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, sequential: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, sequential: bool = False, manifest: Mapping[str, Any] | None = None
+    ) -> None:
         self.prefix = Path(prefix)
         self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
-        sizes = self._file_sizes()
-        self.manifest = self._read_manifest(sizes)
-        self.dtype, self.num_documents, num_boundaries = self._read_header(sizes[".idx"])
+        sizes = file_sizes(self.prefix)
+        self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
+        for suffix, size in sizes.items():
+            if size != (recorded := self.manifest["files"][suffix]["bytes"]):
+                raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
+        self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = _HEADER.size + 12 * self.num_documents + 8 * num_boundaries
         if sizes[".idx"] != expected:
@@ -374,10 +371,10 @@ class IndexedDataset:
 
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
-        if self.manifest is None:
-            logger.warning("dataset %s has no manifest: its tokenizer cannot be checked", self.prefix)
+        if self.manifest.get("adopted"):
+            logger.warning("dataset %s was adopted: its tokenizer cannot be checked", self.prefix)
             return
-        tokenizer = self.manifest.get("tokenizer", {})
+        tokenizer = self.manifest.get("tokenizer") or {}
         recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))
         if recorded != (fingerprint, vocab_size, eos):
             raise DataError(
@@ -389,28 +386,20 @@ class IndexedDataset:
     def verify(self) -> None:
         """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
         self._verify_pointers()
-        manifest = self.manifest or {}
-        files = manifest.get("files", {})
-        found = {suffix: checksums_like(recorded) for suffix, recorded in files.items()}
-        self._verify_tokens(manifest.get("vocab_size"), found.get(".bin"))
+        found = {suffix: FileChecksums() for suffix in self.manifest["files"]}
+        self._verify_tokens(found[".bin"])
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
-            while ".idx" in found and (chunk := file.read(_CHUNK)):
+            while chunk := file.read(_CHUNK):
                 found[".idx"].update(chunk)
-        for suffix, recorded in files.items():
+        for suffix, recorded in self.manifest["files"].items():
             if problem := difference(recorded, found[suffix]):
                 raise self._damaged(suffix, problem)
-        if manifest.get("documents_end_with_eos"):
-            self._verify_document_ends(manifest["eos"])
+        if self.manifest.get("documents_end_with_eos"):
+            self._verify_document_ends(self.manifest["eos"])
 
     def verify_some(self, blocks: int) -> None:
-        """Check so many MiB of each file, drawn anew at each call, against the manifest's checksums.
-
-        Reads nothing where there are none: in a dataset of Megatron-LM's own, or of manifest version 1.
-        Raises: DataError naming the file and the place.
-        """
-        for suffix, recorded in (self.manifest or {}).get("files", {}).items():
-            if not has_blocks(recorded):
-                continue
+        """Check so many MiB of each file, drawn anew at each call. Raises DataError naming file and place."""
+        for suffix, recorded in self.manifest["files"].items():
             count = -(-recorded["bytes"] // recorded["block_bytes"])
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
             at = damaged_block(dataset_path(self.prefix, suffix), recorded, sorted(numbers.tolist()))
@@ -428,12 +417,12 @@ class IndexedDataset:
                 )
             end = int(ends[-1])
 
-    def _verify_tokens(self, vocab_size: int | None, checksums: FileChecksums | None) -> None:
+    def _verify_tokens(self, checksums: FileChecksums) -> None:
+        vocab_size = self.manifest.get("vocab_size")
         chunks = range(0, self.num_tokens, _CHUNK)
         for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
             chunk = self.tokens[start : start + _CHUNK]
-            if checksums is not None:
-                checksums.update(chunk.data)
+            checksums.update(chunk.data)
             if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
                 raise self._damaged(
                     ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
@@ -449,55 +438,6 @@ class IndexedDataset:
                 raise self._damaged(
                     ".bin", f"has a document without eos ({eos}) at its end after document {start}"
                 )
-
-    def _file_sizes(self) -> dict[str, int]:
-        sizes = {}
-        for suffix in (".bin", ".idx"):
-            path = dataset_path(self.prefix, suffix)
-            if not path.is_file():
-                raise DataError(
-                    f"dataset {self.prefix}: {path} does not exist; check the prefix or build the dataset."
-                )
-            sizes[suffix] = path.stat().st_size
-        return sizes
-
-    def _read_manifest(self, sizes: Mapping[str, int]) -> dict[str, Any] | None:
-        path = dataset_path(self.prefix, ".json")
-        if not path.is_file():
-            return None
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise self._damaged(".json", f"is larger than {_MAX_MANIFEST_BYTES} bytes")
-        try:
-            tree = json.loads(path.read_bytes())
-            named, version = tree["format"], tree["format_version"]
-            recorded = {suffix: tree["files"][suffix]["bytes"] for suffix in sizes}
-            for suffix in sizes:
-                check_entry(tree["files"][suffix])
-        except (ValueError, RecursionError, KeyError, TypeError):
-            raise self._damaged(".json", "is not a dataset manifest") from None
-        if named != MANIFEST_FORMAT or version not in _READABLE_VERSIONS:
-            raise self._damaged(
-                ".json", f"has format {named!r} version {version!r}, not version {MANIFEST_VERSION}"
-            )
-        for suffix, size in sizes.items():
-            if size != recorded[suffix]:
-                raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded[suffix]}")
-        return tree
-
-    def _read_header(self, index_size: int) -> tuple[np.dtype, int, int]:
-        """(dtype, sequences, document boundaries)"""
-        with open(dataset_path(self.prefix, ".idx"), "rb") as file:
-            header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise self._damaged(".idx", "does not start with the Megatron-LM index magic")
-        _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
-        if version != _INDEX_VERSION or code not in _DTYPE_CODES:
-            raise self._damaged(
-                ".idx", f"has version {version} and dtype code {code}, which are not supported"
-            )
-        if max(num_sequences, num_boundaries) > index_size:
-            raise self._damaged(".idx", "is cut off")
-        return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
 
     def _map(self, suffix: str) -> mmap.mmap | None:
         """The mapped file; None where that is refused. Arrays over it keep it mapped as long as they live."""
@@ -545,13 +485,10 @@ class IndexedDataset:
             raise self._damaged(".idx", "has pointers that do not match its lengths")
 
     def _check_manifest_counts(self) -> None:
-        if self.manifest is None:
-            return
         ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}
         for key, value in ours.items():
             if self.manifest.get(key) != value:
                 raise self._damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
 
     def _damaged(self, suffix: str, problem: str) -> DataError:
-        path = dataset_path(self.prefix, suffix)
-        return DataError(f"dataset {self.prefix}: {path} {problem}; rebuild the dataset or copy it again.")
+        return damaged(self.prefix, suffix, problem)

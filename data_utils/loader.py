@@ -40,16 +40,15 @@ class SampleLoader:
         self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """What the samples are drawn from: for each corpus what identifies its token file (null: a foreign dataset)."""
-        manifests = [index.dataset.manifest for index, _ in self.mixture.corpora]
+        """What the samples are drawn from: for each corpus what identifies its token file."""
         return [
             {
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
-                "sha256": None if manifest is None else identity(manifest["files"][".bin"]),
+                "sha256": identity(index.dataset.manifest["files"][".bin"]),
                 "weight": weight,
             }
-            for (index, weight), manifest in zip(self.mixture.corpora, manifests, strict=True)
+            for index, weight in self.mixture.corpora
         ]
 
 

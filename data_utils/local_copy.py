@@ -1,7 +1,7 @@
 """Copies of datasets on node-local storage, for when the shared file system is slow at random reads.
 
 All ranks of a node may call `local_copy` at once: one copies, under a lock, and the others wait for it. The
-copy's name carries the checksum of the tokens, so a dataset that was rebuilt is copied again and never mixed
+copy's name carries the checksum of the manifest, so a dataset that was rebuilt is copied again and never mixed
 with an old copy. Old copies are not removed. The manifest goes last, as in a build.
 """
 
@@ -10,19 +10,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from data_utils.checksums import checksums_like, difference, identity
-from data_utils.indexed_dataset import (
-    SUFFIXES,
-    IndexedDataset,
-    dataset_path,
-    disk_errors,
-    sync_directory,
-    sync_file,
-)
+from data_utils.checksums import FileChecksums, difference
+from data_utils.files import disk_errors, sync_directory, sync_file, write_atomically
+from data_utils.indexed_dataset import IndexedDataset
+from data_utils.manifest import dataset_path, manifest_bytes
 from megatron_lite.errors import DataError
 
 _CHUNK = 8 << 20
@@ -32,25 +29,22 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     """The prefix of a copy of the dataset in `directory`, made now if it is not there yet.
 
     The copied bytes are checked against the checksums of the manifest.
-    Raises: DataError for a dataset without a manifest, too little space, or damage on the way.
+    Raises: DataError for a dataset that cannot be opened, too little space, or damage on the way.
     """
     source, directory = IndexedDataset(prefix), Path(directory)
-    if source.manifest is None:
-        raise DataError(f"dataset {prefix} has no manifest, so a copy cannot be checked; use it where it is.")
-    files = source.manifest["files"]
-    target = directory / f"{source.prefix.name}-{identity(files['.bin'])[:16]}"
+    target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(f"{target}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not dataset_path(target, ".json").exists():
-                _copy_all(prefix, target, files)
+                _copy_all(prefix, target, source.manifest)
     IndexedDataset(target)
     return target
 
 
-def _copy_all(prefix: str | Path, target: Path, files: dict) -> None:
-    needed = sum(entry["bytes"] for entry in files.values())
+def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> None:
+    needed = sum(entry["bytes"] for entry in manifest["files"].values())
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise DataError(
@@ -58,21 +52,21 @@ def _copy_all(prefix: str | Path, target: Path, files: dict) -> None:
             f"some, or use the dataset where it is."
         )
     with tqdm(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}", disable=None) as bar:
-        for suffix in SUFFIXES:  # the manifest is the last of them
-            _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), files.get(suffix), bar)
+        for suffix, recorded in manifest["files"].items():
+            _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
+    write_atomically(dataset_path(target, ".json"), manifest_bytes(manifest))
 
 
-def _copy(source: Path, target: Path, recorded: dict | None, bar: tqdm) -> None:
+def _copy(source: Path, target: Path, recorded: Mapping[str, Any], bar: tqdm) -> None:
     partial = Path(f"{target}.partial")
-    checksums = None if recorded is None else checksums_like(recorded)
+    checksums = FileChecksums()
     with open(source, "rb") as reader, open(partial, "wb") as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)
-            if checksums is not None:
-                checksums.update(chunk)
+            checksums.update(chunk)
             bar.update(len(chunk))
         sync_file(writer)
-    if recorded is not None and checksums is not None and (problem := difference(recorded, checksums)):
+    if problem := difference(recorded, checksums):
         partial.unlink()
         raise DataError(f"{source} {problem}; rebuild the dataset, or copy it again.")
     os.replace(partial, target)

@@ -119,9 +119,10 @@ class Mixture:
 def _require_one_tokenizer(datasets: Sequence[IndexedDataset]) -> None:
     first: tuple[IndexedDataset, tuple[Any, Any]] | None = None
     for dataset in datasets:
-        if dataset.manifest is None:
+        if dataset.manifest.get("adopted"):
             continue
-        identity = dataset.manifest.get("tokenizer", {}).get("fingerprint"), dataset.manifest.get("eos")
+        tokenizer = dataset.manifest.get("tokenizer") or {}
+        identity = tokenizer.get("fingerprint"), dataset.manifest.get("eos")
         first = first or (dataset, identity)
         if identity != first[1]:
             raise DataError(

@@ -12,12 +12,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -32,8 +33,10 @@ from data_utils.documents import (
     Piece,
     Place,
     RecordCounts,
+    largest_record,
     parse_block,
     read_blocks,
+    with_line_of_file,
 )
 from data_utils.indexed_dataset import to_token_dtype
 from data_utils.ranks import Ranks
@@ -42,6 +45,13 @@ from megatron_lite.cpu_memory import return_freed_memory
 from megatron_lite.errors import DataError
 
 _POLL_SECONDS = 0.2
+# What is known of a shard while it is built. What is being read is 0 before and after.
+_FIELDS = ("input bytes", "documents", "process", "number of the piece", "line in it", "bytes of the record")
+_DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
+_MEMORY_REMEDY = (
+    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
+    "command again."
+)
 
 
 @dataclass(frozen=True)
@@ -135,10 +145,23 @@ class _Stopped(Exception):
     """Another process failed, or the user interrupted: what is under way shall end."""
 
 
+def _new_progress(job: Job) -> np.ndarray:
+    return np.zeros((len(job.shards), len(_FIELDS)), np.int64)
+
+
+def _place(job: Job, number: int, progress: np.ndarray) -> str:
+    """Where a shard's reader is, in words."""
+    _, piece, line, size = progress[number, _READING].tolist()
+    path, start = job.shards[number][piece].path, job.shards[number][piece].start
+    problem = f"a record of {size:,} bytes" if size else "while it was read"
+    return f"at {with_line_of_file(Place(str(path), line, problem, start), job.config.text_split)}"
+
+
 class ShardBuilder:
     """Turns a numbered shard of a job into files."""
 
-    def __init__(self, job: Job, tokenizer: Any) -> None:
+    def __init__(self, job: Job, tokenizer: Any, progress: np.ndarray | None = None) -> None:
+        """Args: progress: int64 [shards, len(_FIELDS)] to keep; None: an own one."""
         if tokenizer.fingerprint != job.fingerprint:
             raise DataError(
                 f"the tokenizer has fingerprint {tokenizer.fingerprint} here but {job.fingerprint} on the "
@@ -147,16 +170,26 @@ class ShardBuilder:
         self.job = job
         self.tokenizer = tokenizer
         self.rule = split_rule(job.config)
+        self.progress = _new_progress(job) if progress is None else progress
 
     def build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
         """Write a shard; `advance(input bytes, documents)` is called for each block, and may raise."""
+        try:
+            return self._build(number, advance)
+        except MemoryError:
+            pass  # here its traceback still holds the memory that the message needs
+        raise DataError(f"memory ran out {_place(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
+
+    def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         found = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
         with ShardWriter(self.job.directory, number, num_splits, config.deduplicate) as writer:
-            for piece in self.job.shards[number]:
+            for place, piece in enumerate(self.job.shards[number]):
                 lines = 0
+                self.progress[number, _READING] = os.getpid(), place, 1, 0
                 for block in read_blocks([piece], config.text_key, config.text_split):
+                    self.progress[number, _RECORD] = largest_record(block)
                     encoded = encode_block(
                         block, self.tokenizer, config.text_key, self.rule, config.deduplicate
                     )
@@ -165,10 +198,12 @@ class ShardBuilder:
                     self._write(writer, encoded, record)
                     self._look_for_evaluation_texts(block, encoded, record, found)
                     lines += block.num_lines
+                    self.progress[number, _RECORD] = lines + 1, 0
                     advance(block.input_bytes, len(encoded.lengths))
                 record.lines.append((str(piece.path), lines))
             record.evaluation_ngrams = np.flatnonzero(found).tolist()
             writer.commit(asdict(record))
+        self.progress[number, _READING] = 0
         return record
 
     def _write(self, writer: ShardWriter, encoded: EncodedBlock, record: ShardRecord) -> None:
@@ -208,7 +243,7 @@ def _shards_of(job: Job, ranks: Ranks) -> list[int]:
 
 def uses_workers(job: Job, ranks: Ranks) -> bool:
     """Whether worker processes build this rank's shards, and not this one."""
-    return job.config.workers > 1 and len(_shards_of(job, ranks)) > 1
+    return job.config.workers > 0 and len(_shards_of(job, ranks)) > 0
 
 
 def build_shards(job: Job, loaded: Sequence[Any], make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
@@ -252,21 +287,24 @@ def _records_of_workers(
     job: Job, mine: Sequence[int], make_tokenizer: Callable[[], Any], advance: Callable[[int, int], None]
 ) -> Generator[ShardRecord, None, None]:
     """Build shards in worker processes, in any order."""
-    # Input bytes and documents of each shard, and a stop flag. No lock: a killed worker would keep it.
-    progress = RawArray("q", 2 * len(job.shards) + 1)
+    # The progress of each shard, and a stop flag. No lock: a killed worker would keep it.
+    shared = RawArray("q", _new_progress(job).size + 1)
+    progress = _progress_in(shared)
     executor = ProcessPoolExecutor(
         min(job.config.workers, len(mine)),
         mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of tokenizers
         initializer=_start_worker,
-        initargs=(job, make_tokenizer, progress),
+        initargs=(job, make_tokenizer, shared),
     )
     seen = np.zeros(2, np.int64)
     others = set(multiprocessing.active_children())
+    workers: set[BaseProcess] = set()
     try:
         pending = _submit(executor, mine)
         while pending:
+            workers |= set(multiprocessing.active_children()) - others
             done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
-            now = np.frombuffer(progress, np.int64)[:-1].reshape(-1, 2).sum(axis=0)
+            now = progress[:, _DONE].sum(axis=0)
             advance(*(now - seen).tolist())
             seen = now
             yield from [future.result() for future in done]
@@ -274,13 +312,28 @@ def _records_of_workers(
         # A worker that the pool started while it was already breaking: it does not end it, and waits for it for ever.
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
-        raise DataError(
-            "a worker process died (killed for memory?); finished shards are kept: run again, with fewer "
-            "--workers."
-        ) from None
+        executor.shutdown(cancel_futures=True)  # from then on the exit statuses are known
+        raise _death(job, progress, workers) from None
     finally:
-        progress[-1] = 1
+        shared[-1] = 1
         executor.shutdown(cancel_futures=True)
+
+
+def _progress_in(shared: Any) -> np.ndarray:
+    return np.frombuffer(shared, np.int64)[:-1].reshape(-1, len(_FIELDS))
+
+
+def _death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]) -> DataError:
+    """The error for a worker that ended by itself or by a signal; the pool ends the others with SIGTERM."""
+    for worker in workers:
+        number = int(np.argmax(progress[:, 2] == worker.pid))
+        if worker.exitcode in (None, 0, -signal.SIGTERM) or progress[number, 2] != worker.pid:
+            continue
+        code = worker.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"status {code}"
+        place = _place(job, number, progress)
+        return DataError(f"a worker process died ({how}) {place}; if memory ran out, {_MEMORY_REMEDY}")
+    return DataError(f"a worker process died; if memory ran out, {_MEMORY_REMEDY}")
 
 
 def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
@@ -294,12 +347,12 @@ def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future
 _in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _start_worker
 
 
-def _start_worker(job: Job, make_tokenizer: Callable[[], Any], progress: Any) -> None:
+def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared: Any) -> None:
     global _in_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_worker = ShardBuilder(job, make_tokenizer()), progress
+    _in_worker = ShardBuilder(job, make_tokenizer(), _progress_in(shared)), shared
     return_freed_memory()
 
 
@@ -312,12 +365,11 @@ def _exit_with_parent() -> None:
 
 
 def _build_in_worker(number: int) -> ShardRecord:
-    builder, progress = _in_worker
+    builder, shared = _in_worker
 
     def advance(input_bytes: int, documents: int) -> None:
-        progress[2 * number] += input_bytes
-        progress[2 * number + 1] += documents
-        if progress[-1]:
+        builder.progress[number, _DONE] += input_bytes, documents
+        if shared[-1]:
             raise _Stopped
 
     return builder.build(number, advance)

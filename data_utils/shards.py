@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.indexed_dataset import disk_errors, sync_directory, sync_file
+from data_utils.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
 from megatron_lite.errors import DataError
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
@@ -71,12 +71,7 @@ class BuildDirectory:
             raise DataError(f"{self.path / _PLAN} is damaged; discard the build with --restart.") from None
 
     def _write_plan(self, plan: Mapping[str, Any]) -> None:
-        partial = self.path / f"{_PLAN}.partial"
-        with open(partial, "w") as file:
-            json.dump(plan, file, indent=1)
-            sync_file(file)
-        os.replace(partial, self.path / _PLAN)
-        sync_directory(self.path)
+        write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
 
     def finished(self) -> set[int]:
         """The numbers of the shards that are finished."""
@@ -198,9 +193,7 @@ class ShardWriter:
             for files in self._files:
                 for file in files.values():
                     sync_file(file)
-            with open(self._partial / _RECORD, "wb") as file:
-                file.write(json.dumps(record).encode())
-                sync_file(file)
+            write_synced(self._partial / _RECORD, json.dumps(record).encode())
             sync_directory(self._partial)
             try:
                 os.rename(self._partial, self._final)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Look at finished datasets, check them, join them. See docs/data.md.
+"""Look at finished datasets, check them, join them, take over those of other programs. See docs/data.md.
 
 python scripts/dataset.py inspect data/corpus_train
 python scripts/dataset.py verify data/corpus_train data/corpus_validation
 python scripts/dataset.py merge data/books data/news --output data/all
 python scripts/dataset.py stats data/all --histogram lengths.png
+python scripts/dataset.py adopt megatron/books_text_document
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from data_utils.dataset_tools import length_statistics, merge_datasets, token_counts
+from data_utils.dataset_tools import (
+    adopt_dataset,
+    length_statistics,
+    merge_datasets,
+    token_counts,
+    upgrade_dataset,
+)
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.errors import ArgumentParser, DataError, run_command
@@ -49,6 +56,12 @@ def parse_arguments() -> argparse.Namespace:
     stats.add_argument("--histogram", metavar="PNG", help="write a picture of the document lengths")
     stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
 
+    for name, help_text in (
+        ("adopt", "write the manifest that .bin and .idx files of another program need to be opened"),
+        ("upgrade", "bring a manifest of an older version up to date; reads and checks everything"),
+    ):
+        commands.add_parser(name, help=help_text).add_argument("prefix", nargs="+")
+
     for command in (inspect, stats):
         command.add_argument("--tokenizer-path", help="where its files are now (default: as in the manifest)")
     return parser.parse_args()
@@ -56,13 +69,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    {"inspect": inspect, "verify": verify, "merge": merge, "stats": stats}[arguments.command](arguments)
+    COMMANDS[arguments.command](arguments)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
     dataset = IndexedDataset(arguments.prefix)
     print_size(dataset)
-    manifest = dataset.manifest or {}
+    manifest = dataset.manifest
     for key in ("tokenizer", "split", "sources", "merged", "bad_records", "duplicates", "contamination"):
         if manifest.get(key):
             text = str(manifest[key])
@@ -94,7 +107,7 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
 
 def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | None:
     """The tokenizer that the manifest names; None, with a word of why, if its files are not there."""
-    recorded = (dataset.manifest or {}).get("tokenizer", {}).get("config")
+    recorded = (dataset.manifest.get("tokenizer") or {}).get("config")
     if recorded is None:
         print("  the manifest names no tokenizer: ids are shown", file=sys.stderr)
         return None
@@ -113,8 +126,17 @@ def verify(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
         dataset = IndexedDataset(prefix, sequential=True)
         dataset.verify()
-        note = "" if dataset.manifest else " (no manifest: there are no checksums)"
-        print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good{note}")
+        print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good")
+
+
+def adopt(arguments: argparse.Namespace) -> None:
+    for prefix in arguments.prefix:
+        print_size(adopt_dataset(prefix))
+
+
+def upgrade(arguments: argparse.Namespace) -> None:
+    for prefix in arguments.prefix:
+        print_size(upgrade_dataset(prefix))
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -136,7 +158,7 @@ def stats(arguments: argparse.Namespace) -> None:
 def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> None:
     counts = token_counts(dataset)
     used = int(np.count_nonzero(counts))
-    vocabulary = (dataset.manifest or {}).get("vocab_size", len(counts))
+    vocabulary = dataset.manifest.get("vocab_size") or len(counts)
     print(f"{used:,} of {vocabulary:,} ids occur; the most frequent:")
     for token in np.argsort(-counts, kind="stable")[: min(20, used)].tolist():
         name = repr(tokenizer.token_to_text(token)) if tokenizer else ""
@@ -144,6 +166,9 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
     if tokenizer and tokenizer.special.unk < len(counts):
         share = counts[tokenizer.special.unk] / dataset.num_tokens
         print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
+
+
+COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade)}
 
 
 if __name__ == "__main__":

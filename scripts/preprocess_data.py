@@ -80,7 +80,8 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="report documents that share sequences of 13 words with these evaluation texts",
+        help="report documents that share sequences of 13 words with these evaluation texts, which are read as "
+        "the input is (--text-key, --text-split)",
     )
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard what a stopped build left, and start anew")
@@ -89,8 +90,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_config(arguments: argparse.Namespace) -> BuildConfig:
-    if arguments.shard_megabytes < 1:
-        raise ConfigError(f"--shard-megabytes is {arguments.shard_megabytes}; it must be 1 or more.")
+    for option in ("workers", "shard_megabytes"):
+        if (value := getattr(arguments, option)) < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} is {value}; it must be 1 or more.")
     return BuildConfig(
         inputs=arguments.input,
         output=arguments.output,

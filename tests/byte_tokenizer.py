@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -36,11 +37,22 @@ class NarrowTokenizer(ByteTokenizer):
 
 
 class DyingTokenizer(ByteTokenizer):
-    """Kills its process at a certain text, as the kernel does when memory runs out."""
+    """Ends its process at certain texts, as the kernel or a library does when memory runs out."""
 
     def encode_batch(self, texts):
-        if any("die" in text for text in texts):
-            os._exit(9)
+        for ends in (text.split()[1] for text in texts if text.startswith("die ")):
+            if ends == "status":
+                os._exit(9)
+            os.kill(os.getpid(), getattr(signal, ends))
+        return super().encode_batch(texts)
+
+
+class HungryTokenizer(ByteTokenizer):
+    """Asks for more memory than any machine has."""
+
+    def encode_batch(self, texts):
+        if any(text.startswith("hungry") for text in texts):
+            np.empty(1 << 60, np.uint8)
         return super().encode_batch(texts)
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from data_utils.build import BuildConfig, build_corpus
 from data_utils.build_config import parse_split, split_rule
-from data_utils.indexed_dataset import SUFFIXES, IndexedDataset, IndexedDatasetWriter
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.manifest import SUFFIXES
 from megatron_lite.errors import ConfigError, DataError
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"
@@ -63,7 +64,7 @@ def test_documents_in_order_each_with_eos(tmp_path):
 def test_any_number_of_workers_and_shards_gives_the_same_bytes(tmp_path):
     texts = [f"document {i} " * (i % 7 + 1) for i in range(400)] + ["", "  "]
     expected = {}
-    for workers, shard_bytes in ((1, 500), (3, 3000), (1, 1 << 20), (2, 7777)):
+    for workers, shard_bytes in ((0, 500), (1, 700), (3, 3000), (1, 1 << 20), (2, 7777)):
         make(tmp_path, texts, split=SPLIT, workers=workers, shard_bytes=shard_bytes)
         made = files(tmp_path / "out")
         assert set(made) == {f"corpus_{name}{suffix}" for name in SPLIT_NAMES for suffix in SUFFIXES}
@@ -120,7 +121,7 @@ def test_split_names_and_fractions():
 
 def test_options_are_checked():
     for options in (
-        {"workers": 0},
+        {"workers": -1},
         {"shard_bytes": 0},
         {"output": "a/"},
         {"output": ""},
@@ -255,3 +256,27 @@ def test_contamination_is_reported(tmp_path):
     assert found["evaluation_ngrams_found"] == 20 - 13 + 1
     assert found["examples"] == [f"{tmp_path}/input.jsonl:7: shares 8 word sequences with evaluation texts"]
     assert len(IndexedDataset(tmp_path / "out/c100")) == len(texts)
+
+
+@pytest.mark.parametrize(("text_split", "documents"), [("file", 1), ("blank_lines", 20), ("lines", 0)])
+def test_evaluation_texts_are_cut_as_the_corpus_is(tmp_path, text_split, documents):
+    """A book of short lines: no line of it is an n-gram long, but all of it is found in itself."""
+    paragraphs = [
+        "\n".join(" ".join(f"w{p}x{line}x{i}" for i in range(8)) for line in range(5)) for p in range(20)
+    ]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs) + "\n")
+    inputs = [str(tmp_path / "book.txt")]
+    options = {"text_split": text_split, "evaluation_inputs": inputs}
+    config = BuildConfig(inputs=inputs, output=str(tmp_path / "out/c"), **options)
+    found = build_corpus(config, ByteTokenizer).contamination
+    assert found["documents"] == found["evaluation_texts_found"] == documents
+    assert found["evaluation_texts"] == found["evaluation_texts_too_short"] + documents
+
+
+def test_bad_records_of_evaluation_texts_follow_the_policy(tmp_path):
+    """The message advises to skip them, so that must help."""
+    (tmp_path / "eval.jsonl").write_text('{"text": "x"}\n{\n')
+    options = {"evaluation_inputs": [str(tmp_path / "eval.jsonl")]}
+    with pytest.raises(DataError, match=r"eval\.jsonl:2: .*--on-bad-record skip"):
+        make(tmp_path, ["a"], **options)
+    assert make(tmp_path, ["a"], on_bad_record="skip", **options).contamination["evaluation_texts"] == 1

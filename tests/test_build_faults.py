@@ -3,10 +3,12 @@
 The tests that start whole processes run a few cases; the marker `slow` runs them all.
 """
 
+import gzip
 import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,12 +18,22 @@ import traceback
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-from byte_tokenizer import ByteTokenizer, CountingTokenizer, DyingTokenizer, OtherTokenizer
+import zstandard
+from byte_tokenizer import (
+    ByteTokenizer,
+    CountingTokenizer,
+    DyingTokenizer,
+    HungryTokenizer,
+    OtherTokenizer,
+)
 from test_build import files, make, texts_of, to_jsonl
 
 from data_utils.build import build_corpus
 from data_utils.build_config import BuildConfig
+from data_utils.documents import Block, parse_block
 from data_utils.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 
@@ -114,9 +126,9 @@ def state_of(prefix, tmp_path, split):
     except DataError:
         return "absent"
     for name in ("old", "new"):
-        if dataset.tokens.tolist() == IndexedDataset(tmp_path / name / f"c_{split}").tokens.tolist():
-            if dataset.manifest is not None:
-                dataset.verify()
+        built = IndexedDataset(tmp_path / name / f"c_{split}")
+        if dataset.manifest == built.manifest and dataset.tokens.tolist() == built.tokens.tolist():
+            dataset.verify()
             return name
     return "mixed"
 
@@ -267,13 +279,72 @@ def test_a_worker_that_dies_before_all_have_started(tmp_path, monkeypatch, momen
     assert run_in_fork(work, seconds=60) == 0
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(tmp_path):
-    texts = ["x" * 100] * 30 + ["die"]
-    with pytest.raises(DataError, match="worker process died"):
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [("status", "status 9"), ("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("SIGABRT", "SIGABRT")],
+)
+def test_a_worker_that_dies_is_an_error_that_names_the_record(tmp_path, ends, how):
+    texts = ["x" * 100] * 30 + [f"die {ends} " + "y" * 1000] + ["x" * 100] * 30
+    size = len(to_jsonl([texts[30]]))
+    message = (
+        rf"died \({how}\) at .*input\.jsonl:31: a record of {size:,} bytes; if memory ran out, .*--workers"
+    )
+    with pytest.raises(DataError, match=message):
         make(tmp_path, texts, DyingTokenizer, workers=2)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"corpus.build"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"corpus.build"}
     make(tmp_path, texts)
     assert texts_of(tmp_path / "out/corpus") == texts
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_document_beyond_the_memory_is_an_error_that_names_it(tmp_path, workers):
+    texts = ["x" * 100] * 30 + ["hungry " + "y" * 1000] + ["x" * 100] * 30
+    size = len(to_jsonl([texts[30]]))
+    message = rf"memory ran out at .*input\.jsonl:31: a record of {size:,} bytes; .*split the record"
+    with pytest.raises(DataError, match=message):
+        make(tmp_path, texts, HungryTokenizer, workers=workers)
+    assert outputs(tmp_path / "out") == {} and not list((tmp_path / "out").glob("*.partial"))
+    make(tmp_path, texts)
+    assert texts_of(tmp_path / "out/corpus") == texts
+
+
+def limit_memory(more):
+    """Let this process have so many bytes of memory beyond what it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+@pytest.mark.parametrize("name", ["large.txt", "large.txt.gz", "large.txt.zst", "large.parquet"])
+def test_a_large_document_under_a_memory_limit(tmp_path, name):
+    """96 MB, first whole, and then with 130 MB to spare: enough to begin to read it, not to tokenize it."""
+    path, text = tmp_path / name, "word " * 19_000_000
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+    else:
+        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        path.write_bytes(compress(text.encode()))
+    del text
+
+    def work():
+        limit_memory(130 << 20)
+        with pytest.raises(DataError, match=rf"memory ran out at .*{name}:1: "):
+            build(path, tmp_path / "out/c", split="")
+
+    assert run_in_fork(work, seconds=60) == 0
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_json_record_beyond_the_memory_is_not_called_malformed():
+    """Else `--on-bad-record skip` would leave a good document out."""
+    block = Block("a.jsonl", "jsonl", 0, 1, b'{"text": "' + b"x" * (96 << 20) + b'"}', 0, 0)
+
+    def work():
+        limit_memory(4 << 20)
+        with pytest.raises(MemoryError):
+            parse_block(block)
+
+    assert run_in_fork(work) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,3 @@
-import hashlib
 import json
 import zlib
 
@@ -11,7 +10,7 @@ from test_indexed_dataset import build, damage
 from data_utils import checksums
 from data_utils.checksums import FileChecksums, damaged_block, difference, identity
 from data_utils.indexed_dataset import IndexedDataset
-from data_utils.local_copy import local_copy
+from data_utils.manifest import manifest_bytes
 from megatron_lite.errors import DataError
 
 
@@ -20,8 +19,8 @@ def blocks_of_16(monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 16)
 
 
-def sums_of(*parts, whole=False):
-    sums = FileChecksums(whole)
+def sums_of(*parts):
+    sums = FileChecksums()
     for part in parts:
         sums.update(part)
     return sums
@@ -35,7 +34,6 @@ def test_how_the_bytes_arrive_does_not_matter(parts):
         blocks = [data[start : start + 16] for start in range(0, len(data), 16)]
         crc32 = b"".join(zlib.crc32(block).to_bytes(4, "big") for block in blocks).hex()
         assert sums_of(*parts).tree() == {"block_bytes": 16, "crc32": crc32}
-        assert sums_of(*parts, whole=True).tree() == {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_arrays_of_any_type_are_bytes():
@@ -83,29 +81,6 @@ def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
     assert abs(found - 300 * chance) <= 5 * (300 * chance * (1 - chance)) ** 0.5
 
 
-def test_manifests_of_version_1_hold_sha256_and_are_read(tmp_path):
-    """Opened, verified and copied as before; blocks are not checked, for there are none."""
-    build(tmp_path / "d", [[1, 2], [3]])
-    manifest = json.loads((tmp_path / "d.json").read_text())
-    manifest["format_version"] = 1
-    for suffix, entry in manifest["files"].items():
-        whole = hashlib.sha256((tmp_path / f"d{suffix}").read_bytes()).hexdigest()
-        manifest["files"][suffix] = {"bytes": entry["bytes"], "sha256": whole}
-    (tmp_path / "d.json").write_text(json.dumps(manifest))
-    dataset = IndexedDataset(tmp_path / "d")
-    dataset.verify_some(4)
-    dataset.verify()
-    assert identity(dataset.manifest["files"][".bin"]) == manifest["files"][".bin"]["sha256"]
-    IndexedDataset(local_copy(tmp_path / "d", tmp_path / "local")).verify()
-    damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
-    with pytest.raises(DataError, match="SHA-256"):
-        dataset.verify()
-    with pytest.raises(DataError, match="SHA-256"):
-        local_copy(tmp_path / "d", tmp_path / "other")
-    (tmp_path / "d.json").unlink()
-    IndexedDataset(tmp_path / "d").verify_some(4)
-
-
 def test_identity_tells_datasets_apart(tmp_path):
     one, other, same = (
         build(tmp_path / name, rows) for name, rows in zip("abc", ([[1]], [[2]], [[1]]), strict=True)
@@ -121,6 +96,6 @@ def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     build(tmp_path / "d", [[1, 2], [3]])
     manifest = json.loads((tmp_path / "d.json").read_text())
     manifest["files"][".bin"] |= entry
-    (tmp_path / "d.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="not a dataset manifest"):
+    (tmp_path / "d.json").write_bytes(manifest_bytes(manifest))
+    with pytest.raises(DataError, match="does not hold the checksums of both files"):
         IndexedDataset(tmp_path / "d")

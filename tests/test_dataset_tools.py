@@ -1,3 +1,7 @@
+import hashlib
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from byte_tokenizer import ByteTokenizer, OtherTokenizer
@@ -8,7 +12,16 @@ from test_indexed_dataset import build
 
 from data_utils.build import build_corpus
 from data_utils.build_config import BuildConfig
-from data_utils.dataset_tools import LengthStatistics, length_statistics, merge_datasets, token_counts
+from data_utils.checksums import identity
+from data_utils.dataset_tools import (
+    LengthStatistics,
+    adopt_dataset,
+    length_statistics,
+    merge_datasets,
+    token_counts,
+    upgrade_dataset,
+)
+from data_utils.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 
 
@@ -41,9 +54,62 @@ def test_a_merge_is_refused(tmp_path):
     with pytest.raises(DataError, match="already exists"):
         merge_datasets([a, a], b)
     (tmp_path / "b.json").unlink()
-    with pytest.raises(DataError, match="has no manifest"):
+    adopt_dataset(b)
+    with pytest.raises(DataError, match="was adopted, so its tokenizer is unknown"):
         merge_datasets([a, b], str(tmp_path / "c"))
     assert not list(tmp_path.glob("c*"))
+
+
+def make_old(prefix, version):
+    """What versions 1 and 2 of the manifest held. Returns the manifest of today."""
+    path = Path(f"{prefix}.json")
+    today = path.read_bytes()
+    tree = json.loads(today)
+    del tree["checksum"]
+    tree["format_version"] = version
+    for suffix, entry in tree["files"].items() if version == 1 else ():
+        whole = hashlib.sha256(Path(f"{prefix}{suffix}").read_bytes()).hexdigest()
+        tree["files"][suffix] = {"bytes": entry["bytes"], "sha256": whole}
+    path.write_text(json.dumps(tree))
+    return today
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_old_manifest_is_upgraded_to_what_a_build_writes(tmp_path, version):
+    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
+    today = make_old(prefix, version)
+    with pytest.raises(DataError, match=rf"version {version}.*dataset\.py upgrade {prefix}$"):
+        IndexedDataset(prefix)
+    upgrade_dataset(prefix)
+    assert Path(f"{prefix}.json").read_bytes() == today
+    with pytest.raises(DataError, match="nothing to upgrade"):
+        upgrade_dataset(prefix)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("victim", ["a.bin", "a.idx", "num_tokens", "files", "vocab_size"])
+def test_a_damaged_old_dataset_is_not_upgraded(tmp_path, version, victim):
+    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
+    make_old(prefix, version)
+    if victim.startswith("a."):
+        data = bytearray((tmp_path / victim).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / victim).write_bytes(data)
+    else:
+        tree = json.loads((tmp_path / "a.json").read_text())
+        tree[victim] = [] if victim == "files" else 3  # three ids are fewer than occur
+        (tmp_path / "a.json").write_text(json.dumps(tree))
+    before = (tmp_path / "a.json").read_bytes()
+    with pytest.raises(DataError, match=r"a\.(bin|idx|json) .*; rebuild the dataset or copy it again"):
+        upgrade_dataset(prefix)
+    assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_the_identity_of_a_dataset_stays(tmp_path):
+    """As version 2 gave it for these bytes: a run that is resumed must not take them for others."""
+    dataset = build(tmp_path / "d", [[1, 2, 3], [258]])
+    expected = "0073319a5d70b4efa04a45f1eef1061b9721cb00e402e079704bb32d7ce0cf5b"
+    assert identity(dataset.manifest["files"][".bin"]) == expected
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.sampled_from([1, 25, 50, 99, 100]))

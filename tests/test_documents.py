@@ -44,7 +44,7 @@ MESSAGES = {
     "invalid_utf8": "byte 0xff at position 11",
     "lone_surrogate": "surrogate",
     "not_an_object": "an array, not an object",
-    "missing_field": "no field 'text' (fields: txt)",
+    "missing_field": "no field 'text' (fields: txt; --text-key names the one with the text)",
     "field_not_text": "field 'text' holds a number",
 }
 
@@ -223,7 +223,7 @@ def test_parquet(tmp_path):
         counts = RecordCounts()
         found = [(d.text, d.line) for d in read_documents([path], counts=counts)]
         assert found == [("one", 1), ("two", 3)] and counts.empty_documents == 1
-    with pytest.raises(DataError, match="no column 'body'; choose one of text, id"):
+    with pytest.raises(DataError, match="no column 'body'; name one of text, id with --text-key"):
         texts_of(path, text_key="body")
     with pytest.raises(DataError, match="column 'id' holds int64, not text"):
         texts_of(path, text_key="id")

@@ -8,6 +8,7 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 VOCABULARIES = [5000, 70000]  # uint16 and int32
@@ -27,7 +28,7 @@ def write_ours(prefix, vocab_size):
 
 
 def assert_ours_reads(prefix, texts):
-    ours = IndexedDataset(prefix)
+    ours = adopt_dataset(prefix)
     assert len(ours) == len(texts) and ours.num_tokens == sum(map(len, texts))
     for i, text in enumerate(texts):
         assert np.array_equal(ours.document(i), text)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils import indexed_dataset
+from data_utils import files, indexed_dataset
+from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -109,7 +110,7 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
     outcomes = set()
     for stop in range(100):
         remove_dataset(tmp_path / "d")
-        build(tmp_path / "d", old)
+        build(tmp_path / "d", old, eos=1)
         steps = iter(range(stop))
 
         def counted(function, steps=steps):
@@ -125,21 +126,24 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
             patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
-            patch.setattr(indexed_dataset, "sync_file", counted(indexed_dataset.sync_file))
+            patch.setattr(files, "sync_file", counted(files.sync_file))
             patch.setattr(indexed_dataset, "sync_directory", counted(indexed_dataset.sync_directory))
             try:
-                writer.finish({})
+                writer.finish({"eos": 4})
                 finished = True
             except Crash:
                 finished = False
         writer._files.close()  # what the end of the process would do
         try:
-            dataset = IndexedDataset(tmp_path / "d")  # not verified: a mixture must not even open
+            dataset = IndexedDataset(tmp_path / "d")
+            dataset.verify()
             found = [dataset.document(i).tolist() for i in range(len(dataset))]
-            assert found in (old, new)
+            assert found in (old, new) and dataset.manifest["eos"] == found[0][0]
             outcomes.add(str(found))
         except DataError:
             outcomes.add("error")
+            with pytest.raises(DataError, match=r"not complete|does not exist"):
+                adopt_dataset(tmp_path / "d")  # what a build left is not another program's
         if finished:
             break
     assert finished and found == new
@@ -205,9 +209,16 @@ DAMAGES = {
     ),
     "json version": (
         ".json",
-        lambda data: data.__setitem__(slice(None), data.replace(b'version": 2', b'version": 9')),
+        lambda data: data.__setitem__(slice(None), data.replace(b'version": 3', b'version": 9')),
         "version 9",
     ),
+    "json old version": (
+        ".json",
+        lambda data: data.__setitem__(slice(None), data.replace(b'version": 3', b'version": 2')),
+        "version 2",
+    ),
+    "json empty": (".json", lambda data: data.__setitem__(slice(None), b"{}"), "not a dataset manifest"),
+    "json list": (".json", lambda data: data.__setitem__(slice(None), b"[]"), "not a dataset manifest"),
     "magic": (".idx", lambda data: data.__setitem__(0, 0), "magic"),
     "index version": (".idx", lambda data: data.__setitem__(9, 7), "version 7"),
     "dtype": (".idx", lambda data: data.__setitem__(17, 6), "dtype code 6"),
@@ -243,13 +254,14 @@ def test_verify_finds_a_changed_token(tmp_path):
         dataset.verify()
 
 
-def test_verify_finds_wrong_contents_in_a_foreign_dataset(tmp_path):
+def test_adopting_finds_wrong_contents(tmp_path):
     documents = [[i] for i in range(1, 300)]
     build(tmp_path / "d", documents)
     (tmp_path / "d.json").unlink()
     damage(tmp_path / "d.idx", lambda data: data.__setitem__(34 + 4 * 7, 2))  # between two checks at open
     with pytest.raises(DataError, match="pointers that do not match"):
-        IndexedDataset(tmp_path / "d").verify()
+        adopt_dataset(tmp_path / "d")
+    assert names(tmp_path) == ["d.bin", "d.idx"]
 
 
 def test_verify_checks_ids_and_document_ends(tmp_path):
@@ -262,16 +274,86 @@ def test_verify_checks_ids_and_document_ends(tmp_path):
         dataset.verify()
 
 
-def test_a_foreign_dataset_opens_without_a_manifest(tmp_path):
+def test_a_foreign_dataset_opens_when_it_is_adopted(tmp_path, caplog):
     """Two sequences in one document, int64 tokens, as Megatron-LM writes them."""
     (tmp_path / "d.bin").write_bytes(np.arange(5, dtype="<i8").tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 5, 2, 2)
     (tmp_path / "d.idx").write_bytes(header + struct.pack("<2i2q2q", 3, 2, 0, 24, 0, 2))
-    dataset = IndexedDataset(tmp_path / "d")
-    assert dataset.manifest is None
+    with pytest.raises(DataError, match=rf"has no manifest.*dataset\.py adopt {tmp_path}/d"):
+        IndexedDataset(tmp_path / "d")
+    dataset = adopt_dataset(tmp_path / "d")
     assert [dataset.document(i).tolist() for i in range(2)] == [[0, 1, 2], [3, 4]]
     dataset.verify()
     dataset.require_tokenizer("any", 10, 0)
+    assert "its tokenizer cannot be checked" in caplog.text
+    with pytest.raises(DataError, match="has a manifest already"):
+        adopt_dataset(tmp_path / "d")
+
+
+def test_a_build_at_work_is_not_adopted(tmp_path):
+    build(tmp_path / "d", [[1]])
+    (tmp_path / "d.json").unlink()
+    with IndexedDatasetWriter(tmp_path / "d", 100):
+        for refused in (IndexedDataset, adopt_dataset):
+            with pytest.raises(DataError, match="not complete: its build was stopped or still runs"):
+                refused(tmp_path / "d")
+
+
+def test_a_wrong_prefix_names_the_right_one(tmp_path):
+    for name in ("c_train", "c_validation"):
+        build(tmp_path / name, [[1]])
+    with pytest.raises(
+        DataError, match=rf"c\.bin does not exist; there are {tmp_path}/c_train, {tmp_path}/c_val"
+    ):
+        IndexedDataset(tmp_path / "c")
+    with pytest.raises(DataError, match=rf"give the prefix without \.bin: {tmp_path}/c_train\.$"):
+        IndexedDataset(tmp_path / "c_train.bin")
+    with pytest.raises(DataError, match="check the prefix or build"):
+        IndexedDataset(tmp_path / "absent")
+
+
+def changes_of(tree, path=()):
+    """Every place of a tree with what may become of it: nothing, another type, another value."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        if isinstance(tree[key], (dict, list)):
+            yield from changes_of(tree[key], (*path, key))
+        for change in ("remove", None, 7, "x", [], {}):
+            if change != tree[key]:
+                yield (*path, key), change
+
+
+def test_any_change_of_the_manifest_is_one_error(tmp_path):
+    tokenizer = {"fingerprint": "abc", "config": {"kind": "bert_wordpiece", "lowercase": True}}
+    facts = {"tokenizer": tokenizer, "sources": [{"path": "a.jsonl", "bytes": 3}], "eos": 3}
+    build(tmp_path / "d", [[1, 2], [3]], documents_end_with_eos=False, **facts)
+    path = tmp_path / "d.json"
+    written = path.read_text()
+    changes = list(changes_of(json.loads(written)))
+    assert len(changes) > 100
+    for (*way, key), change in changes:
+        tree = json.loads(written)
+        node = tree
+        for step in way:
+            node = node[step]
+        if change == "remove":
+            del node[key]
+        else:
+            node[key] = change
+        path.write_text(json.dumps(tree))
+        with pytest.raises(
+            DataError, match=rf"{path} (is not|has version).*; rebuild the dataset or copy it again"
+        ):
+            IndexedDataset(tmp_path / "d")
+    path.write_text(json.dumps(json.loads(written)))  # another layout is no change
+    IndexedDataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    "facts", [{"eos": "3"}, {"tokenizer": []}, {"documents_end_with_eos": 1}, {"vocab_size": 1.5}]
+)
+def test_a_manifest_that_was_written_wrong_is_one_error(tmp_path, facts):
+    with pytest.raises(DataError, match=rf"d\.json says {next(iter(facts))} "):
+        build(tmp_path / "d", [[1]], **facts)
 
 
 def test_another_tokenizer_is_refused_by_name(tmp_path):
@@ -350,6 +432,13 @@ def test_another_reader_of_the_format_agrees(tmp_path, vocab_size):
     assert read_as_published(tmp_path / "d") == [[document] for document in documents]
 
 
+def without_manifest(prefix, dtype, num_documents, num_tokens):
+    """Files with holes that would take minutes to read for their checksums."""
+    sizes = {suffix: {"bytes": Path(f"{prefix}{suffix}").stat().st_size} for suffix in (".bin", ".idx")}
+    counts = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+    return IndexedDataset(prefix, manifest={"files": sizes, **counts})
+
+
 def test_more_tokens_than_an_int32_can_count(tmp_path):
     """Three documents of a billion tokens, holes in a file except for the last few."""
     length = 1_000_000_000
@@ -359,7 +448,7 @@ def test_more_tokens_than_an_int32_can_count(tmp_path):
         file.truncate(3 * length * 2)
         file.seek(3 * length * 2 - 6)
         file.write(np.array([7, 8, 9], "<u2").tobytes())
-    dataset = IndexedDataset(tmp_path / "d")
+    dataset = without_manifest(tmp_path / "d", "uint16", 3, 3 * length)
     assert dataset.num_tokens == 3 * length > 2**31
     assert dataset.document(2)[-3:].tolist() == [7, 8, 9] and dataset.document(1)[-1] == 0
     index = WindowIndex(dataset, 1000, 1)
@@ -377,7 +466,7 @@ def test_more_documents_than_an_int32_can_count(tmp_path):
         file.write(struct.pack("<i", 3))
         file.truncate(34 + 12 * count + 8 * (count + 1))
     (tmp_path / "d.bin").write_bytes(np.array([7, 8, 9], "<u2").tobytes())
-    dataset = IndexedDataset(tmp_path / "d")
+    dataset = without_manifest(tmp_path / "d", "uint16", count, 3)
     assert len(dataset) == count and dataset.document(count - 1).tolist() == [7, 8, 9]
     assert WindowIndex(dataset, 1000).gather(np.array([0]))[0].tolist() == [7, 8, 9]
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data_utils.mixture import BLOCK_SIZE, Mixture, batch_indices, quotas
 from data_utils.sampler import WindowIndex
@@ -130,7 +131,7 @@ def test_corpora_of_different_tokenizers_do_not_mix(tmp_path):
     (tmp_path / "b2").mkdir()
     foreign = make_index(tmp_path / "b2" / "f", 5)
     (tmp_path / "b2" / "f.json").unlink()
-    foreign = WindowIndex(IndexedDataset(tmp_path / "b2" / "f"), WINDOW)
+    foreign = WindowIndex(adopt_dataset(tmp_path / "b2" / "f"), WINDOW)
     Mixture([(foreign, 1), (a, 1), (foreign, 1), (a, 1)], seed=0)
     for other in (b, c):
         with pytest.raises(DataError, match="different tokenizers"):
