@@ -20,9 +20,10 @@ import abc
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,10 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         choice("tokenizer kind", self.kind, KINDS)
+
+    def absolute(self) -> TokenizerConfig:
+        """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""
+        return replace(self, path=os.path.abspath(self.path))
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

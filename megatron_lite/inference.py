@@ -17,7 +17,7 @@ from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
 from data_utils.tokenizers import PROMPT_MARKERS, Tokenizer, load_tokenizer
 from megatron_lite import checkpoint
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.model import GLM
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.settings import build
@@ -82,6 +82,10 @@ def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
     section = (
         config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
     )
+    if not Path(section.path).exists():
+        raise DataError(
+            f"the tokenizer of {found.path}, {section.path}, does not exist; say with --tokenizer where it is now."
+        )
     tokenizer = load_tokenizer(section)
     return OpenRun(config.with_vocab_size(tokenizer.vocab_size), tokenizer, found)
 

@@ -468,11 +468,10 @@ def _import_config(
             f"{source.path} does not say which tokenizer it needs; set tokenizer.kind and tokenizer.path."
         )
     tokenizer = load_tokenizer(config.tokenizer)
+    kept = config.tokenizer
     if brings_tokenizer:
-        config = replace(
-            config,
-            tokenizer=build(TokenizerConfig, training_tokenizer(config.tokenizer, output / "tokenizer")),
-        )
+        kept = build(TokenizerConfig, training_tokenizer(kept, output / "tokenizer"))
+    config = replace(config, tokenizer=kept.absolute())
     rows = source.weights.shapes.get(WORDS, (0,))[0]
     if rows < tokenizer.vocab_size:
         raise CheckpointError(
