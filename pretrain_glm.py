@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -102,7 +103,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
-    config = config.with_vocab_size(tokenizer.vocab_size)
+    config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
     watchdog = Watchdog(
         timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds
     )

@@ -20,9 +20,10 @@ import abc
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ OTHER_NAMES = {
     "eop": ("<eop>", "[eop]"),
     "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
 }
+# RoBERTa's vocabulary: one token ends texts, separates and pads, as in the released GLM-RoBERTa. It also holds
+# "<|endoftext|>", an ordinary entry that no text gives and nothing uses.
+ROBERTA_NAMES = {"cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "</s>", "unk": "<unk>", "mask": "<mask>"}
+ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
 # Roles that the files lack get the ids after the last one in this order, that of the released GLM models.
 APPEND_ORDER = ("eos", "sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock")
 PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
@@ -94,6 +99,10 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         choice("tokenizer kind", self.kind, KINDS)
+
+    def absolute(self) -> TokenizerConfig:
+        """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""
+        return replace(self, path=os.path.abspath(self.path))
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -221,7 +230,12 @@ class HuggingFaceTokenizer(Tokenizer):
             hidden: names that are not text, besides those of `found`.
         """
         self.config = config
-        self.fingerprint = _fingerprint(config, files)
+        options: dict[str, Any] | None = None  # what decides ids beside the kind and the files
+        if config.kind == "bert_wordpiece":
+            options = {"lowercase": config.lowercase}
+        elif found.items() >= ROBERTA_NAMES.items():
+            options = {"names": "roberta"}
+        self.fingerprint = _fingerprint(config, files, options)
         self.special, self.vocab_size = assign_special_tokens(
             {role: ids[name] for role, name in found.items()}, max(ids.values()) + 1
         )
@@ -305,9 +319,7 @@ def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Token
     _check_vocab(ids, path / "vocab.json")
     if sorted(ids.values()) != list(range(len(ids))):
         raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
-    eos = SPECIAL_NAMES["eos"]
-    if eos not in ids:
-        raise DataError(f"{path}: vocab.json has no {eos}; give the vocab.json of a GPT-2 model.")
+    found, unused = _gpt2_roles(ids.keys(), path)
     _check_byte_alphabet(ids, path)
     merges = _parse_merges(_decode_utf8(files["merges.txt"], path / "merges.txt"), path)
     try:
@@ -318,7 +330,25 @@ def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Token
         ) from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return HuggingFaceTokenizer(config, files, backend, ids, {"eos": eos})
+    return HuggingFaceTokenizer(config, files, backend, ids, found, unused)
+
+
+def _gpt2_roles(names: Set[str], path: Path) -> tuple[dict[str, str], Set[str]]:
+    """Role -> name in a vocab.json of GPT-2 or RoBERTa, and names there that are neither text nor a role."""
+    if names >= set(ROBERTA_NAMES.values()):
+        return dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+    eos, other = SPECIAL_NAMES["eos"], sorted(names & set(ROBERTA_NAMES.values()))
+    if eos in names and not other:
+        return {"eos": eos}, set()
+    has = (
+        f"has {', '.join(other)} but not {', '.join(sorted(set(ROBERTA_NAMES.values()) - names))}"
+        if other
+        else f"has no {eos}"
+    )
+    raise DataError(
+        f"{path}: vocab.json {has}; gpt2_bpe is for the vocabulary of GPT-2 or RoBERTa: use kind hf_json with this "
+        "model's tokenizer.json."
+    )
 
 
 def _parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
@@ -351,12 +381,8 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     added_names = {token["content"] for token in added}
     merged = _merge_results(model, path)
     candidates = (ids.keys() - merged) | added_names
-    found = {}
-    for role, name in SPECIAL_NAMES.items():
-        for candidate in (name, *OTHER_NAMES.get(role, ())):
-            if role not in found and candidate in candidates:
-                found[role] = candidate
-    hidden = {token["content"] for token in added if token.get("special")} | set(found.values())
+    found, unused = _named_roles(candidates, model.get("type"))
+    hidden = {token["content"] for token in added if token.get("special")} | set(found.values()) | unused
     if hidden & merged:
         raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")
 
@@ -371,6 +397,20 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
         _check_byte_alphabet(ids, path)
     return HuggingFaceTokenizer(config, files, backend, ids, found, hidden)
+
+
+def _named_roles(names: Set[str], model_type: Any) -> tuple[dict[str, str], Set[str]]:
+    """As `_gpt2_roles`, for a tokenizer.json: each role by its first name there, or all of them by RoBERTa's."""
+    found: dict[str, str] = {}
+    unused: Set[str] = set()
+    own = {SPECIAL_NAMES[role] for role in ROBERTA_NAMES.keys() - {"eos"}}
+    if model_type == "BPE" and names >= set(ROBERTA_NAMES.values()) and not names & own:
+        found, unused = dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+    for role, name in SPECIAL_NAMES.items():
+        for candidate in (name, *OTHER_NAMES.get(role, ())):
+            if role not in found and candidate in names:
+                found[role] = candidate
+    return found, unused
 
 
 def _model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -445,7 +485,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, config: TokenizerConfig, files: Mapping[str, bytes]):
         self.config = config
-        self.fingerprint = _fingerprint(config, files)
+        self.fingerprint = _fingerprint(config, files, {"fixed_command_tokens": config.fixed_command_tokens})
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files["model"])
         except RuntimeError:
@@ -579,11 +619,9 @@ def _check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
         )
 
 
-def _fingerprint(config: TokenizerConfig, files: Mapping[str, bytes]) -> str:
-    options = {
-        "bert_wordpiece": {"lowercase": config.lowercase},
-        "sentencepiece": {"fixed_command_tokens": config.fixed_command_tokens},
-    }.get(config.kind)
+def _fingerprint(
+    config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
+) -> str:
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()

@@ -667,11 +667,15 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Trainable parameters, padded vocabulary rows included. Needs model.vocab_size."""
+def parameter_count(model: ModelConfig, padded: bool = True) -> int:
+    """Trainable parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
     assert model.vocab_size is not None
     h, e = model.hidden_size, model.embedding_size or model.hidden_size
-    tables = padded_vocab_size(model.vocab_size) + 2 * (model.max_position + 1) + model.segments
+    tables = (
+        (padded_vocab_size(model.vocab_size) if padded else model.vocab_size)
+        + 2 * (model.max_position + 1)
+        + model.segments
+    )
     tables += TASKS * model.task_embedding
     block = 12 * h * h + 13 * h  # QKV 3h(h+1), dense h(h+1), FFN 4h(h+1) + h(4h+1), two LayerNorms 4h
     heads = 0

@@ -240,7 +240,7 @@ class Trainer:
         lr = self._learning_rate(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
-        layers = GradientNorms(self.config.model.num_layers, self.context)
+        layers = GradientNorms(self.config.model, self.context)
         with self.engine.observed_gradients(layers.add):
             result = self.engine.train_step(micro_batches, lr)
         if not result.skipped:

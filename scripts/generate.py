@@ -57,9 +57,11 @@ def main() -> None:
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments should not wait for torch.
     from megatron_lite.generation import BlankFiller, blank_context, insert_spans
-    from megatron_lite.inference import load_run
+    from megatron_lite.inference import open_run
 
-    run = load_run(arguments.checkpoint, arguments.tokenizer)
+    opened = open_run(arguments.checkpoint, arguments.tokenizer)
+    opened.require_blank_infilling({blank for blank in PROMPT_MARKERS for text in texts if blank in text})
+    run = opened.with_model()
     filler = BlankFiller(run.model, run.tokenizer.special, config)
     for text in texts:
         tokens = run.tokenizer.encode_with_specials(text)

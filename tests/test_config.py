@@ -59,7 +59,7 @@ RECIPES = {
 }
 
 BERT = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
-ROBERTA = {"cls": 0, "pad": 1, "eos": 2, "unk": 3, "mask": 50264}
+ROBERTA = {"cls": 0, "pad": 2, "sep": 2, "eos": 2, "unk": 3, "mask": 50264}
 
 TINY = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300},

@@ -17,10 +17,12 @@ from megatron_lite.engine import make_engine
 from megatron_lite.gradient_norms import GradientNorms, layer_names
 from megatron_lite.settings import merge
 
+LAYERS = ("embedding.", "layers.", "final_layernorm")
+
 
 def norms_of_a_step(context, case):
     engine = make_engine(case.config(), context, parity.OBJECTIVES)
-    layers = GradientNorms(case.num_layers, context)
+    layers = GradientNorms(case.config().model, context)
     with engine.observed_gradients(layers.add):
         result = engine.train_step(parity.micro_batches_of(case, context, 0), parity.LR)
     unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity.LR)
@@ -37,7 +39,7 @@ def test_every_layout_finds_the_norms_of_one_process(case):
     gradients = parity.reference_of(case).gradients[0]
     parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
     for norms, grad_norm in run_ranks(norms_of_a_step, case.ranks, case, parallel=parallel):
-        assert list(norms) == layer_names(case.num_layers)
+        assert list(norms) == layer_names(case.config().model)
         for layer, norm in norms.items():
             squares = [
                 g.double().square().sum() for name, g in gradients.items() if name.startswith(f"{layer}.")
@@ -54,5 +56,6 @@ def test_the_trainer_records_them_at_their_interval(settings, tmp_path):
     assert sorted(records) == [4, 8]
     norms = {line["step"]: line["grad_norm"] for line in lines if line["kind"] == "train"}
     for step, record in records.items():
-        layers = [record[name] for name in layer_names(2)]
+        layers = [value for name, value in record.items() if name.startswith(LAYERS)]
+        assert len(layers) == 6  # three tables, two blocks, the final LayerNorm
         assert math.hypot(*layers) == pytest.approx(norms[step], rel=1e-5)

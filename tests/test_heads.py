@@ -1,5 +1,7 @@
 """The model options of BERT, SpanBERT, ALBERT, ERNIE and UniLM: against the papers' formulas, and in every layout."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ from data_utils.objectives.base import (
 from data_utils.objectives.spanbert import span_boundaries
 from megatron_lite.config import Config, ModelConfig, ParallelConfig, parameter_count
 from megatron_lite.engine import MicroBatch, make_engine
+from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.heads import find_loss_rows
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 from megatron_lite.settings import build
@@ -194,7 +197,8 @@ def tree(parallel, **model):
 
 
 def train(context, settings):
-    """Two steps; the second without rows for the sentence and the boundary head. Losses, norms, weights."""
+    """Two steps; the second without rows for the sentence and the boundary head. Losses, norms (whole, and of each
+    layer), weights."""
     config = build(Config, settings)
     engine = make_engine(config, context, len(OBJECTIVE_NAMES))
     size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
@@ -205,9 +209,12 @@ def train(context, settings):
             samples[:, WEIGHTS][samples[:, OBJECTIVE] == OBJECTIVE_NAMES.index("next_sentence")] = 0
         weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
-        result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
+        layers = GradientNorms(config.model, context)
+        with engine.observed_gradients(layers.add):
+            result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-        records.append((context.sum(sums), result.grad_norm))
+        norms = layers.norms(engine.clip_divisor(result.grad_norm))
+        records.append((context.sum(sums), result.grad_norm, norms))
     return records, placed_weights(engine)
 
 
@@ -220,6 +227,12 @@ LAYOUTS = [
     (2, {"zero_stage": 2}, True),
     (2, {"zero_stage": 3}, True),
 ]
+
+# Beside the blocks, under the names that metrics.jsonl has for their gradients.
+LAYERS = {
+    *(f"embedding.{name}_embeddings" for name in ("word", "position", "block_position", "segment", "task")),
+    "embedding.projection", "final_layernorm", "heads.sentence", "heads.span_boundary", "heads.projection",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +248,17 @@ def test_heads_and_options_are_the_same_in_every_layout(single, world, parallel,
         train, world, tree(parallel, share_layers=shared), parallel=ParallelConfig(**parallel)
     )
     for records, _ in results:
-        for (sums, norm), (expected_sums, expected_norm) in zip(records, expected_records, strict=True):
+        for (sums, norm, layers), (expected_sums, expected_norm, expected_layers) in zip(
+            records, expected_records, strict=True
+        ):
             torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=1e-6)
             assert norm == pytest.approx(expected_norm, rel=1e-5)
+            assert math.hypot(*layers.values()) == pytest.approx(norm, rel=1e-5)
+            assert layers == pytest.approx(expected_layers, rel=1e-5, abs=1e-7)
+    blocks = {"layers.0"} if shared else {"layers.0", "layers.1"}
+    assert {name for name in expected_records[0][2] if name.startswith("layers.")} == blocks
+    assert expected_records[0][2].keys() - blocks == LAYERS
+    assert all(norm > 0 for norm in expected_records[0][2].values())
     compare_weights([weights for _, weights in results], expected_weights)
     assert "heads.span_boundary.place_embeddings.weight" in expected_weights
 

@@ -116,11 +116,32 @@ def write_gpt2(directory, vocab, merges):
     (directory / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
 
 
+def roberta_vocab(size):
+    """RoBERTa's order: four names, pieces, an entry that is never used near the end, <mask> last."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", *BYTE_SYMBOLS]
+    names += [f"a{i}" for i in range(size - len(names) - 5)]
+    names += ["<|endoftext|>", *(f"madeupword{i:04}" for i in range(3)), "<mask>"]
+    return {name: i for i, name in enumerate(names)}
+
+
+def roberta_json(vocab):
+    """The tokenizer.json of RoBERTa: its names are added tokens, but for <|endoftext|>."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    for name in ("<s>", "<pad>", "</s>", "<unk>", "<mask>"):
+        backend.add_special_tokens(
+            [tokenizers.AddedToken(name, lstrip=name == "<mask>", special=True, normalized=False)]
+        )
+    backend.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    return backend.to_str()
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """One directory of files for every kind."""
     root = tmp_path_factory.mktemp("tokenizers")
-    for name in ("bert", "json", "unigram", "sentencepiece"):
+    for name in ("bert", "json", "unigram", "sentencepiece", "roberta"):
         (root / name).mkdir()
     (root / "bert" / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n", encoding="utf-8")
     model = byte_bpe_json([])["model"]
@@ -130,6 +151,7 @@ def files(tmp_path_factory):
     (root / "sentencepiece" / "tokenizer.model").write_bytes(
         sentencepiece_model(user_defined_symbols=["[MASK]", "<n>"])
     )
+    (root / "roberta" / "tokenizer.json").write_text(roberta_json(roberta_vocab(300)))
     return root
 
 
@@ -138,6 +160,7 @@ KIND_OF = {
     "gpt2": "gpt2_bpe",
     "json": "hf_json",
     "unigram": "hf_json",
+    "roberta": "hf_json",
     "sentencepiece": "sentencepiece",
 }
 
@@ -326,6 +349,8 @@ def test_every_id_has_a_text_and_no_other_id_does(loaded, name):
 def test_roles_have_ids_of_their_own(loaded, name):
     special = asdict(loaded[name].special)
     shared = {("pad", "eos")}  # GPT-2, BERT, SentencePiece
+    if name == "roberta":
+        shared |= {("sep", "eos"), ("sep", "pad")}
     roles = sorted(special)
     for i, first in enumerate(roles):
         for second in roles[i + 1 :]:
@@ -359,6 +384,36 @@ def test_released_gpt2_layout(tmp_path):
         load_tokenizer(TokenizerConfig(kind="gpt2_bpe", path=str(tmp_path / "vocab.json"))).vocab_size
         == 50266
     )
+
+
+ROBERTA_TEXT = "The fox <s> <|endoftext|> </s>"
+
+
+@pytest.mark.parametrize("kind", ["hf_json", "gpt2_bpe"])
+@pytest.mark.parametrize("size", [300, 50265])
+def test_released_roberta_layout(tmp_path, kind, size):
+    vocab = roberta_vocab(size)
+    write_gpt2(tmp_path, vocab, [])
+    (tmp_path / "tokenizer.json").write_text(roberta_json(vocab))
+    tokenizer = load_tokenizer(TokenizerConfig(kind=kind, path=str(tmp_path)))
+    assert asdict(tokenizer.special) == {
+        **dict(cls=0, eos=2, pad=2, sep=2, unk=3, mask=size - 1, sop=size, eop=size + 1),
+        **dict(gmask=size + 2, smask=size + 3, dblock=size + 4),
+    }
+    assert tokenizer.vocab_size == size + 5
+    ids = tokenizer.encode(ROBERTA_TEXT)
+    assert not set(ids) & tokenizer.special_names.keys() and tokenizer.decode(ids) == ROBERTA_TEXT
+    assert tokenizer.special_names[1] == "<pad>" and tokenizer.special_names[size - 5] == "<|endoftext|>"
+    assert tokenizer.decode(tokenizer.encode_with_specials("a [MASK]")) == "a<mask>"
+
+
+def test_names_of_roberta_beside_those_of_glm_mean_glm(tmp_path):
+    """A tokenizer.json that has [MASK] of its own is read as before."""
+    names = ["<s>", "</s>", "<unk>", "<mask>", "[MASK]", "[PAD]"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_bpe_json(names)))
+    special = load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path))).special
+    assert (special.mask, special.pad, special.eos, special.cls) == (4, 5, 1, 0)
+    assert special.sep > 5
 
 
 def test_released_chinese_layouts(files):
@@ -537,6 +592,11 @@ DAMAGED = {
     "gap": ("gpt2_bpe", {"vocab.json": '{"a": 0, "b": 2}', "merges.txt": "a b"}, "each once"),
     "text id": ("gpt2_bpe", {"vocab.json": '{"a": "0"}', "merges.txt": "a b"}, "id of 'a' is '0'"),
     "no eos": ("gpt2_bpe", {"vocab.json": '{"a": 0}', "merges.txt": "a b"}, "no <|endoftext|>"),
+    "part of RoBERTa": (
+        "gpt2_bpe",
+        {"vocab.json": '{"<s>": 0, "</s>": 1, "<unk>": 2, "<|endoftext|>": 3}', "merges.txt": "a b"},
+        "has </s>, <s>, <unk> but not <mask>; .* use kind hf_json",
+    ),
     "bytes missing": (
         "gpt2_bpe",
         {"vocab.json": '{"<|endoftext|>": 0}', "merges.txt": "a b"},

@@ -13,6 +13,8 @@ class GLMConfig(PretrainedConfig):
         max_position: largest value of both position ids; each table has one row more.
         gelu: "tanh" (how GLM is trained) or "erf" (what the released models' published code computes).
         mask_token_ids: the ids that stand for a blank: [MASK], [sMASK], [gMASK].
+        trained_objectives: what the weights were pretrained on; without "blank_infilling" among them they are
+            not used to fill blanks. None = unknown.
         sop_token_id, eop_token_id: start (input side) and end (target side) of a predicted span.
     """
 
@@ -40,6 +42,15 @@ class GLMConfig(PretrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     mask_token_ids: list[int] | None = None
+    trained_objectives: list[str] | None = None
+
+    def require_blank_infilling(self) -> None:
+        """Raise ValueError if the weights were not trained to fill blanks."""
+        if self.trained_objectives is not None and "blank_infilling" not in self.trained_objectives:
+            raise ValueError(
+                f"this model was trained on {', '.join(self.trained_objectives)}, which does not teach to fill "
+                'blanks; train it on them and add "blank_infilling" to config.trained_objectives, or use another.'
+            )
 
 
 GLMConfig.register_for_auto_class()

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from data_utils.files import require_new_directory
+from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
@@ -55,7 +56,7 @@ from megatron_lite.hf.weights import (
     write_safetensors,
     write_sharded,
 )
-from megatron_lite.inference import find_checkpoint, load_model
+from megatron_lite.inference import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model import parameter_shapes
 from megatron_lite.settings import build, check, choice, merge, setting, to_tree
 
@@ -78,8 +79,17 @@ _PIPELINES = {
         "type": "text",
     }
 }
-# Sections of a run's configuration that describe the model and not the machine it was trained on.
-_PORTABLE_SECTIONS = ("model", "training", "batch", "optimizer", "schedule", "blank_infilling")
+# Sections of a run's configuration that say what was trained, and not on which machine.
+_PORTABLE_SECTIONS = (
+    "model",
+    "training",
+    "batch",
+    "optimizer",
+    "schedule",
+    "objectives",
+    "objective_starts",
+    *OBJECTIVES,
+)
 # Our model settings and the names that the released configurations have for them.
 _RELEASED_SETTINGS = {
     "num_attention_heads": "num_attention_heads",
@@ -117,45 +127,41 @@ def export_run(
     `output` then does not exist.
     """
     with new_directory(output) as directory:
-        found = find_checkpoint(path)
-        if not isinstance(found.state.get("config"), dict):
-            raise CheckpointError(
-                f"checkpoint {found.path} holds no configuration; it is not of a training run."
-            )
-        config = build(Config, found.state["config"])
-        if config.tokenizer is None:
-            raise CheckpointError(f"checkpoint {found.path} names no tokenizer.")
-        section = (
-            config.tokenizer
-            if tokenizer_path is None
-            else replace(config.tokenizer, path=str(tokenizer_path))
-        )
-        tokenizer = load_tokenizer(section)
-        config = config.with_vocab_size(tokenizer.vocab_size)
-        if not config.model.is_plain:
-            raise CheckpointError(
-                f"checkpoint {found.path} is of a model with heads, embeddings or shared layers that the Hugging "
-                "Face classes do not have; only models of GLM's own layers can be exported."
-            )
+        run = open_run(path, tokenizer_path)
+        _check_exportable(run, options.layout)
+        found, model = run.checkpoint, run.config.model
         weights = Weights(found.shapes, checkpoint.weight_reader(found))
-        check_shapes(weights, parameter_shapes(config.model), found.path)
+        check_shapes(weights, parameter_shapes(model), found.path)
         if options.layout == "released":
-            padded = _with_padding_rows(weights, config.model, found.path.parent.parent / PADDING_ROWS)
-            _write_released(directory, padded, config.model, options)
+            padded = _with_padding_rows(weights, model, found.path.parent.parent / PADDING_ROWS)
+            _write_released(directory, padded, model, options)
         else:
-            _write_huggingface(directory, weights, config, tokenizer, options)
-            _write_provenance(directory, found, config, tokenizer)
-        if not options.verify:
-            return None
-        return _prove_export(directory, found, config.model, tokenizer, options)
+            _write_huggingface(directory, weights, run, options)
+            _write_provenance(directory, run)
+        return _prove_export(directory, run, options) if options.verify else None
 
 
-def _write_huggingface(
-    directory: Path, weights: Weights, config: Config, tokenizer: Tokenizer, options: ExportOptions
-) -> None:
+def _check_exportable(run: OpenRun, layout: str) -> None:
+    path, names = run.checkpoint.path, objective_names(run.objectives)
+    if not run.config.model.is_plain:
+        raise CheckpointError(
+            f"checkpoint {path} is of a model with heads, embeddings or shared layers that the Hugging Face classes "
+            "do not have; only models of GLM's own layers can be exported."
+        )
+    if layout == "released" and "blank_infilling" not in names:
+        raise CheckpointError(
+            f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
+            "fill blanks, cannot say; use --layout huggingface."
+        )
+
+
+def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options: ExportOptions) -> None:
+    config, tokenizer = run.config, run.tokenizer
     exported = weights.renamed({_PREFIX + name: name for name in weights.shapes})
     write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
-    glm_config(config.model, tokenizer.special, DTYPES[options.dtype]).save_pretrained(directory)
+    described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
+    described.trained_objectives = objective_names(run.objectives)
+    described.save_pretrained(directory)
     generation_config(tokenizer.special).save_pretrained(directory)
     write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     for name in _CODE:
@@ -239,11 +245,9 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
     )
 
 
-def _write_provenance(
-    directory: Path, found: checkpoint.Checkpoint, config: Config, tokenizer: Tokenizer
-) -> None:
+def _write_provenance(directory: Path, run: OpenRun) -> None:
     """training.json, for the way back, and the model card."""
-    tree = to_tree(config)
+    found, tokenizer, tree = run.checkpoint, run.tokenizer, to_tree(run.config)
     described = {
         "format": "megatron-lite-export",
         "step": found.step,
@@ -258,28 +262,23 @@ def _write_provenance(
         "state": {key: value for key, value in found.state.items() if key != "config"},
     }
     write_file(directory / TRAINING_JSON, (json.dumps(described, indent=1) + "\n").encode())
-    (directory / "README.md").write_text(model_card(found, config, tokenizer), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(run), encoding="utf-8")
 
 
-def _prove_export(
-    directory: Path,
-    found: checkpoint.Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    options: ExportOptions,
-) -> proof.Proof:
+def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:
+    config = run.config.model
     batch = proof.proof_batch(config)
     dtype = DTYPES[options.dtype]  # a model rounded to half precision is compared with itself rounded
-    model = load_model(found, config, lambda weight: weight.to(dtype).float())
+    model = load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float())
     expected = proof.training_logits(model, batch)
     del model
     if options.layout == "released":
         actual = proof.released_logits([open_directory(directory)], config, batch)
     else:
-        prove_tokenizer(tokenizer, directory)
+        prove_tokenizer(run.tokenizer, directory)
         actual = proof.exported_logits(directory, batch)
     result = proof.compare(actual, expected, options.tolerance)
-    result.require(options.tolerance, f"the export of {found.path}")
+    result.require(options.tolerance, f"the export of {run.checkpoint.path}")
     return result
 
 
@@ -469,11 +468,10 @@ def _import_config(
             f"{source.path} does not say which tokenizer it needs; set tokenizer.kind and tokenizer.path."
         )
     tokenizer = load_tokenizer(config.tokenizer)
+    kept = config.tokenizer
     if brings_tokenizer:
-        config = replace(
-            config,
-            tokenizer=build(TokenizerConfig, training_tokenizer(config.tokenizer, output / "tokenizer")),
-        )
+        kept = build(TokenizerConfig, training_tokenizer(kept, output / "tokenizer"))
+    config = replace(config, tokenizer=kept.absolute())
     rows = source.weights.shapes.get(WORDS, (0,))[0]
     if rows < tokenizer.vocab_size:
         raise CheckpointError(

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from data_utils.tokenizers import Tokenizer
+from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint import Checkpoint
-from megatron_lite.config import Config
+from megatron_lite.config import parameter_count
+from megatron_lite.inference import OpenRun, blank_shares, objective_names
 
 _CARD = """---
 library_name: transformers
 tags:
-- glm
-- blank-infilling
+{tags}
 ---
 
-# GLM, {parameters:,} parameters
+# {title}, {parameters:,} parameters
 
-A GLM (autoregressive blank infilling, arXiv:2103.10360) with {layers} layers, hidden size {hidden}, {heads}
-attention heads and positions up to {positions}. It fills the blanks `[MASK]` (a phrase), `[sMASK]`
-(sentences) and `[gMASK]` (the continuation of a text).
+{introduction} It has {layers} layers, hidden size {hidden}, {heads} attention heads and positions up to
+{positions}.
 
 ```python
-from transformers import pipeline
-
-fill = pipeline("blank-infilling", model="PATH", trust_remote_code=True)  # runs this directory's .py files
-fill("Paris is the [MASK] of France.")
+{example}
 ```
 
 ## Training
@@ -54,13 +52,32 @@ fill("Paris is the [MASK] of France.")
 """
 
 
-def model_card(found: Checkpoint, config: Config, tokenizer: Tokenizer) -> str:
+_FILLS = """A GLM (autoregressive blank infilling, arXiv:2103.10360). It fills the blanks {blanks}."""
+_PIPELINE = """from transformers import pipeline
+
+fill = pipeline("blank-infilling", model="PATH", trust_remote_code=True)  # runs this directory's .py files
+fill("Paris is the {blank} of France.")"""
+_BLANKS = {
+    "[MASK]": "`[MASK]` (a phrase)",
+    "[sMASK]": "`[sMASK]` (sentences)",
+    "[gMASK]": "`[gMASK]` (the continuation of a text)",
+}
+_OTHER = """A Transformer in GLM's layout, trained on {names}. It was not trained to fill blanks: the pipeline
+and `generate` refuse it until it is trained on that. Without `block_position_ids` every token sees every other; a
+boolean `attention_mask` of shape [B, 1, S, S] sets another rule."""
+_ENCODER = """from transformers import AutoModelForSeq2SeqLM
+
+model = AutoModelForSeq2SeqLM.from_pretrained("PATH", trust_remote_code=True)  # runs this directory's .py files
+model(input_ids).logits  # AutoModel gives hidden states"""
+
+
+def model_card(run: OpenRun) -> str:
     """Markdown; what the checkpoint does not record is said to be not recorded."""
-    state, model, objective = found.state, config.model, config.blank_infilling
-    token, sentence = objective.token_prob, objective.sentence_prob
-    objectives = {"token": token, "sentence": sentence, "document": 1 - token - sentence}
+    found, config, tokenizer = run.checkpoint, run.config, run.tokenizer
+    state, model = found.state, config.model
     return _CARD.format(
-        parameters=_parameters(config, tokenizer),
+        **_introduction(run.objectives),
+        parameters=parameter_count(model, padded=False),
         layers=model.num_layers,
         hidden=model.hidden_size,
         heads=model.num_attention_heads,
@@ -75,7 +92,7 @@ def model_card(found: Checkpoint, config: Config, tokenizer: Tokenizer) -> str:
         skipped=state.get("skipped_steps", "not recorded"),
         batch=config.batch.global_batch_size,
         length=config.data.sequence_length,
-        objectives=", ".join(f"{name} {share:g}" for name, share in objectives.items()),
+        objectives="; ".join(map(_described, run.objectives)),
         tokenizer_kind=tokenizer.config.kind,
         vocabulary=tokenizer.vocab_size,
         fingerprint=tokenizer.fingerprint,
@@ -84,11 +101,36 @@ def model_card(found: Checkpoint, config: Config, tokenizer: Tokenizer) -> str:
     )
 
 
-def _parameters(config: Config, tokenizer: Tokenizer) -> int:
-    h = config.model.hidden_size
-    per_block = 12 * h * h + 13 * h
-    rows = tokenizer.vocab_size + 2 * (config.model.max_position + 1)
-    return rows * h + config.model.num_layers * per_block + 2 * h
+def _introduction(objectives: Sequence[ObjectiveChoice]) -> dict[str, str]:
+    names = objective_names(objectives)
+    if "blank_infilling" not in names:
+        text = _OTHER.format(names=", ".join(names))
+        return {"tags": "- glm", "title": "Transformer", "introduction": text, "example": _ENCODER}
+    blanks = [blank for blank, share in blank_shares(objectives).items() if share]
+    text = _FILLS.format(blanks=", ".join(_BLANKS[blank] for blank in blanks))
+    example = _PIPELINE.format(blank=blanks[0])
+    return {"tags": "- glm\n- blank-infilling", "title": "GLM", "introduction": text, "example": example}
+
+
+def _described(choice: ObjectiveChoice) -> str:
+    """Name and weight, the shares of blank infilling, and what else differs from the defaults."""
+    section = choice.section
+    changed = {
+        field.name: getattr(section, field.name)
+        for field in fields(section)
+        if getattr(section, field.name) != field.default
+    }
+    if choice.name == "blank_infilling":
+        shares = (section.token_prob, section.sentence_prob, round(section.document_prob, 9))
+        named = dict(zip(("token", "sentence", "document"), shares, strict=True))
+        changed = {**named, **{k: v for k, v in changed.items() if k not in ("token_prob", "sentence_prob")}}
+    if choice.first_sample:
+        changed["first sample"] = choice.first_sample
+    details = ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in changed.items()
+    )
+    return f"{choice.name} {choice.weight:g}" + (f" ({details})" if details else "")
 
 
 def _data_table(corpora: Any) -> str:

@@ -357,6 +357,7 @@ class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
         )
 
     def _validate_model_kwargs(self, model_kwargs: dict) -> None:
+        self.config.require_blank_infilling()
         if model_kwargs.get("block_position_ids") is None:
             self._prepare_position_ids_for_generation(model_kwargs.get("input_ids"), model_kwargs)
         super()._validate_model_kwargs(model_kwargs)

@@ -18,6 +18,10 @@ class BlankInfillingPipeline(Pipeline):
     _load_feature_extractor = False
     _load_tokenizer = True
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model.config.require_blank_infilling()
+
     def _sanitize_parameters(self, **generate_options):
         return {}, generate_options, {}
 

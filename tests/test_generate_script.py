@@ -1,0 +1,67 @@
+"""scripts/generate.py on a run: from any directory, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+from hf_runs import tree, write_run, write_vocabulary
+
+from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
+from megatron_lite.settings import merge
+
+
+def script(directory, name, *arguments):
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / name), *map(str, arguments)],
+        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def generate(run, *arguments, directory=ROOT, text="word1 [MASK] word2"):
+    return script(directory, "scripts/generate.py", "--checkpoint", run, "--text", text, *arguments)
+
+
+def assert_refused(done, message):
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    write_run(directory / "run", tree(write_vocabulary(directory)))
+    return directory / "run"
+
+
+def test_a_run_trained_with_a_relative_tokenizer_opens_from_elsewhere(settings, corpus, tmp_path):
+    shutil.copy(corpus / "vocab.txt", tmp_path)
+    settings = merge(settings, {"tokenizer": {"path": "vocab.txt"}, "training": {"stop_after_step": 1}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    trained = script(tmp_path, "pretrain_glm.py", "--config", "config.yaml")
+    assert trained.returncode == 0, trained.stderr
+    (tmp_path / "elsewhere").mkdir()
+    done = generate(tmp_path / "run", "--max-length", 2, directory=tmp_path / "elsewhere")
+    assert done.returncode == 0 and done.stdout.startswith("word1["), done.stderr
+
+    (tmp_path / "vocab.txt").rename(tmp_path / "moved.txt")
+    lost = generate(tmp_path / "run", directory=tmp_path)
+    assert_refused(lost, f"{tmp_path}/vocab.txt, does not exist; say with --tokenizer where it is now")
+    found = generate(tmp_path / "run", "--tokenizer", "moved.txt", "--max-length", 2, directory=tmp_path)
+    assert found.stdout == done.stdout
+
+
+def test_an_import_with_relative_paths_opens_from_elsewhere(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_run(run, tmp_path / "export", ExportOptions(verify=False))
+    import_directory(tmp_path / "export", tmp_path.relative_to(tmp_path) / "back", {}, verify=False)
+    (tmp_path / "elsewhere").mkdir()
+    done = generate(tmp_path / "back", "--max-length", 2, directory=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
