@@ -7,7 +7,6 @@ the tree. Derived values are properties, so that nothing is stored twice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,12 +36,14 @@ from megatron_lite.settings import (
     build,
     check,
     choice,
+    load_json,
     load_yaml,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
+    shown,
 )
 
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
@@ -269,7 +270,7 @@ class TrainingConfig:
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),
-                f"training.loss_weights.{name} is {weight!r}; it must be a number, 0 or more.",
+                f"training.loss_weights.{name} is {shown(weight)}; it must be a number, 0 or more.",
             )
         if self.stop_after_step is not None:
             check(
@@ -537,17 +538,17 @@ class Config:
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),
-                f"objectives.{name} is {weight!r}; it must be a number, 0 or more.",
+                f"objectives.{name} is {shown(weight)}; it must be a number, 0 or more.",
             )
         for name, first in self.objective_starts.items():
             check(
                 name in self.objectives,
-                f"objective_starts names {name!r}, which is not among objectives; add it there or remove it.",
+                f"objective_starts names {shown(name)}, which is not among objectives; add it there or remove it.",
             )
             whole = isinstance(first, int) and not isinstance(first, bool)
             check(
                 whole and first >= 0,
-                f"objective_starts.{name} is {first!r}; it must be a number of samples, 0 or more.",
+                f"objective_starts.{name} is {shown(first)}; it must be a number of samples, 0 or more.",
             )
         check(
             any(choice.first_sample == 0 for choice in self.objective_choices),
@@ -700,7 +701,9 @@ def load_config(
     if deepspeed_config is not None:
         ours = tree.get("deepspeed", {})
         if isinstance(ours, Mapping):
-            tree["deepspeed"] = _joined(_load_json(deepspeed_config), ours, str(deepspeed_config))
+            tree["deepspeed"] = _joined(
+                load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
+            )
     return build(Config, tree)
 
 
@@ -712,21 +715,7 @@ def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dic
             joined[key] = _joined(given[key], ours[key], path)
         elif given[key] not in ("auto", ours[key]):
             raise ConfigError(
-                f"{path}: {key} is {given[key]!r}, but the configuration's deepspeed section says "
-                f"{ours[key]!r}; make them equal, or remove one."
+                f"{path}: {key} is {shown(given[key])}, but the configuration's deepspeed section says "
+                f"{shown(ours[key])}; make them equal, or remove one."
             )
     return joined
-
-
-def _load_json(path: str | Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"DeepSpeed configuration {path}: {error.strerror}; check the path.") from None
-    except ValueError as error:
-        raise ConfigError(f"DeepSpeed configuration {path} is not valid JSON: {error}; mend it.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"DeepSpeed configuration {path} must hold a JSON object, not {type(tree).__name__}."
-        )
-    return tree

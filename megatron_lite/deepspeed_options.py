@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.settings import merge, nest
+from megatron_lite.settings import merge, nest, shown
 
 if TYPE_CHECKING:
     from megatron_lite.config import Config
@@ -72,7 +72,7 @@ def check_agreement(config: Config, dp_size: int | None = None) -> None:
         given = _lookup(config.deepspeed, key)
         if given not in (None, "auto", value):
             raise ConfigError(
-                f"deepspeed.{key} is {given!r}, but {source} makes it {value!r}; make them agree, or remove "
+                f"deepspeed.{key} is {shown(given)}, but {source} makes it {value!r}; make them agree, or remove "
                 "the DeepSpeed key: it is derived."
             )
 
@@ -117,5 +117,5 @@ def _lookup(tree: Mapping[str, Any], key: str) -> Any:
     if not dot or value is None:
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"deepspeed.{section} is {value!r}, but it must be a mapping; write its keys.")
+        raise ConfigError(f"deepspeed.{section} is {shown(value)}, but it must be a mapping; write its keys.")
     return _lookup(value, rest)

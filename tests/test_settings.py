@@ -15,6 +15,7 @@ from megatron_lite.settings import (
     REQUIRED,
     build,
     describe,
+    load_json,
     load_yaml,
     merge,
     nest,
@@ -115,7 +116,6 @@ def test_a_malformed_override_is_named(text):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("size", 10**400, 10**400),  # beyond every float
         ("size", 5.0, 5),
         ("size", "2e3", 2000),  # YAML 1.1 reads an exponent without a dot as text
         ("inner.ratio", "1e-4", 1e-4),
@@ -141,6 +141,8 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("size", 1.5, "size must be a whole number, not 1.5"),
         ("size", True, "size must be a whole number, not True"),
         ("size", None, "size must be a whole number, not None"),
+        ("size", 10**400, "size must be a whole number, not 1000"),
+        ("inner.label", "a\0b", r"inner.label must be text, not 'a\x00b'"),
         ("size", "12", "size must be a whole number, not '12'"),
         ("size", "1e-3", "size must be a whole number, not 0.001"),
         ("size", float("inf"), "size must be a whole number, not inf"),
@@ -203,6 +205,87 @@ def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         load_yaml(path)
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_number_too_long_to_print_is_refused():
+    with pytest.raises(ConfigError, match="must be a whole number, not a number of thousands of digits"):
+        build(Outer, {"size": 1 << (1 << 20)})
+
+
+def bomb(levels=9, width=9):
+    """Aliases of aliases: width**levels values in a few lines."""
+    rows = ["l0: &l0 [" + ", ".join(["lol"] * width) + "]"]
+    rows += [f"l{i}: &l{i} [" + ", ".join([f"*l{i - 1}"] * width) + "]" for i in range(1, levels)]
+    return "\n".join(rows)
+
+
+def merge_bomb(levels=30):
+    rows = ["l0: &l0 {a: 1}"] + [f"l{i}: &l{i} {{<<: [*l{i - 1}, *l{i - 1}]}}" for i in range(1, levels)]
+    return "\n".join(rows)
+
+
+HOSTILE = {
+    "alias bomb": (bomb(), "more than 10 aliases"),
+    "merge bomb": (merge_bomb(), "more than 10 aliases"),
+    "list in itself": ("size: &a [*a]", "alias *a holds itself"),
+    "mapping in itself": ("size: &a {b: *a}", "alias *a holds itself"),
+    "merged into itself": ("size: &a {<<: *a}", "alias *a holds itself"),
+    "deep list": ("size: " + "[" * 50_000, "more than 20 levels"),
+    "deep mapping": ("size: " + "{a: " * 50_000, "more than 20 levels"),
+    "long number": ("size: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+    "impossible date": ("size: 2001-99-99", "not valid YAML: month must be in 1..12"),
+    "long value": ("size: '" + "long " * 200_000 + "'", "size must be a whole number, not 'long long"),
+    "long key": ("size: 1\n" + "k" * 900 + ": 1", "unknown setting kkkkk"),
+    "key of several lines": ('size: 1\n"a\\nb": 1', r"unknown setting 'a\nb'"),
+    "large file": ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_short_line(tmp_path, name):
+    text, message = HOSTILE[name]
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        build(Outer, load_yaml(path))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+HOSTILE_OVERRIDES = {
+    "deep": "size=" + "[" * 50_000,
+    "in itself": "size=&a [*a]",
+    "deep key": "a." * 50_000 + "b=1",
+    "long number": "inner.label=" + "9" * 5000,
+    "no key": "=" * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_OVERRIDES)
+def test_a_hostile_override_is_one_short_line(name):
+    with pytest.raises(ConfigError) as error:
+        build(Outer, parse_override(HOSTILE_OVERRIDES[name]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+HOSTILE_JSON = {
+    "deep": ('{"a": ' * 50_000, "more than 20 levels"),
+    "rather deep": ('{"a": ' * 30 + "1" + "}" * 30, "more than 20 levels"),
+    "repeated": ('{"a": 1, "a": 2}', "key 'a' appears twice"),
+    "long number": ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+    "large": (" " * (1 << 20) + "{}", "longer than 1048576 bytes"),
+    "list": ("[]", "must hold a JSON object, not list"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_JSON)
+def test_a_hostile_json_file_is_one_short_line(tmp_path, name):
+    text, message = HOSTILE_JSON[name]
+    path = tmp_path / "hostile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_json(path, "DeepSpeed configuration")
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 700
 
 
 def test_missing_files_directories_and_empty_files(tmp_path):
