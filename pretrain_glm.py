@@ -27,7 +27,7 @@ from megatron_lite.watchdog import Section, Watchdog
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(
         description=__doc__,
-        epilog="settings (file key or override; type, default):\n" + "\n".join(describe(Config)),
+        epilog="settings (file key or override; type, range, default):\n" + "\n".join(describe(Config)),
     )
     parser.add_argument(
         "--config",

@@ -1,6 +1,7 @@
 """Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
 
-A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field
+A section is a frozen dataclass whose fields are made by `setting(default, help)`, with a range where not every value
+makes sense; `checked` checks the ranges, so that a section made in code is checked as well. Parsing knows the field
 types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings and nested sections; anything
 else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
 the settings mean: see config.py.
@@ -11,27 +12,105 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from megatron_lite.errors import ConfigError
 
 REQUIRED: Any = dataclasses.MISSING
+T = TypeVar("T")
 
 
-def setting(default: Any, help: str) -> Any:
-    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Which values a setting may have. NaN and infinity are never among them."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    one_of: tuple[Any, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.one_of:
+            return value in self.one_of
+        return (
+            -math.inf < value < math.inf
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.one_of:
+            return f"one of {', '.join(map(str, self.one_of))}"
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if high is None:
+            return f"at least {low}" if self.above is None else f"above {low}"
+        if low is None:
+            return f"at most {high}" if self.below is None else f"below {high}"
+        return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
+
+    Args:
+        limits: fields of `Range`; None is always allowed where the type allows it.
+    """
+    metadata = {"help": help, "range": Range(**limits) if limits else None}
     if default is REQUIRED:
-        return dataclasses.field(metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def fraction(default: float, help: str) -> Any:
+    """A probability, or a part of something."""
+    return setting(default, help, at_least=0, at_most=1)
+
+
+def checked(name: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
+
+    Args:
+        name: the section's dotted key, for messages; "" = there is none.
+    """
+    path = f"{name}." if name else ""
+
+    def decorate(cls: type[T]) -> type[T]:
+        own_checks = getattr(cls, "__post_init__", None)
+
+        def __post_init__(self: Any) -> None:
+            for field in dataclasses.fields(self):
+                _check_range(field, getattr(self, field.name), f"{path}{field.name}")
+            if own_checks is not None:
+                own_checks(self)
+
+        cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
+    allowed = field.metadata.get("range")
+    if allowed is None or value is None or value in allowed:
+        return
+    null = ", or null" if field.default is None else ""
+    has_example = field.default is not None and field.default is not dataclasses.MISSING
+    example = f"; the default is {to_yaml_scalar(field.default)}" if has_example else ""
+    raise ConfigError(f"{path} is {shown(value)}; it must be {allowed}{null}{example}.")
 
 
 def section(cls: type) -> Any:
@@ -216,6 +295,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         if key not in known:
             raise ConfigError(_unknown_key(str(key), path, known, root))
         values[key] = _convert(value, hints[key], f"{path}{key}", root)
+        _check_range(known[key], values[key], f"{path}{key}")  # here with the place in a list
     for name, field in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if not required or name in values:
@@ -306,7 +386,7 @@ def to_tree(config: Any) -> Any:
 
 
 def describe(cls: type, path: str = "") -> Iterator[str]:
-    """One line for every setting below `cls`: dotted key, type, default and help."""
+    """One line for every setting below `cls`: dotted key, type, range, default and help."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         nested = _section_in(hints[field.name])
@@ -314,7 +394,9 @@ def describe(cls: type, path: str = "") -> Iterator[str]:
             yield ""
             yield from describe(nested, f"{path}{field.name}.")
             continue
-        yield f"  {path}{field.name} ({_type_name(hints[field.name])}, {_default_text(field)})"
+        allowed = field.metadata.get("range")
+        facts = [_type_name(hints[field.name]), str(allowed) if allowed else "", _default_text(field)]
+        yield f"  {path}{field.name} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.settings import (
     REQUIRED,
     build,
+    checked,
     describe,
+    fraction,
     load_json,
     load_yaml,
     merge,
@@ -303,6 +305,55 @@ def test_yaml_merge_keys_may_repeat_what_they_override(tmp_path):
     assert load_yaml(path)["inner"] == {"count": 2, "ratio": 0.2}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("ranged")
+class Ranged:
+    count: int = setting(1, "at least", at_least=1)
+    share: float = fraction(0.5, "a part")
+    open: float = setting(0.5, "between", above=0, below=1)
+    room: int | None = setting(None, "at most", at_most=9)
+    kind: str = setting("a", "which", one_of=("a", "b"))
+
+    def __post_init__(self) -> None:
+        if self.count == 3:
+            raise ConfigError("its own check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithRanged:
+    parts: tuple[Ranged, ...] = setting((), "some")
+
+
+OUT_OF_RANGE = [
+    ("count", 0, "ranged.count is 0; it must be at least 1; the default is 1."),
+    ("share", 1.5, "ranged.share is 1.5; it must be in [0, 1]; the default is 0.5."),
+    ("share", float("nan"), "ranged.share is nan; it must be in [0, 1]"),
+    ("open", 0.0, "ranged.open is 0.0; it must be in (0, 1)"),
+    ("open", 1.0, "ranged.open is 1.0; it must be in (0, 1)"),
+    ("room", 10, "ranged.room is 10; it must be at most 9, or null."),
+    ("kind", "c", "ranged.kind is 'c'; it must be one of a, b; the default is a."),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_however_the_section_is_made(key, value, message):
+    with pytest.raises(ConfigError) as error:
+        Ranged(**{key: value})
+    assert message in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        replace(Ranged(), **{key: value})
+    assert message in str(error.value)
+    if value == value:  # NaN is refused as such when it is read
+        with pytest.raises(ConfigError, match=rf"^parts\[1\]\.{key} is "):
+            build(WithRanged, {"parts": [{}, {key: value}]})
+
+
+def test_the_ends_of_a_range_and_a_sections_own_checks():
+    assert Ranged(count=1, share=0, room=9, kind="b") and Ranged(share=1, room=None)
+    with pytest.raises(ConfigError, match="its own check"):
+        Ranged(count=3)
+
+
 def test_every_setting_is_described_with_type_default_and_help():
     text = "\n".join(describe(Outer))
     assert list(setting_names(Outer)) == [
@@ -311,6 +362,8 @@ def test_every_setting_is_described_with_type_default_and_help():
     ]  # fmt: skip
     for name in setting_names(Outer):
         assert f"  {name} (" in text
+    assert "count (int, at least 1, default 1)" in "\n".join(describe(Ranged))
+    assert "room (int | null, at most 9, default null)" in "\n".join(describe(Ranged))
     assert "size (int, required)\n      how large, tokens" in text
     assert "inner.label (str | null, default null)" in text
     assert "items (list of {name, weight}, default [])" in text
