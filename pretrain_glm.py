@@ -16,7 +16,6 @@ from data_utils.files import require_directory, require_writable
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import CheckpointConfig, Config, load_config
-from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
 from megatron_lite.run_control import RunControl
@@ -94,7 +93,9 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
     launch = Launch.from_environment(local_rank)
-    check_agreement(config, config.parallel.data_parallel_size(launch.world_size))
+    config.deepspeed_options(
+        config.parallel.data_parallel_size(launch.world_size)
+    )  # the batch fits the ranks
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()

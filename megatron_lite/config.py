@@ -30,7 +30,7 @@ from data_utils.objectives.unilm import UniLmConfig
 from data_utils.objectives.unilmv2 import UniLmV2Config
 from data_utils.objectives.xlnet import XlnetConfig
 from data_utils.tokenizers import TokenizerConfig
-from megatron_lite.deepspeed_options import check_agreement
+from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.errors import ConfigError
 from megatron_lite.events import EventsConfig
 from megatron_lite.sections import (
@@ -96,7 +96,7 @@ class Config:
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)
     deepspeed: dict[str, Any] = setting_mapping(
-        "further DeepSpeed options, passed on as they are; what this file already decides must not be "
+        "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
         "contradicted"
     )
 
@@ -120,7 +120,7 @@ class Config:
         self._check_sentinels()
         self._check_heads()
         self._check_layout()
-        check_agreement(self)
+        self.deepspeed_options()
 
     def _check_row_length(self) -> None:
         length = self.data.row_length
@@ -258,6 +258,14 @@ class Config:
                 "the tokenizer of this model, or set model.vocab_size=null."
             )
         return replace(self, model=replace(self.model, vocab_size=tokenizer_vocab_size))
+
+    def deepspeed_options(self, dp_size: int | None = None) -> dict[str, Any]:
+        """The dictionary for `deepspeed.initialize` on `dp_size` data-parallel ranks; None = not known yet.
+
+        Raises: ConfigError for DeepSpeed options that are wrong, or contradict the rest.
+        """
+        sections = (self.batch, self.optimizer, self.parallel, self.training)
+        return deepspeed_options(self.deepspeed, *sections, dp_size)
 
     @property
     def decay_steps(self) -> int:

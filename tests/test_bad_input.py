@@ -52,6 +52,10 @@ MISTAKES = {
         lambda t, c: {"run": {"directory": str(c / "vocab.txt/run")}},
         "not a writable directory",
     ),
+    "deepspeed option": (
+        lambda t, c: {"deepspeed": {"zero_optimization": {"reduce_bucket_sise": 1}}},
+        "the nearest valid key is deepspeed.zero_optimization.reduce_bucket_size",
+    ),
     "typo": (lambda t, c: {"optimizer": {"leraning_rate": 1}}, "unknown setting"),
 }
 
