@@ -100,6 +100,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
+    config.data.require_train()
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported

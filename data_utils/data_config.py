@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.settings import REQUIRED, checked, setting
+from megatron_lite.settings import REQUIRED, check, checked, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +31,7 @@ class DataConfig:
     row_length: int | None = setting(
         None, "padded length of a row; null = derived from sequence_length and the objective", at_least=1
     )
+
+    def require_train(self) -> None:
+        """Raise ConfigError without a training corpus, which a configuration need not have before it is trained."""
+        check(bool(self.train), "data.train is empty; give at least one corpus as [{prefix: PATH}].")
