@@ -17,7 +17,6 @@ from data_utils.files import require_directory, require_writable
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import CheckpointConfig, Config, load_config
-from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
 from megatron_lite.run_control import RunControl
@@ -28,7 +27,7 @@ from megatron_lite.watchdog import Section, Watchdog
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(
         description=__doc__,
-        epilog="settings (file key or override; type, default):\n" + "\n".join(describe(Config)),
+        epilog="settings (file key or override; type, range, default):\n" + "\n".join(describe(Config)),
     )
     parser.add_argument(
         "--config",
@@ -95,11 +94,14 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
     launch = Launch.from_environment(local_rank)
-    check_agreement(config, config.parallel.data_parallel_size(launch.world_size))
+    config.deepspeed_options(
+        config.parallel.data_parallel_size(launch.world_size)
+    )  # the batch fits the ranks
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
+    config.data.require_train()
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported

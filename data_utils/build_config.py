@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from data_utils.documents import DEFAULT_MAX_BAD_RECORDS, check_options
 from data_utils.files import require_prefix
 from megatron_lite.errors import ConfigError
+from megatron_lite.settings import checked, setting
 
 DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64
@@ -18,6 +19,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked("")
 class BuildConfig:
     """What to build. Raises ConfigError for values out of range."""
 
@@ -27,20 +29,19 @@ class BuildConfig:
     text_split: str = "file"  # see documents.TEXT_SPLITS
     split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
     split_seed: int = 0  # key of the hash that decides the split
-    workers: int = 0  # processes that tokenize, for each rank; 0: none beside this one
+    workers: int = setting(0, "processes that tokenize, for each rank; 0: none beside this one", at_least=0)
     on_bad_record: str = "error"
     max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
     deduplicate: bool = False  # keep the first of exactly equal texts
     evaluation_inputs: Sequence[str] = ()  # report documents that share word sequences with these texts
-    shard_bytes: int = DEFAULT_SHARD_BYTES  # input, as stored, of a shard; does not change the output
+    shard_bytes: int = setting(
+        DEFAULT_SHARD_BYTES, "input, as stored, of a shard; does not change the output", at_least=1
+    )
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
-        for name, least in (("workers", 0), ("shard_bytes", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more.")
         require_prefix(self.output)
         parse_split(self.split)
 

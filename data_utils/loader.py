@@ -9,6 +9,7 @@ import numpy as np
 
 from data_utils.checksums import identity
 from data_utils.collate import Collator
+from data_utils.data_config import CorpusConfig, DataConfig
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
@@ -18,8 +19,7 @@ from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
 from data_utils.vocabulary import vocabulary_of
-from megatron_lite.config import CorpusConfig, DataConfig
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import DataError
 
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
@@ -68,8 +68,7 @@ def open_datasets(
     Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
         DataError for a missing, damaged or foreign dataset.
     """
-    if not data.train:
-        raise ConfigError("data.train is empty; give at least one corpus as [{prefix: PATH}].")
+    data.require_train()
     vocabulary = vocabulary_of(tokenizer)
     collator = Collator(make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length))
     train = _open_mixture(data.train, data, tokenizer, derive_seed(seed, "train"))

@@ -37,7 +37,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from data_utils.encoders import Encoder, SentencePieceEncoder, library_or_faster
 from data_utils.special_tokens import SpecialTokens
 from megatron_lite.errors import DataError
-from megatron_lite.settings import REQUIRED, choice, setting
+from megatron_lite.settings import REQUIRED, checked, setting
 
 KINDS = ("bert_wordpiece", "gpt2_bpe", "sentencepiece", "hf_json")
 
@@ -87,18 +87,16 @@ HIDDEN = "\ufdd0"
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked("tokenizer")
 class TokenizerConfig:
     """Which tokenizer, and its options. Options of another kind are ignored."""
 
-    kind: str = setting(REQUIRED, f"file format: {', '.join(KINDS)}")
+    kind: str = setting(REQUIRED, "file format", one_of=KINDS)
     path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or the directory of it")
     lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
     fixed_command_tokens: bool = setting(
         True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
     )
-
-    def __post_init__(self) -> None:
-        choice("tokenizer kind", self.kind, KINDS)
 
     def absolute(self) -> TokenizerConfig:
         """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""

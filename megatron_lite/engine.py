@@ -23,7 +23,6 @@ from torch import nn
 from megatron_lite.boxes import Run, runs
 from megatron_lite.collectives import Group
 from megatron_lite.config import Config
-from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.model import ModelInput, PositionEmbeddings, build_model
 from megatron_lite.parallel_context import Mpu, ParallelContext
 from megatron_lite.tensor_parallel import Partition, TensorParallel, partition_of
@@ -124,7 +123,7 @@ class Engine(ABC):
             eps=config.optimizer.eps,
             fused=True,
         )
-        options = deepspeed_options(config, context.dp.size)
+        options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False

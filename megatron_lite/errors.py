@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar, NoReturn
 
+MESSAGE_LENGTH = 4000  # longest message that is printed
 INTERRUPTED_STATUS = 130  # what shells report of a command that Ctrl-C ended
 
 
@@ -86,7 +87,10 @@ def run_command(
         status = main() or ExitStatus.FINISHED
     except UserError as error:
         if not quiet or error.only_here:
-            print(f"error: {error}", file=sys.stderr)
+            message = str(error)
+            if len(message) > MESSAGE_LENGTH:  # values are cut where they are shown; this is for what is not
+                message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
+            print(f"error: {message}", file=sys.stderr)
         status = error.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from megatron_lite.config import Config, parameter_count
+from megatron_lite.config import Config
+from megatron_lite.parameter_count import parameter_count
 
 DEFAULT_PEAK_TFLOPS = 989.0  # bf16 on an H100
 MFU = 0.4

@@ -10,27 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.settings import REQUIRED, check, setting
+from megatron_lite.settings import REQUIRED, check, checked, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.skip_samples")
 class SkippedSamples:
-    first: int = setting(REQUIRED, "first sample not to train on")
-    end: int = setting(REQUIRED, "sample from which training goes on")
+    first: int = setting(REQUIRED, "first sample not to train on", at_least=0)
+    end: int = setting(REQUIRED, "sample from which training goes on", at_least=0)
 
     def __post_init__(self) -> None:
         check(
-            0 <= self.first < self.end,
-            f"events.skip_samples has first {self.first} and end {self.end}; they must be 0 <= first < end.",
+            self.first < self.end,
+            f"events.skip_samples has first {self.first} and end {self.end}; first must be the smaller.",
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.learning_rate")
 class LearningRateChange:
-    from_step: int = setting(REQUIRED, "first step with the change")
-    until_step: int | None = setting(None, "last step with it; null = to the end")
-    factor: float | None = setting(None, "what the scheduled rate is multiplied with")
-    value: float | None = setting(None, "the rate instead of the scheduled one")
+    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
+    until_step: int | None = setting(None, "last step with it; null = to the end", at_least=0)
+    factor: float | None = setting(None, "what the scheduled rate is multiplied with", at_least=0)
+    value: float | None = setting(None, "the rate instead of the scheduled one", at_least=0)
 
     def __post_init__(self) -> None:
         check(
@@ -40,8 +42,8 @@ class LearningRateChange:
         )
         given = [number for number in (self.factor, self.value) if number is not None]
         check(
-            len(given) == 1 and given[0] >= 0,
-            f"events.learning_rate has factor {self.factor} and value {self.value}; give one of them, 0 or more.",
+            len(given) == 1,
+            f"events.learning_rate has factor {self.factor} and value {self.value}; give one of them.",
         )
 
     def includes(self, step: int) -> bool:
@@ -53,15 +55,10 @@ class LearningRateChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.embedding_gradient_shrink")
 class ShrinkChange:
-    from_step: int = setting(REQUIRED, "first step with the change")
-    value: float = setting(REQUIRED, "model.embedding_gradient_shrink from then on")
-
-    def __post_init__(self) -> None:
-        check(
-            0.0 < self.value <= 1.0,
-            f"events.embedding_gradient_shrink has value {self.value}; it must be in (0, 1].",
-        )
+    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
+    value: float = setting(REQUIRED, "model.embedding_gradient_shrink from then on", above=0, at_most=1)
 
     def __str__(self) -> str:
         return f"embedding gradient x {self.value:g} from step {self.from_step}"

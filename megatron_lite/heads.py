@@ -21,9 +21,10 @@ from torch import nn
 
 from data_utils.objectives.base import OBJECTIVE_NAMES, SENTENCE_LEVEL
 from megatron_lite.collectives import copy_to_group, gather_tokens
-from megatron_lite.config import SPAN_PLACE_SIZE, ModelConfig
+from megatron_lite.config import ModelConfig
 from megatron_lite.cross_entropy import cross_entropy
 from megatron_lite.linear import linear
+from megatron_lite.parameter_count import SPAN_PLACE_SIZE
 from megatron_lite.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding
 
 _SENTENCE_LEVEL = tuple(OBJECTIVE_NAMES.index(name) for name in SENTENCE_LEVEL)

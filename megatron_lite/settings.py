@@ -1,6 +1,7 @@
 """Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
 
-A section is a frozen dataclass whose fields are made by `setting(default, help)`. Parsing knows the field
+A section is a frozen dataclass whose fields are made by `setting(default, help)`, with a range where not every value
+makes sense; `checked` checks the ranges, so that a section made in code is checked as well. Parsing knows the field
 types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings and nested sections; anything
 else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
 the settings mean: see config.py.
@@ -10,26 +11,106 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from megatron_lite.errors import ConfigError
 
 REQUIRED: Any = dataclasses.MISSING
+T = TypeVar("T")
 
 
-def setting(default: Any, help: str) -> Any:
-    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Which values a setting may have. NaN and infinity are never among them."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    one_of: tuple[Any, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.one_of:
+            return value in self.one_of
+        return (
+            -math.inf < value < math.inf
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.one_of:
+            return f"one of {', '.join(map(str, self.one_of))}"
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if high is None:
+            return f"at least {low}" if self.above is None else f"above {low}"
+        if low is None:
+            return f"at most {high}" if self.below is None else f"below {high}"
+        return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
+
+    Args:
+        limits: fields of `Range`; None is always allowed where the type allows it.
+    """
+    metadata = {"help": help, "range": Range(**limits) if limits else None}
     if default is REQUIRED:
-        return dataclasses.field(metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def fraction(default: float, help: str) -> Any:
+    """A probability, or a part of something."""
+    return setting(default, help, at_least=0, at_most=1)
+
+
+def checked(name: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
+
+    Args:
+        name: the section's dotted key, for messages; "" = there is none.
+    """
+    path = f"{name}." if name else ""
+
+    def decorate(cls: type[T]) -> type[T]:
+        own_checks = getattr(cls, "__post_init__", None)
+
+        def __post_init__(self: Any) -> None:
+            for field in dataclasses.fields(self):
+                _check_range(field, getattr(self, field.name), f"{path}{field.name}")
+            if own_checks is not None:
+                own_checks(self)
+
+        cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
+    allowed = field.metadata.get("range")
+    if allowed is None or value is None or value in allowed:
+        return
+    null = ", or null" if field.default is None else ""
+    has_example = field.default is not None and field.default is not dataclasses.MISSING
+    example = f"; the default is {to_yaml_scalar(field.default)}" if has_example else ""
+    raise ConfigError(f"{path} is {shown(value)}; it must be {allowed}{null}{example}.")
 
 
 def section(cls: type) -> Any:
@@ -42,31 +123,77 @@ def setting_mapping(help: str) -> Any:
     return dataclasses.field(default_factory=dict, metadata={"help": help})
 
 
+# Far beyond what a configuration needs: a larger one is a mistake, and could take all memory.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+MAX_ALIASES = 10  # each may stand for a large part of the file
+SHOWN_LENGTH = 160  # characters of a value in a message
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice: plain YAML lets the last one win without a word."""
+    """SafeLoader with limits, which refuses a key written twice: plain YAML lets the last one win without a word."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = self.aliases = 0
+        self.open_anchors: list[str] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases (*name); write the values out")
+            if event.anchor in self.open_anchors:
+                raise yaml.YAMLError(f"alias *{shorten(event.anchor)} holds itself; write the value out")
+            return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels; a configuration has fewer")
+        self.depth += 1
+        self.open_anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self.open_anchors.pop()
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        again = next((key for key in keys if keys.count(key) > 1), None)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        again = next((name for name, count in Counter(names).items() if count > 1), None)
         if again is not None:
-            raise yaml.YAMLError(f"key {again!r} appears twice in one mapping; keep one of them")
+            raise yaml.YAMLError(f"key {shown(again)} appears twice in one mapping; keep one of them")
         return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises ValueError in one short line."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
+        raise ValueError(shorten(" ".join(str(error).split()), 400)) from None
+
+
+def read_text(path: str | Path, name: str) -> str:
+    """A text file of limited size. Raises ConfigError, which calls it `name`."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}; check the path.") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{name} {path} is longer than {MAX_BYTES} bytes; check the path.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} {path} is not UTF-8 text; convert it.") from None
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
+    text = read_text(path, "configuration file")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"configuration file {path}: {error.strerror}; check the path.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"configuration file {path} is not UTF-8 text; convert it.") from None
-    try:
-        tree = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}"
-        ) from None
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {error}.") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -74,6 +201,50 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
             f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
         )
     return tree
+
+
+def load_json(path: str | Path, name: str) -> dict[str, Any]:
+    """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
+    text = read_text(path, name)
+    try:
+        tree = json.loads(text, object_pairs_hook=_without_repetition)
+        too_deep = _depth(tree) > MAX_DEPTH
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        message = shorten(str(error), 400)
+        raise ConfigError(f"{name} {path} is not valid JSON: {message}; correct it.") from None
+    if too_deep:
+        raise ConfigError(f"{name} {path} has more than {MAX_DEPTH} levels; a configuration has fewer.")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"key {shown(key)} appears twice in one object")
+    return dict(pairs)
+
+
+def _depth(tree: Any) -> int:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
+    """`text` with its middle left out where it is longer than `length`."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: `repr` of bounded length."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,12 +261,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def parse_override(text: str) -> dict[str, Any]:
     """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written."""
     key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {text!r} must have the form section.key=value.")
+    if not equals or not key or key.count(".") >= MAX_DEPTH:
+        raise ConfigError(f"override {shown(text)} must have the form section.key=value.")
     try:
-        parsed = yaml.load(value, _Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it.") from None
+        parsed = parse_yaml(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"override {shown(text)}: the value is not valid YAML ({error}); quote it."
+        ) from None
     return nest(key, parsed)
 
 
@@ -122,6 +295,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         if key not in known:
             raise ConfigError(_unknown_key(str(key), path, known, root))
         values[key] = _convert(value, hints[key], f"{path}{key}", root)
+        _check_range(known[key], values[key], f"{path}{key}")  # here with the place in a list
     for name, field in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if not required or name in values:
@@ -147,11 +321,12 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
 
 
 def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
+    place = shorten(path + key) if key.isprintable() else shown(path + key)
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
-        return f"unknown setting {path}{key}; the nearest valid key is {nearest}."
-    return f"unknown setting {path}{key}; valid keys here are {', '.join(sorted(known))}."
+        return f"unknown setting {place}; the nearest valid key is {nearest}."
+    return f"unknown setting {place}; valid keys here are {', '.join(sorted(known))}."
 
 
 def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
@@ -164,16 +339,16 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{path} is a section, but its value is {value!r}; write its keys, or remove it."
+                f"{path} is a section, but its value is {shown(value)}; write its keys, or remove it."
             )
         return build(typing.cast(type, hint), value, f"{path}.", root)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be a mapping, not {value!r}; write its keys, or remove it.")
+            raise ConfigError(f"{path} must be a mapping, not {shown(value)}; write its keys, or remove it.")
         return dict(value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{path} must be a list, not {value!r}; write [...].")
+            raise ConfigError(f"{path} must be a list, not {shown(value)}; write [...].")
         inner = typing.get_args(hint)[0]
         return tuple(_convert(item, inner, f"{path}[{i}]", root) for i, item in enumerate(value))
     return _convert_scalar(value, hint, path)
@@ -187,15 +362,16 @@ def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
     if isinstance(value, str) and hint in (int, float) and _NUMBER_AS_TEXT.fullmatch(value):
         value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= sys.float_info.max
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    if hint is float and is_number and abs(value) <= sys.float_info.max:
+    if hint is float and is_number:
         return float(value)
-    if hint in (bool, str) and isinstance(value, hint):
+    if hint in (bool, str) and isinstance(value, hint) and "\0" not in str(value):  # no file's name has a NUL
         return value
     names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     quote = "; put quotes around it" if hint is str and value is not None else ""
-    raise ConfigError(f"{path} must be {names[hint]}, not {value!r}{quote}.")
+    raise ConfigError(f"{path} must be {names[hint]}, not {shown(value)}{quote}.")
 
 
 def to_tree(config: Any) -> Any:
@@ -210,7 +386,7 @@ def to_tree(config: Any) -> Any:
 
 
 def describe(cls: type, path: str = "") -> Iterator[str]:
-    """One line for every setting below `cls`: dotted key, type, default and help."""
+    """One line for every setting below `cls`: dotted key, type, range, default and help."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         nested = _section_in(hints[field.name])
@@ -218,7 +394,9 @@ def describe(cls: type, path: str = "") -> Iterator[str]:
             yield ""
             yield from describe(nested, f"{path}{field.name}.")
             continue
-        yield f"  {path}{field.name} ({_type_name(hints[field.name])}, {_default_text(field)})"
+        allowed = field.metadata.get("range")
+        facts = [_type_name(hints[field.name]), str(allowed) if allowed else "", _default_text(field)]
+        yield f"  {path}{field.name} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 
 
@@ -262,4 +440,4 @@ def check(condition: bool, message: str) -> None:
 
 def choice(path: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
-    check(value in allowed, f"{path} is {value!r}; it must be one of {', '.join(map(str, allowed))}.")
+    check(value in allowed, f"{path} is {shown(value)}; it must be one of {', '.join(map(str, allowed))}.")

@@ -26,8 +26,9 @@ from megatron_lite.collectives import (
     reduce_from_group,
     reduce_scatter_tokens,
 )
-from megatron_lite.config import ModelConfig, padded_vocab_size
+from megatron_lite.config import ModelConfig
 from megatron_lite.linear import linear
+from megatron_lite.parameter_count import padded_vocab_size
 
 
 @dataclass(frozen=True)

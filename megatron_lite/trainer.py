@@ -23,7 +23,7 @@ from data_utils.mixture import batch_indices
 from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
-from megatron_lite.config import Config, parameter_count
+from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
 from megatron_lite.events import EventLog
@@ -40,6 +40,7 @@ from megatron_lite.metrics import (
     train_line,
 )
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.parameter_count import parameter_count
 from megatron_lite.replicas import differing_replicas
 from megatron_lite.resume import check_may_continue, checkpoint_directory
 from megatron_lite.run_control import Requests, RunControl

@@ -52,6 +52,10 @@ MISTAKES = {
         lambda t, c: {"run": {"directory": str(c / "vocab.txt/run")}},
         "not a writable directory",
     ),
+    "deepspeed option": (
+        lambda t, c: {"deepspeed": {"zero_optimization": {"reduce_bucket_sise": 1}}},
+        "the nearest valid key is deepspeed.zero_optimization.reduce_bucket_size",
+    ),
     "typo": (lambda t, c: {"optimizer": {"leraning_rate": 1}}, "unknown setting"),
 }
 
@@ -104,6 +108,24 @@ for module, arguments in {}.items():
     except UserError as error:
         print(module, 'torch' in sys.modules, error)
 """
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[]", "data.train is empty"),
+        ("deepspeed.zero_optimisation={}", "unknown setting deepspeed.zero_optimisation"),
+        ("tokenizer.path=absent", "absent"),
+    ],
+)
+def test_training_is_refused_before_torch_is_loaded(settings, tmp_path, override, message):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL.format({"pretrain_glm": ["--config", str(config), override]})],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.startswith("pretrain_glm False ") and message in done.stdout, done.stderr
 
 
 def test_mistakes_are_told_before_torch_is_loaded(tmp_path):

@@ -22,10 +22,11 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
 from megatron_lite import cross_entropy
 from megatron_lite.attention import plan_attention
-from megatron_lite.config import ModelConfig, parameter_count
+from megatron_lite.config import ModelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.metrics import count_visible_keys
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.parameter_count import parameter_count
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]

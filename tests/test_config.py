@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -16,16 +17,16 @@ from data_utils.tokenizers import assign_special_tokens, sentencepiece_special_t
 from megatron_lite import config as config_module
 from megatron_lite import deepspeed_options as deepspeed_module
 from megatron_lite import events as events_module
+from megatron_lite import sections as sections_module
 from megatron_lite.config import (
     BatchConfig,
     Config,
     ParallelConfig,
     load_config,
-    padded_vocab_size,
-    parameter_count,
 )
-from megatron_lite.deepspeed_options import DEFAULTS, REFUSED, check_agreement, deepspeed_options
+from megatron_lite.deepspeed_options import DEFAULTS, REFUSED
 from megatron_lite.errors import ConfigError
+from megatron_lite.parameter_count import padded_vocab_size, parameter_count
 from megatron_lite.settings import build, merge, parse_override, to_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,9 +251,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("model.attention_dropout is -0.1", "in [0, 1)"),
     ),
     "shrink": (over("model.embedding_gradient_shrink=0"), ("embedding_gradient_shrink is 0.0", "in (0, 1]")),
-    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "positive")),
-    "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "positive")),
-    "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1 or null")),
+    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "above 0", "default is 0.02")),
+    "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "above 0")),
+    "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1, or null")),
     "gelu": (over("model.gelu=relu"), ("model.gelu is 'relu'", "one of tanh, erf")),
     "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
     "global": (
@@ -307,14 +308,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("= 585 tokens", "tensor_parallel_size (4)", "change data.row_length"),
     ),
     "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
-    "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "not be negative")),
+    "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "at least 0")),
     "eval_samples": (over("training.eval_samples=0"), ("training.eval_samples is 0", "at least 1")),
     "nonfinite": (
         over("training.max_nonfinite_steps=0"),
         ("training.max_nonfinite_steps is 0", "at least 1"),
     ),
-    "seed": (over("training.seed=-1"), ("training.seed is -1", "in [0, 2^63)")),
-    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", "in [0, 2^63)")),
+    "seed": (over("training.seed=-1"), ("training.seed is -1", f"in [0, {2**63})")),
+    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", f"in [0, {2**63})")),
     "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
     "recompute": (
         over("training.recompute=some"),
@@ -336,7 +337,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("training.loss_weights={token: -2}", "training.loss_normalization=per_objective"),
         ("training.loss_weights.token is -2", "0 or more"),
     ),
-    "segments": (over("model.segments=-1"), ("model.segments is -1", "not be negative")),
+    "segments": (over("model.segments=-1"), ("model.segments is -1", "at least 0")),
     "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
     "labels without a head": (
         over("objectives={albert: 1}", "model.max_position=600"),
@@ -362,13 +363,13 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "stop": (
         over("training.stop_after_step=101"),
-        ("stop_after_step is 101", "between 1 and training.steps (100)"),
+        ("stop_after_step is 101", "at most training.steps (100)"),
     ),
-    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "positive")),
+    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "above 0")),
     "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1.0", "in [0, 1)")),
-    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "not be negative")),
+    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "at least 0")),
     "schedule": (over("schedule.kind=step"), ("schedule.kind is 'step'", "one of cosine, linear, constant")),
-    "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "not be negative")),
+    "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "at least 0")),
     "floor": (over("schedule.min_lr_ratio=1.5"), ("schedule.min_lr_ratio is 1.5", "in [0, 1]")),
     "decay_steps": (
         over("schedule.decay_steps=10", "schedule.warmup_steps=10"),
@@ -378,14 +379,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("schedule.warmup_steps=100"),
         ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
     ),
-    "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("weight of corpus a is 0.0", "positive")),
+    "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("data.train[0].weight is 0.0", "above 0")),
     "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
     "positions": (
         over("data.sequence_length=513"),
         ("data.sequence_length (513)", "up to 513", "max_position is 512", "set model.max_position=513, or"),
     ),
     "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
-    "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "not be negative")),
+    "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "at least 0")),
     "keep_every": (
         over("checkpoint.keep_every=2500"),
         ("checkpoint.keep_every (2500)", "multiple of checkpoint.save_interval (1000)", "change one"),
@@ -410,7 +411,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
     "skipped samples": (
         over("events.skip_samples=[{first: 8, end: 8}]"),
-        ("first 8 and end 8", "0 <= first < end"),
+        ("first 8 and end 8", "first must be the smaller"),
     ),
     "learning rate steps": (
         over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
@@ -422,10 +423,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "shrink event": (
         over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
-        ("value 2.0", "in (0, 1]"),
+        ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
     ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
-    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "positive or null")),
+    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),
         ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
@@ -475,6 +476,30 @@ def test_a_rule_names_the_value_the_rule_and_the_remedy(name):
     assert "\n" not in message
 
 
+def ranged_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field]]:
+    """Every setting with a range below `cls`, in items of lists as well, with its section."""
+    for hint, field in zip(get_type_hints(cls).values(), dataclasses.fields(cls), strict=True):
+        if field.metadata.get("range"):
+            yield cls, field
+        for nested in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(nested):
+                yield from ranged_fields(nested)
+
+
+RANGED = list(ranged_fields(Config))
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), RANGED, ids=[f"{section.__name__}.{field.name}" for section, field in RANGED]
+)
+def test_every_range_is_checked_in_a_section_made_in_code(section, field):
+    needed = {f.name: 1 for f in dataclasses.fields(section) if f.default is f.default_factory}
+    allowed = field.metadata["range"]
+    bad = next(value for value in (-1, 0, 2, "none such") if value not in allowed)
+    with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):
+        section(**{**needed, field.name: bad})
+
+
 def rule_lines(module: Any) -> dict[int, str]:
     """First line -> source of every statement of `module` that can refuse a configuration."""
     source = Path(module.__file__).read_text(encoding="utf-8")
@@ -496,7 +521,7 @@ def test_no_rule_lacks_a_test(tmp_path):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    for module in (config_module, deepspeed_module, events_module):
+    for module in (config_module, sections_module, deepspeed_module, events_module):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 
@@ -545,7 +570,7 @@ def test_agreement_is_accepted_and_other_options_pass_through(tmp_path):
     config = with_json(
         tmp_path, {**AGREEING, "wall_clock_breakdown": True}, "deepspeed.comms_logger.enabled=false"
     )
-    options = deepspeed_options(config, dp_size=2)
+    options = config.deepspeed_options(dp_size=2)
     assert options["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 12345}
     assert options["wall_clock_breakdown"] is True and options["comms_logger"] == {"enabled": False}
 
@@ -557,7 +582,7 @@ def test_auto_leaves_the_value_to_the_configuration(tmp_path):
     }
     del auto["zero_optimization"]["reduce_bucket_size"]
     config = with_json(tmp_path, {**auto, "gradient_accumulation_steps": "auto"})
-    assert deepspeed_options(config, 1) == deepspeed_options(tiny(), 1)
+    assert config.deepspeed_options(1) == tiny().deepspeed_options(1)
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -567,19 +592,19 @@ def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-DERIVED = sorted(leaves(deepspeed_options(tiny(), 1)).keys() - leaves(DEFAULTS).keys())
+DERIVED = sorted(leaves(tiny().deepspeed_options(1)).keys() - leaves(DEFAULTS).keys())
 
 
 @pytest.mark.parametrize("key", DERIVED)
 def test_a_contradiction_of_any_derived_option_is_refused(key):
-    value = leaves(deepspeed_options(tiny(), 1))[key]
+    value = leaves(tiny().deepspeed_options(1))[key]
     wrong = (
         {bool: not value, int: value + 1, float: value + 1, str: "fp16"}[type(value)]
         if value != "fp32"
         else "bf16"
     )
     with pytest.raises(ConfigError, match=f"deepspeed.{key} is {wrong!r}, but .* makes it {value!r}"):
-        check_agreement(tiny(f"deepspeed.{key}={wrong}"), 1)
+        tiny(f"deepspeed.{key}={wrong}").deepspeed_options(1)
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -588,8 +613,44 @@ def test_options_that_have_a_section_of_their_own_are_refused(key):
         tiny(f"deepspeed.{key}={{enabled: true}}")
 
 
+WRONG_OPTIONS = {
+    "deepspeed.zero_optimisation={}": "unknown setting deepspeed.zero_optimisation; the nearest valid key is "
+    "deepspeed.zero_optimization.",
+    "deepspeed.zero_optimization.reduce_bucket_sise=5": "the nearest valid key is "
+    "deepspeed.zero_optimization.reduce_bucket_size.",
+    "deepspeed.reduce_bucket_size=5": "the nearest valid key is deepspeed.zero_optimization.reduce_bucket_size.",
+    "deepspeed.autotuning={enabled: true}": "unknown setting deepspeed.autotuning; valid keys here are bf16,",
+    "deepspeed.1=2": "unknown setting deepspeed.1;",
+    "deepspeed.zero_optimization.reduce_bucket_size=auto": "reduce_bucket_size must be a whole number, not 'auto'",
+    "deepspeed.zero_optimization.reduce_bucket_size=0": "reduce_bucket_size is 0; it must be at least 1",
+    "deepspeed.zero_optimization.overlap_comm=1": "overlap_comm must be true or false, not 1",
+    "deepspeed.zero_optimization=[1]": "deepspeed.zero_optimization is [1], but it must be a mapping",
+    "deepspeed.tensorboard=true": "deepspeed.tensorboard is a section, but its value is True",
+    "deepspeed.wall_clock_breakdown='yes'": "wall_clock_breakdown must be true or false, not 'yes'",
+    "deepspeed.steps_per_print=0": "deepspeed.steps_per_print is 0; it must be at least 1",
+    "deepspeed.communication_data_type=fp8": "is 'fp8'; it must be one of fp32, fp16, bf16",
+    "deepspeed.comms_logger.prof_ops=all_reduce": "deepspeed.comms_logger.prof_ops must be a list",
+    "deepspeed.gradient_clipping=[1]": "deepspeed.gradient_clipping must be a finite number, not [1]",
+}
+
+
+@pytest.mark.parametrize("option", WRONG_OPTIONS)
+def test_an_unknown_or_ill_typed_deepspeed_option_is_one_line(option):
+    with pytest.raises(ConfigError) as error:
+        tiny(option)
+    assert WRONG_OPTIONS[option] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_deepspeed_numbers_are_read_as_ours_and_null_says_nothing():
+    config = tiny(
+        "deepspeed.zero_optimization={reduce_bucket_size: 5e8, overlap_comm: null}", "deepspeed.fp16=null"
+    )
+    assert config.deepspeed_options(1)["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 500_000_000}
+    assert config.deepspeed_options(1)["fp16"] == tiny().deepspeed_options(1)["fp16"]
+
+
 def test_offloading_takes_our_optimizer_to_the_cpu():
-    options = deepspeed_options(tiny("parallel.offload_optimizer=true", "parallel.zero_stage=2"), 1)
+    options = tiny("parallel.offload_optimizer=true", "parallel.zero_stage=2").deepspeed_options(1)
     assert options["zero_optimization"] == {
         "stage": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -599,13 +660,13 @@ def test_offloading_takes_our_optimizer_to_the_cpu():
 
 def test_accumulation_steps_depend_on_the_number_of_ranks():
     config = tiny("deepspeed.gradient_accumulation_steps=2")  # not wrong as such: right for one rank
-    assert deepspeed_options(config, 1)["gradient_accumulation_steps"] == 2
+    assert config.deepspeed_options(1)["gradient_accumulation_steps"] == 2
     with pytest.raises(ConfigError, match="is 2, but the section batch on 2 data-parallel ranks makes it 1"):
-        check_agreement(config, 2)
+        config.deepspeed_options(2)
 
 
 def test_loss_scaling_may_be_tuned_and_defaults_to_the_reference():
-    options = deepspeed_options(tiny("training.precision=fp16", "deepspeed.fp16.initial_scale_power=12"), 1)
+    options = tiny("training.precision=fp16", "deepspeed.fp16.initial_scale_power=12").deepspeed_options(1)
     assert options["fp16"] == {**DEFAULTS["fp16"], "initial_scale_power": 12, "enabled": True}
     assert options["bf16"] == {"enabled": False}
 

@@ -9,7 +9,6 @@ from distributed import run_ranks
 
 from megatron_lite import checkpoint
 from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.engine import MicroBatch, make_engine
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import build, merge
@@ -87,7 +86,7 @@ def test_the_deepspeed_dictionary_is_derived():
         Config,
         tree(deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}),
     )
-    options = deepspeed_options(config, dp_size=2)
+    options = config.deepspeed_options(dp_size=2)
     assert options["gradient_accumulation_steps"] == 2 and options["gradient_clipping"] == 0.5
     assert options["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 1}
     assert options["wall_clock_breakdown"] is True
@@ -97,7 +96,7 @@ def test_a_world_that_does_not_fit_the_batch_is_refused():
     with pytest.raises(
         ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
     ):
-        deepspeed_options(build(Config, tree()), dp_size=3)
+        build(Config, tree()).deepspeed_options(dp_size=3)
 
 
 def train_and_save(context, case, directory):

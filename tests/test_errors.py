@@ -45,6 +45,15 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_message_has_a_bound(capsys):
+    def main():
+        raise ConfigError(f"first {'x' * 1_000_000} last")
+
+    assert ended(main)[0] == ExitStatus.USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: first xxx") and printed.endswith("xxx last\n") and len(printed) < 5000
+
+
 def test_what_one_rank_alone_has_found_it_reports(capsys):
     def main():
         error = DataError("row 3 is cut off.")

@@ -26,11 +26,12 @@ from data_utils.objectives.base import (
     Example,
 )
 from data_utils.objectives.spanbert import span_boundaries
-from megatron_lite.config import Config, ModelConfig, ParallelConfig, parameter_count
+from megatron_lite.config import Config, ModelConfig, ParallelConfig
 from megatron_lite.engine import MicroBatch, make_engine
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.heads import find_loss_rows
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.parameter_count import parameter_count
 from megatron_lite.settings import build
 from megatron_lite.trainer import weigh_losses
 

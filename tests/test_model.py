@@ -9,8 +9,9 @@ from recipes import make as make_objective
 from test_recipes import collate, windows
 
 from data_utils.objectives.base import DOC, OBJECTIVE_NAMES, TARGETS, TOKENS, WEIGHTS
-from megatron_lite.config import ModelConfig, parameter_count
+from megatron_lite.config import ModelConfig
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.parameter_count import parameter_count
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

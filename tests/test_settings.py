@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,10 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.settings import (
     REQUIRED,
     build,
+    checked,
     describe,
+    fraction,
+    load_json,
     load_yaml,
     merge,
     nest,
@@ -115,7 +118,6 @@ def test_a_malformed_override_is_named(text):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("size", 10**400, 10**400),  # beyond every float
         ("size", 5.0, 5),
         ("size", "2e3", 2000),  # YAML 1.1 reads an exponent without a dot as text
         ("inner.ratio", "1e-4", 1e-4),
@@ -141,6 +143,8 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("size", 1.5, "size must be a whole number, not 1.5"),
         ("size", True, "size must be a whole number, not True"),
         ("size", None, "size must be a whole number, not None"),
+        ("size", 10**400, "size must be a whole number, not 1000"),
+        ("inner.label", "a\0b", r"inner.label must be text, not 'a\x00b'"),
         ("size", "12", "size must be a whole number, not '12'"),
         ("size", "1e-3", "size must be a whole number, not 0.001"),
         ("size", float("inf"), "size must be a whole number, not inf"),
@@ -205,6 +209,87 @@ def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_number_too_long_to_print_is_refused():
+    with pytest.raises(ConfigError, match="must be a whole number, not a number of thousands of digits"):
+        build(Outer, {"size": 1 << (1 << 20)})
+
+
+def bomb(levels=9, width=9):
+    """Aliases of aliases: width**levels values in a few lines."""
+    rows = ["l0: &l0 [" + ", ".join(["lol"] * width) + "]"]
+    rows += [f"l{i}: &l{i} [" + ", ".join([f"*l{i - 1}"] * width) + "]" for i in range(1, levels)]
+    return "\n".join(rows)
+
+
+def merge_bomb(levels=30):
+    rows = ["l0: &l0 {a: 1}"] + [f"l{i}: &l{i} {{<<: [*l{i - 1}, *l{i - 1}]}}" for i in range(1, levels)]
+    return "\n".join(rows)
+
+
+HOSTILE = {
+    "alias bomb": (bomb(), "more than 10 aliases"),
+    "merge bomb": (merge_bomb(), "more than 10 aliases"),
+    "list in itself": ("size: &a [*a]", "alias *a holds itself"),
+    "mapping in itself": ("size: &a {b: *a}", "alias *a holds itself"),
+    "merged into itself": ("size: &a {<<: *a}", "alias *a holds itself"),
+    "deep list": ("size: " + "[" * 50_000, "more than 20 levels"),
+    "deep mapping": ("size: " + "{a: " * 50_000, "more than 20 levels"),
+    "long number": ("size: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+    "impossible date": ("size: 2001-99-99", "not valid YAML: month must be in 1..12"),
+    "long value": ("size: '" + "long " * 200_000 + "'", "size must be a whole number, not 'long long"),
+    "long key": ("size: 1\n" + "k" * 900 + ": 1", "unknown setting kkkkk"),
+    "key of several lines": ('size: 1\n"a\\nb": 1', r"unknown setting 'a\nb'"),
+    "large file": ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_short_line(tmp_path, name):
+    text, message = HOSTILE[name]
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        build(Outer, load_yaml(path))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+HOSTILE_OVERRIDES = {
+    "deep": "size=" + "[" * 50_000,
+    "in itself": "size=&a [*a]",
+    "deep key": "a." * 50_000 + "b=1",
+    "long number": "inner.label=" + "9" * 5000,
+    "no key": "=" * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_OVERRIDES)
+def test_a_hostile_override_is_one_short_line(name):
+    with pytest.raises(ConfigError) as error:
+        build(Outer, parse_override(HOSTILE_OVERRIDES[name]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+HOSTILE_JSON = {
+    "deep": ('{"a": ' * 50_000, "more than 20 levels"),
+    "rather deep": ('{"a": ' * 30 + "1" + "}" * 30, "more than 20 levels"),
+    "repeated": ('{"a": 1, "a": 2}', "key 'a' appears twice"),
+    "long number": ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+    "large": (" " * (1 << 20) + "{}", "longer than 1048576 bytes"),
+    "list": ("[]", "must hold a JSON object, not list"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_JSON)
+def test_a_hostile_json_file_is_one_short_line(tmp_path, name):
+    text, message = HOSTILE_JSON[name]
+    path = tmp_path / "hostile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_json(path, "DeepSpeed configuration")
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
 def test_missing_files_directories_and_empty_files(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         load_yaml(tmp_path / "absent.yaml")
@@ -220,6 +305,55 @@ def test_yaml_merge_keys_may_repeat_what_they_override(tmp_path):
     assert load_yaml(path)["inner"] == {"count": 2, "ratio": 0.2}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("ranged")
+class Ranged:
+    count: int = setting(1, "at least", at_least=1)
+    share: float = fraction(0.5, "a part")
+    open: float = setting(0.5, "between", above=0, below=1)
+    room: int | None = setting(None, "at most", at_most=9)
+    kind: str = setting("a", "which", one_of=("a", "b"))
+
+    def __post_init__(self) -> None:
+        if self.count == 3:
+            raise ConfigError("its own check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithRanged:
+    parts: tuple[Ranged, ...] = setting((), "some")
+
+
+OUT_OF_RANGE = [
+    ("count", 0, "ranged.count is 0; it must be at least 1; the default is 1."),
+    ("share", 1.5, "ranged.share is 1.5; it must be in [0, 1]; the default is 0.5."),
+    ("share", float("nan"), "ranged.share is nan; it must be in [0, 1]"),
+    ("open", 0.0, "ranged.open is 0.0; it must be in (0, 1)"),
+    ("open", 1.0, "ranged.open is 1.0; it must be in (0, 1)"),
+    ("room", 10, "ranged.room is 10; it must be at most 9, or null."),
+    ("kind", "c", "ranged.kind is 'c'; it must be one of a, b; the default is a."),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_however_the_section_is_made(key, value, message):
+    with pytest.raises(ConfigError) as error:
+        Ranged(**{key: value})
+    assert message in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        replace(Ranged(), **{key: value})
+    assert message in str(error.value)
+    if value == value:  # NaN is refused as such when it is read
+        with pytest.raises(ConfigError, match=rf"^parts\[1\]\.{key} is "):
+            build(WithRanged, {"parts": [{}, {key: value}]})
+
+
+def test_the_ends_of_a_range_and_a_sections_own_checks():
+    assert Ranged(count=1, share=0, room=9, kind="b") and Ranged(share=1, room=None)
+    with pytest.raises(ConfigError, match="its own check"):
+        Ranged(count=3)
+
+
 def test_every_setting_is_described_with_type_default_and_help():
     text = "\n".join(describe(Outer))
     assert list(setting_names(Outer)) == [
@@ -228,6 +362,8 @@ def test_every_setting_is_described_with_type_default_and_help():
     ]  # fmt: skip
     for name in setting_names(Outer):
         assert f"  {name} (" in text
+    assert "count (int, at least 1, default 1)" in "\n".join(describe(Ranged))
+    assert "room (int | null, at most 9, default null)" in "\n".join(describe(Ranged))
     assert "size (int, required)\n      how large, tokens" in text
     assert "inner.label (str | null, default null)" in text
     assert "items (list of {name, weight}, default [])" in text

@@ -23,6 +23,7 @@ from data_utils.objectives.unilmv2 import UniLmV2, UniLmV2Config
 from data_utils.objectives.xlnet import Xlnet, XlnetConfig
 from data_utils.random_streams import derive_seed
 from megatron_lite.errors import ConfigError
+from megatron_lite.settings import shown
 
 # name in the configuration -> (section class, objective class); the section has the same name
 OBJECTIVES: dict[str, tuple[type, type]] = {
@@ -69,7 +70,7 @@ class ObjectiveChoice:
 def objective_classes(name: str) -> tuple[type, type]:
     """The configuration section and the objective of a name. Raises ConfigError for an unknown one."""
     if name not in OBJECTIVES:
-        raise ConfigError(f"objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}.")
+        raise ConfigError(f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]
 
 

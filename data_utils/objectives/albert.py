@@ -19,17 +19,18 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("albert")
 class AlbertConfig(MaskedSizes):
     """N-grams and the sentence-order label."""
 
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
-    max_ngram: int = setting(3, "longest n-gram, words; n has probability ~ 1/n")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
+    max_ngram: int = setting(3, "longest n-gram, words; n has probability ~ 1/n", at_least=1)
     whole_words: bool = setting(True, "count and mask words; false: tokens")
     sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
 
@@ -39,7 +40,6 @@ class AlbertConfig(MaskedSizes):
 
     def __post_init__(self) -> None:
         check_treatment("albert", self)
-        check(self.max_ngram >= 1, f"albert.max_ngram is {self.max_ngram}; it must be at least 1.")
 
 
 class Albert(MaskedText):

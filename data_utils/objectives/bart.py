@@ -43,7 +43,6 @@ from data_utils.objectives.masking import (
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    check_ratios,
     copy_range,
     count_up,
     digest_of,
@@ -54,7 +53,7 @@ from data_utils.objectives.rows import (
     set_range,
 )
 from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import check, checked, fraction, setting
 
 _DENOISING = OBJECTIVE_NAMES.index("denoising")
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
@@ -62,17 +61,15 @@ ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a ro
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("bart")
 class BartConfig(RowSizes):
     """Text infilling and sentence permutation."""
 
-    masked_ratio: float = setting(0.3, "part of the tokens that is removed")
-    mean_span_length: float = setting(3.0, "mean of the Poisson distribution of span lengths, tokens")
+    masked_ratio: float = fraction(0.3, "part of the tokens that is removed")
+    mean_span_length: float = setting(
+        3.0, "mean of the Poisson distribution of span lengths, tokens", above=0
+    )
     permute_sentences: bool = setting(True, "put the sentences of the context into random order")
-
-    def __post_init__(self) -> None:
-        check_ratios("bart", self, "masked_ratio")
-        mean = self.mean_span_length
-        check(0.0 < mean < math.inf, f"bart.mean_span_length is {mean}; it must be positive.")
 
     @property
     def length_weights(self) -> np.ndarray:

@@ -57,7 +57,7 @@ from data_utils.random_streams import (
     shuffle,
 )
 from megatron_lite.errors import DataError
-from megatron_lite.settings import check, choice, setting
+from megatron_lite.settings import check, checked, fraction, setting
 
 ROOM_DEVIATIONS = 1.0  # of the number of spans, beyond its mean, for which a row has room
 MOST_CUT = 32  # a piece loses at most length // MOST_CUT tokens at its end, where its spans do not fit
@@ -68,55 +68,63 @@ PLACEMENTS = ("uniform", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("blank_infilling")
 class BlankInfillingConfig:
     """What is masked, and how. Probabilities are per Example; ratios are of n, the text with its CLS."""
 
     segments = 1  # segment ids are below this
     has_sentence_label = False  # see RowSizes
 
-    token_prob: float = setting(
+    token_prob: float = fraction(
         1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
     )
-    sentence_prob: float = setting(
+    sentence_prob: float = fraction(
         0.0, "probability of the sentence objective (whole sentences, [sMASK]); the rest is document"
     )
-    masked_ratio: float = setting(0.15, "token objective: at least this part of the tokens is masked")
-    sentence_ratio: float = setting(0.15, "sentence objective: at least this part of the tokens is masked")
+    masked_ratio: float = fraction(0.15, "token objective: at least this part of the tokens is masked")
+    sentence_ratio: float = fraction(0.15, "sentence objective: at least this part of the tokens is masked")
     mean_span_length: float = setting(
-        3.0, "token objective: mean of the Poisson distribution of span lengths, before truncation, tokens"
+        3.0,
+        "token objective: mean of the Poisson distribution of span lengths, before truncation, tokens",
+        above=0,
     )
-    max_span_length: int = setting(39, "token objective: the Poisson is truncated to 1..this, tokens")
+    max_span_length: int = setting(
+        39, "token objective: the Poisson is truncated to 1..this, tokens", at_least=1
+    )
     placement: str = setting(
         "uniform",
         "token objective: 'uniform' over all placements with a token between spans; 'reference' sorts "
         "independent offsets, which favours spans a single token apart",
+        one_of=PLACEMENTS,
     )
-    document_min_ratio: float = setting(
+    document_min_ratio: float = fraction(
         0.5, "document objective: shortest span as a part of n; gpt_min_ratio in the reference"
     )
-    document_max_ratio: float = setting(1.0, "document objective: longest span as a part of n")
+    document_max_ratio: float = fraction(1.0, "document objective: longest span as a part of n")
     document_min_context: int = setting(
-        2, "document objective: tokens, CLS included, that are never masked (reference 2; paper 1)"
+        2,
+        "document objective: tokens, CLS included, that are never masked (reference 2; paper 1)",
+        at_least=1,
     )
-    document_tail_prob: float = setting(
+    document_tail_prob: float = fraction(
         0.5,
         "document objective: probability that the span is the tail of the text (ends with eos, no eop) and "
         "not placed anywhere; gpt_infill_prob in the reference, which despite its name selects the tail",
     )
-    single_span_prob: float = setting(
+    single_span_prob: float = fraction(
         0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
     )
-    short_seq_prob: float = setting(
+    short_seq_prob: float = fraction(
         0.0,
         f"probability of cropping the text to a uniform length from {SHORTEST_CROP} tokens, anywhere in it",
     )
-    block_mask_prob: float = setting(
+    block_mask_prob: float = fraction(
         0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
     )
-    context_mask_ratio: float = setting(
+    context_mask_ratio: float = fraction(
         0.0, "token objective: replace int(this x n) part-A tokens near masks by dBLOCK, no loss on them"
     )
-    context_mask_range: int = setting(3, "how near to a mask context_mask_ratio acts, tokens")
+    context_mask_range: int = setting(3, "how near to a mask context_mask_ratio acts, tokens", at_least=1)
     random_position: bool = setting(
         False, "shift the position ids of an Example by a uniform offset that keeps them <= sequence_length"
     )
@@ -124,8 +132,11 @@ class BlankInfillingConfig:
         None,
         "ablation: id of the first of sentinel_count token pairs (mask, start). The k-th span of part B uses "
         "pair k - 1 instead of [MASK] and sop; the first keeps those. Part-B positions are sequence_length",
+        at_least=0,
     )
-    sentinel_count: int = setting(100, "pairs from sentinel_first on; more spans start again at the first")
+    sentinel_count: int = setting(
+        100, "pairs from sentinel_first on; more spans start again at the first", at_least=1
+    )
     masked_lm: bool = setting(
         False, "ablation: BERT-style, spans are replaced by [MASK] in place and predicted there; no part B"
     )
@@ -135,27 +146,6 @@ class BlankInfillingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in (
-            "token_prob",
-            "sentence_prob",
-            "masked_ratio",
-            "sentence_ratio",
-            "document_min_ratio",
-            "document_max_ratio",
-            "document_tail_prob",
-            "single_span_prob",
-            "short_seq_prob",
-            "block_mask_prob",
-            "context_mask_ratio",
-        ):
-            value = getattr(self, name)
-            check(0.0 <= value <= 1.0, f"blank_infilling.{name} is {value}; it must lie in 0..1.")
-        for name in ("max_span_length", "document_min_context", "context_mask_range", "sentinel_count"):
-            value = getattr(self, name)
-            check(value >= 1, f"blank_infilling.{name} is {value}; it must be at least 1.")
-        mean = self.mean_span_length
-        check(0.0 < mean < math.inf, f"blank_infilling.mean_span_length is {mean}; it must be positive.")
-        choice("blank_infilling.placement", self.placement, PLACEMENTS)
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
             f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
@@ -169,10 +159,6 @@ class BlankInfillingConfig:
         check(
             not self.masked_lm or self.token_prob == 1.0,
             f"blank_infilling.masked_lm needs token_prob 1.0, not {self.token_prob}; set it to 1.",
-        )
-        first = self.sentinel_first
-        check(
-            first is None or first >= 0, f"blank_infilling.sentinel_first is {first}; it must be a token id."
         )
 
     @property

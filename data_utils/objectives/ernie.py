@@ -19,26 +19,27 @@ from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
 from data_utils.objectives.masking import cumulative_table
 from megatron_lite.errors import ConfigError
-from megatron_lite.settings import choice, setting
+from megatron_lite.settings import checked, fraction, setting
 
 SEGMENTERS = ("tokens", "words", "jieba")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("ernie")
 class ErnieConfig(MaskedSizes):
     """What is masked, and what counts as a unit."""
 
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     segmenter: str = setting(
         "words",
         "units masked as one: tokens, words, or jieba (words of Chinese text; needs the package jieba)",
+        one_of=SEGMENTERS,
     )
 
     def __post_init__(self) -> None:
         check_treatment("ernie", self)
-        choice("ernie.segmenter", self.segmenter, SEGMENTERS)
 
 
 class Ernie(MaskedText):

@@ -18,20 +18,23 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("masked_lm")
 class MaskedLmConfig(MaskedSizes):
     """BERT without next-sentence prediction by default, that is RoBERTa."""
 
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     whole_words: bool = setting(False, "mask the tokens of a word together")
     next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
     static_copies: int = setting(
-        0, "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample"
+        0,
+        "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample",
+        at_least=0,
     )
 
     @property
@@ -40,8 +43,6 @@ class MaskedLmConfig(MaskedSizes):
 
     def __post_init__(self) -> None:
         check_treatment("masked_lm", self)
-        copies = self.static_copies
-        check(copies >= 0, f"masked_lm.static_copies is {copies}; it must not be negative.")
 
 
 class MaskedLm(MaskedText):

@@ -45,7 +45,6 @@ from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     begin_row,
-    check_ratios,
     copy_range,
     count_up,
     digest_of,
@@ -257,8 +256,7 @@ class MaskedSizes(RowSizes):
 
 
 def check_treatment(section: str, config: Any) -> None:
-    """Raise ConfigError unless the ratio and the probabilities of mask and random token make sense."""
-    check_ratios(section, config, "masked_ratio", "mask_token_prob", "random_token_prob")
+    """Raise ConfigError unless the probabilities of mask and random token leave 0 or more for the rest."""
     total = config.mask_token_prob + config.random_token_prob
     check(
         total <= 1.0 + 1e-9,

@@ -24,7 +24,6 @@ from data_utils.objectives.masking import compiled, draw_treatment, entry_point,
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    check_ratios,
     copy_range,
     count_up,
     digest_of,
@@ -36,24 +35,23 @@ from data_utils.objectives.rows import (
     treatment_thresholds,
 )
 from data_utils.random_streams import below, chance_threshold, next_word
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import check, checked, fraction
 
 _FRAGMENT = OBJECTIVE_NAMES.index("fragment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("mass")
 class MassConfig(RowSizes):
     """The fragment: how long, where, and what stands in its place."""
 
-    fragment_ratio: float = setting(0.5, "length of the fragment as a part of the text")
-    head_prob: float = setting(0.2, "probability that the fragment is at the head of the text")
-    tail_prob: float = setting(0.2, "probability that it is at the tail; else anywhere")
-    mask_token_prob: float = setting(0.8, "probability that a token of the fragment becomes [MASK]")
-    random_token_prob: float = setting(0.1, "probability that it becomes a random one; the rest is kept")
+    fragment_ratio: float = fraction(0.5, "length of the fragment as a part of the text")
+    head_prob: float = fraction(0.2, "probability that the fragment is at the head of the text")
+    tail_prob: float = fraction(0.2, "probability that it is at the tail; else anywhere")
+    mask_token_prob: float = fraction(0.8, "probability that a token of the fragment becomes [MASK]")
+    random_token_prob: float = fraction(0.1, "probability that it becomes a random one; the rest is kept")
 
     def __post_init__(self) -> None:
-        names = ("fragment_ratio", "head_prob", "tail_prob", "mask_token_prob", "random_token_prob")
-        check_ratios("mass", self, *names)
         for first, second in (("head_prob", "tail_prob"), ("mask_token_prob", "random_token_prob")):
             total = getattr(self, first) + getattr(self, second)
             check(total <= 1.0 + 1e-9, f"mass.{first} + {second} is {total:g}; it must not exceed 1.")

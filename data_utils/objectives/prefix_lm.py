@@ -13,7 +13,6 @@ from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    check_ratios,
     copy_range,
     count_up,
     digest_of,
@@ -22,20 +21,20 @@ from data_utils.objectives.rows import (
     predict_range,
 )
 from data_utils.random_streams import below
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import check, checked, fraction
 
 _PREFIX = OBJECTIVE_NAMES.index("prefix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("prefix_lm")
 class PrefixLmConfig(RowSizes):
     """How long the prefix is: uniform over a range, in parts of the piece."""
 
-    min_prefix_ratio: float = setting(0.0, "shortest prefix as a part of the piece")
-    max_prefix_ratio: float = setting(1.0, "longest prefix as a part of the piece; one token always is left")
+    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the piece")
+    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the piece; one token always is left")
 
     def __post_init__(self) -> None:
-        check_ratios("prefix_lm", self, "min_prefix_ratio", "max_prefix_ratio")
         low, high = self.min_prefix_ratio, self.max_prefix_ratio
         check(
             low <= high, f"prefix_lm.min_prefix_ratio ({low}) exceeds max_prefix_ratio ({high}); swap them."

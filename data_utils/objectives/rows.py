@@ -85,13 +85,6 @@ class RowSizes:
         return sequence_length + self.overhead - 1
 
 
-def check_ratios(section: str, config: Any, *names: str) -> None:
-    """Raise ConfigError unless the settings lie in 0..1."""
-    for name in names:
-        value = getattr(config, name)
-        check(0.0 <= value <= 1.0, f"{section}.{name} is {value}; it must lie in 0..1.")
-
-
 def digest_of(*files: str) -> int:
     """Key of a cached entry point: the sources of this machinery and of the objective's own files."""
     return source_digest(random_streams.__file__, base.__file__, masking.__file__, __file__, *files)

@@ -15,28 +15,25 @@ import numpy as np
 from data_utils.objectives.base import Example, Vocabulary
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
 from data_utils.objectives.masking import cumulative_table
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("spanbert")
 class SpanBertConfig(MaskedSizes):
     """Spans and treatment. A single text, no next-sentence label."""
 
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = setting(0.8, "probability that a span becomes [MASK]s")
-    random_token_prob: float = setting(0.1, "probability that a span becomes random tokens")
-    geometric_p: float = setting(0.2, "parameter of the geometric distribution of span lengths, words")
-    max_span_length: int = setting(10, "longest span, words")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a span becomes [MASK]s")
+    random_token_prob: float = fraction(0.1, "probability that a span becomes random tokens")
+    geometric_p: float = setting(
+        0.2, "parameter of the geometric distribution of span lengths, words", above=0, below=1
+    )
+    max_span_length: int = setting(10, "longest span, words", at_least=1)
     whole_words: bool = setting(True, "count and mask words; false: tokens")
 
     def __post_init__(self) -> None:
         check_treatment("spanbert", self)
-        check(
-            0.0 < self.geometric_p < 1.0,
-            f"spanbert.geometric_p is {self.geometric_p}; it must be between 0 and 1.",
-        )
-        longest = self.max_span_length
-        check(longest >= 1, f"spanbert.max_span_length is {longest}; it must be at least 1.")
 
     @property
     def length_weights(self) -> np.ndarray:

@@ -26,7 +26,6 @@ from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, i
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    check_ratios,
     copy_range,
     count_up,
     digest_of,
@@ -36,29 +35,28 @@ from data_utils.objectives.rows import (
     set_range,
 )
 from data_utils.random_streams import below
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import check, checked, fraction, setting
 
 _SPAN_CORRUPTION = OBJECTIVE_NAMES.index("span_corruption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("t5")
 class T5Config(RowSizes):
     """How much is noise, and the ids of the sentinels."""
 
-    noise_ratio: float = setting(0.15, "part of the tokens that is noise")
-    mean_span_length: float = setting(3.0, "mean length of a noise span, tokens")
+    noise_ratio: float = fraction(0.15, "part of the tokens that is noise")
+    mean_span_length: float = setting(3.0, "mean length of a noise span, tokens", at_least=1)
     sentinel_first: int | None = setting(
         None,
         "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = [MASK] for all, "
         "the spans are then told apart by their order",
+        at_least=0,
     )
-    sentinel_count: int = setting(100, "sentinels; more spans start again at the first")
+    sentinel_count: int = setting(100, "sentinels; more spans start again at the first", at_least=1)
 
     def __post_init__(self) -> None:
-        check_ratios("t5", self, "noise_ratio")
-        mean, first, count = self.mean_span_length, self.sentinel_first, self.sentinel_count
-        check(mean >= 1.0, f"t5.mean_span_length is {mean}; it must be at least 1.")
-        check(count >= 1, f"t5.sentinel_count is {count}; it must be at least 1.")
+        first, count = self.sentinel_first, self.sentinel_count
         check(
             first is None or first >= count - 1,
             f"t5.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids count down.",

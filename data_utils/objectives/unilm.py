@@ -19,21 +19,21 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.rows import check_ratios
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import check, checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("unilm")
 class UniLmConfig(MaskedSizes):
     """The mixture of kinds, and what is masked."""
 
-    bidirectional_prob: float = setting(1 / 3, "probability of the bidirectional kind")
-    seq2seq_prob: float = setting(1 / 3, "probability of the sequence-to-sequence kind")
-    left_to_right_prob: float = setting(1 / 6, "probability of the left-to-right kind; the rest is reversed")
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = setting(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = setting(0.1, "probability that a chosen token becomes a random one")
-    single_token_prob: float = setting(0.8, "probability of masking one token; else a bigram or trigram")
+    bidirectional_prob: float = fraction(1 / 3, "probability of the bidirectional kind")
+    seq2seq_prob: float = fraction(1 / 3, "probability of the sequence-to-sequence kind")
+    left_to_right_prob: float = fraction(1 / 6, "probability of the left-to-right kind; the rest is reversed")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
+    single_token_prob: float = fraction(0.8, "probability of masking one token; else a bigram or trigram")
     next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
 
     segments = 6
@@ -45,7 +45,6 @@ class UniLmConfig(MaskedSizes):
     def __post_init__(self) -> None:
         check_treatment("unilm", self)
         names = ("bidirectional_prob", "seq2seq_prob", "left_to_right_prob")
-        check_ratios("unilm", self, *names, "single_token_prob")
         total = sum(getattr(self, name) for name in names)
         check(
             total <= 1.0 + 1e-9,

@@ -29,7 +29,6 @@ from data_utils.objectives.masking import (
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    check_ratios,
     digest_of,
     fill_pieces,
     mark_document,
@@ -37,24 +36,20 @@ from data_utils.objectives.rows import (
     predict,
     put,
 )
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import checked, fraction, setting
 
 _AUTOENCODING = OBJECTIVE_NAMES.index("autoencoding")
 _PARTIALLY_AUTOREGRESSIVE = OBJECTIVE_NAMES.index("partially_autoregressive")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("unilmv2")
 class UniLmV2Config(RowSizes):
     """How much is chosen, and in which blocks."""
 
-    masked_ratio: float = setting(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    span_prob: float = setting(0.4, "probability that a block is a span; else it is one token")
-    max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely")
-
-    def __post_init__(self) -> None:
-        check_ratios("unilmv2", self, "masked_ratio", "span_prob")
-        longest = self.max_span_length
-        check(longest >= 2, f"unilmv2.max_span_length is {longest}; it must be at least 2.")
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    span_prob: float = fraction(0.4, "probability that a block is a span; else it is one token")
+    max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely", at_least=2)
 
     @property
     def length_weights(self) -> list[float]:

@@ -38,23 +38,21 @@ from data_utils.objectives.rows import (
     put,
 )
 from data_utils.random_streams import below, shuffle
-from megatron_lite.settings import check, setting
+from megatron_lite.settings import checked, setting
 
 _PERMUTATION = OBJECTIVE_NAMES.index("permutation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("xlnet")
 class XlnetConfig(RowSizes):
     """How many targets, in which n-grams, and how many orders a piece has."""
 
-    tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)")
-    max_ngram: int = setting(5, "longest run of targets, tokens; n has probability ~ 1/n")
-    orders: int = setting(2, "equal parts of a piece, each with its own order; a part sees those before it")
-
-    def __post_init__(self) -> None:
-        for name, least in (("tokens_per_target", 1), ("max_ngram", 1), ("orders", 1)):
-            value = getattr(self, name)
-            check(value >= least, f"xlnet.{name} is {value}; it must be at least {least}.")
+    tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)", at_least=1)
+    max_ngram: int = setting(5, "longest run of targets, tokens; n has probability ~ 1/n", at_least=1)
+    orders: int = setting(
+        2, "equal parts of a piece, each with its own order; a part sees those before it", at_least=1
+    )
 
     @property
     def growth(self) -> float:

@@ -34,7 +34,7 @@ from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape
 from megatron_lite.checkpoint_files import describe_file, write_file
-from megatron_lite.config import Config, ModelConfig, padded_vocab_size
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
@@ -58,6 +58,7 @@ from megatron_lite.hf.weights import (
 )
 from megatron_lite.inference import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model import parameter_shapes
+from megatron_lite.parameter_count import padded_vocab_size
 from megatron_lite.settings import build, check, choice, merge, setting, to_tree
 
 LAYOUTS = ("huggingface", "released")

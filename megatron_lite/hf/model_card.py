@@ -10,8 +10,8 @@ from typing import Any
 
 from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint import Checkpoint
-from megatron_lite.config import parameter_count
 from megatron_lite.inference import OpenRun, blank_shares, objective_names
+from megatron_lite.parameter_count import parameter_count
 
 _CARD = """---
 library_name: transformers
