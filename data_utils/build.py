@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_utils.build_config import BuildConfig, output_prefixes, parse_split
-from data_utils.contamination import EvaluationTexts, read_evaluation_texts
+from data_utils.contamination import NGRAM_WORDS, EvaluationTexts, read_evaluation_texts
 from data_utils.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
 from data_utils.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.manifest import existing_files
@@ -83,6 +83,8 @@ class BuildReport:
                 f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
                 f"{found:,} of {texts:,} evaluation texts"
             )
+            if short := self.contamination["evaluation_texts_too_short"]:
+                yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
             for example in self.contamination["examples"]:
                 yield f"    {example}"
 
