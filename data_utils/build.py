@@ -46,7 +46,6 @@ class BuildReport:
     documents: dict[str, int]  # prefix -> number
     tokens: dict[str, int]
     counts: RecordCounts
-    input_bytes: int
     text_bytes: int
     seconds: float
     shards: int
@@ -222,7 +221,6 @@ def _finish(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
         tokens={str(writer.prefix): writer.num_tokens for writer in writers},
         counts=counts,
-        input_bytes=job.input_bytes,
         text_bytes=sum(record.text_bytes for record in records),
         seconds=time.monotonic() - started,
         shards=len(job.shards),
