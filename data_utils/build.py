@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_utils.build_config import BuildConfig, output_prefixes, parse_split
-from data_utils.contamination import EvaluationTexts, read_evaluation_texts
+from data_utils.contamination import NGRAM_WORDS, EvaluationTexts, read_evaluation_texts
 from data_utils.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
 from data_utils.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.manifest import existing_files
@@ -46,7 +46,6 @@ class BuildReport:
     documents: dict[str, int]  # prefix -> number
     tokens: dict[str, int]
     counts: RecordCounts
-    input_bytes: int
     text_bytes: int
     seconds: float
     shards: int
@@ -83,6 +82,8 @@ class BuildReport:
                 f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
                 f"{found:,} of {texts:,} evaluation texts"
             )
+            if short := self.contamination["evaluation_texts_too_short"]:
+                yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
             for example in self.contamination["examples"]:
                 yield f"    {example}"
 
@@ -220,7 +221,6 @@ def _finish(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
         tokens={str(writer.prefix): writer.num_tokens for writer in writers},
         counts=counts,
-        input_bytes=job.input_bytes,
         text_bytes=sum(record.text_bytes for record in records),
         seconds=time.monotonic() - started,
         shards=len(job.shards),

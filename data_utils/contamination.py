@@ -18,6 +18,7 @@ import numpy as np
 
 from data_utils.build_config import BuildConfig
 from data_utils.documents import Document, read_documents
+from megatron_lite.errors import DataError
 
 NGRAM_WORDS = 13
 
@@ -77,4 +78,8 @@ def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:
         config.on_bad_record,
         config.max_bad_records,
     )
-    return EvaluationTexts(list(documents))
+    try:
+        return EvaluationTexts(list(documents))
+    except MemoryError:
+        texts = " ".join(config.evaluation_inputs)
+        raise DataError(f"--decontaminate {texts}: not enough memory for these texts; give fewer.") from None

@@ -16,22 +16,22 @@ begin and end (a cut-off compressed stream, an unreadable parquet page, a huge r
 
 from __future__ import annotations
 
-import errno
 import glob
-import gzip
 import itertools
-import json
 import math
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import orjson
-import zstandard
-
+from data_utils.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
+from data_utils.stored_files import (
+    COMPRESSIONS,
+    decompressed,
+    parquet_texts,
+    read_errors,
+)
 from megatron_lite.errors import ConfigError, DataError
 
 BLOCK_BYTES = 256 << 10
@@ -41,19 +41,13 @@ DEFAULT_MAX_BAD_RECORDS = 1000
 BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
 
-_COMPRESSIONS = (".gz", ".zst")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _SUPPORTED = ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, and .parquet"
-_UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
 _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # layouts that can be cut
 _BOUNDARY_READ_BYTES = 64 << 10
-_COMPRESSED_READ_BYTES = 16 << 10  # small: one read may expand ten-thousandfold
-_PARQUET_BATCH_ROWS = 512
-_LARGE_RECORD_BYTES = 1 << 20
-_JSON_MEMORY = 16  # bytes that orjson takes for a byte of JSON, at most: a buffer of 12, and 4 for the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +139,6 @@ class ParsedBlock:
     texts: list[str]
     lines: list[int]
     counts: RecordCounts
-
-
-class _UnusableRecord(Exception):
-    def __init__(self, kind: str, problem: str) -> None:
-        super().__init__(problem)
-        self.kind = kind
 
 
 def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
@@ -247,7 +235,7 @@ def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> lis
 
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
-    return path.suffix not in _COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
+    return path.suffix not in COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
 
 
 def lines_before(piece: Piece, text_split: str) -> int:
@@ -285,7 +273,7 @@ def read_blocks(
 
 def _layout(path: Path, text_split: str) -> str:
     suffixes = path.suffixes[-2:]
-    if suffixes and suffixes[-1] in _COMPRESSIONS:
+    if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
         if suffixes[-1:] == [".parquet"]:
             suffixes = []  # parquet compresses by itself, and needs to seek
@@ -306,7 +294,7 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
     for chunk, position in _chunks(piece, layout, block_bytes):
         searched = len(pending)
         pending += chunk
-        if not started and len(pending) >= len(_UTF8_BOM):
+        if not started and len(pending) >= len(UTF8_BOM):
             pending, started, searched = _strip_bom(pending, path), True, 0
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
@@ -333,7 +321,7 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
 def _strip_bom(data: bytearray, path: Path) -> bytearray:
     if data.startswith(_UTF16_BOMS):
         raise DataError(f"{path}: the file is UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8).")
-    return data.removeprefix(_UTF8_BOM)
+    return data.removeprefix(UTF8_BOM)
 
 
 def _last_boundary(data: bytearray, layout: str, searched: int) -> int:
@@ -366,41 +354,15 @@ def _record_start(file: IO[bytes], position: int, layout: str) -> int:
 def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (decompressed bytes, stored bytes of the piece so far)."""
     path = piece.path
-    try:
-        with open(path, "rb") as file:
-            if path.suffix not in _COMPRESSIONS:
-                stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
-                file.seek(_record_start(file, piece.start, layout))
-                stream = _read_until(file, stop, chunk_bytes)
-            elif not file.read(1):
-                raise EOFError
-            else:
-                file.seek(0)
-                decompress = _gzip_pieces if path.suffix == ".gz" else _zstandard_pieces
-                stream = _grouped(decompress(file, chunk_bytes), chunk_bytes)
-            for chunk in stream:
-                yield chunk, file.tell() - piece.start
-    except EOFError:
-        raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
-    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        _raise_if_out_of_memory(error)
-        raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
-    except OSError as error:
-        _raise_if_out_of_memory(error)
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}); check its rights and the disk."
-        ) from None
-
-
-def _raise_if_out_of_memory(error: Exception) -> None:
-    """Raise MemoryError if that is what a library reports in its own way; the input is not to blame then."""
-    said = (
-        error.errno == errno.ENOMEM
-        if isinstance(error, OSError)
-        else "not enough memory" in str(error).lower()
-    )
-    if said or isinstance(error, MemoryError):
-        raise MemoryError from None
+    with read_errors(path), open(path, "rb") as file:
+        if path.suffix in COMPRESSIONS:
+            stream = decompressed(file, path.suffix, chunk_bytes)
+        else:
+            stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
+            file.seek(_record_start(file, piece.start, layout))
+            stream = _read_until(file, stop, chunk_bytes)
+        for chunk in stream:
+            yield chunk, file.tell() - piece.start
 
 
 def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:
@@ -408,78 +370,14 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
         yield chunk
 
 
-def _read_all(file: IO[bytes] | gzip.GzipFile, chunk_bytes: int) -> Iterator[bytes]:
-    while chunk := file.read(chunk_bytes):
-        yield chunk
-
-
-def _gzip_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as stream:
-        yield from _read_all(stream, chunk_bytes)
-
-
-def _zstandard_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
-    # Frame by frame, because zstandard's stream reader takes a truncated frame for the end of the data. The
-    # window limit admits files written with `zstd --long=31`, as some public corpora are.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    for data in _read_all(file, min(chunk_bytes, _COMPRESSED_READ_BYTES)):
-        while data:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(data)
-            data = b""
-            if frame.eof:
-                data, frame = frame.unused_data, None
-    if frame is not None:
-        raise EOFError
-
-
-def _grouped(pieces: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
-    held: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        held.append(piece)
-        size += len(piece)
-        if size >= chunk_bytes:
-            yield b"".join(held)
-            held, size = [], 0
-    if size:
-        yield b"".join(held)
-
-
 def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, text_key)
-            row, num_rows, size, consumed = 1, max(file.metadata.num_rows, 1), path.stat().st_size, 0
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key]):
-                # as bytes: one invalid string must not make the whole batch unreadable
-                texts = batch.column(0).cast(pyarrow.large_string())
-                rows = texts.cast(pyarrow.large_binary()).to_pylist()
-                position = size * (row + len(rows) - 1) // num_rows
-                yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
-                row, consumed = row + len(rows), position
-    except (pyarrow.ArrowException, OSError) as error:
-        _raise_if_out_of_memory(error)
-        problem = " ".join(str(error).split())
-        raise DataError(f"{path}: not a readable parquet file ({problem}); fetch it again.") from None
-
-
-def _check_column(path: Path, schema: Any, text_key: str) -> None:
-    import pyarrow
-
-    if text_key not in schema.names:
-        names = ", ".join(schema.names[:20])
-        raise DataError(f"{path}: there is no column {text_key!r}; name one of {names} with --text-key.")
-    kind = schema.field(text_key).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise DataError(
-            f"{path}: column {text_key!r} holds {kind}, not text; name a column of text with --text-key."
-        )
+    with read_errors(path):
+        size = path.stat().st_size
+    row, consumed = 1, 0
+    for rows, num_rows in parquet_texts(path, text_key):
+        position = size * (row + len(rows) - 1) // num_rows
+        yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
+        row, consumed = row + len(rows), position
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -493,7 +391,7 @@ def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
     for line, record in _records(block):
         try:
             text = _parse_record(record, block.layout, text_key)
-        except _UnusableRecord as error:
+        except UnusableRecord as error:
             cut_off = error.kind == "malformed_json" and line == unterminated_line
             kind = "truncated_record" if cut_off else error.kind
             note = " (the file ends inside this record)" if cut_off else ""
@@ -551,68 +449,17 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | None:
-    """The text of a record; None for a blank line. Raises _UnusableRecord."""
+    """The text of a record; None for a blank line. Raises UnusableRecord."""
     if record is None:
-        raise _UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
+        raise UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     if layout == "jsonl":
-        return _parse_json_line(record, text_key) if record and not record.isspace() else None
+        return parse_json_line(record, text_key) if record and not record.isspace() else None
     try:
         text = record.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _not_utf8(error) from None
+        raise not_utf8(error) from None
     if layout == "rows":
         return text
     if layout == "lines" and not text.strip():
         return None
     return text.replace("\r\n", "\n").removesuffix("\r")
-
-
-def _parse_json_line(line: bytes, text_key: str) -> str:
-    if len(line) > _LARGE_RECORD_BYTES:
-        bytearray(_JSON_MEMORY * len(line))  # MemoryError if it is not there: orjson would end the process
-    try:
-        tree = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        _raise_if_out_of_memory(error)
-        raise _why_not_json(line, error) from None
-    if not isinstance(tree, dict):
-        raise _UnusableRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
-    if text_key not in tree:
-        fields = ", ".join(list(tree)[:10]) or "none"
-        problem = (
-            f"there is no field {text_key!r} (fields: {fields[:200]}; --text-key names the one with the text)"
-        )
-        raise _UnusableRecord("missing_field", problem)
-    text = tree[text_key]
-    if not isinstance(text, str):
-        raise _UnusableRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")
-    return text
-
-
-def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> _UnusableRecord:
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError as decode_error:
-        return _not_utf8(decode_error)
-    if line.startswith(_UTF8_BOM):
-        return _UnusableRecord("byte_order_mark", "a byte order mark inside the file (joined files?)")
-    if "control character" in error.msg:
-        return _UnusableRecord("control_character", f"{error.msg} at character {error.pos + 1}")
-    if b"\\u" in line and len(line) < MAX_RECORD_BYTES:
-        try:  # the standard library accepts half a surrogate pair, which no UTF-8 text can hold
-            json.loads(line)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return _UnusableRecord("lone_surrogate", f"half of a surrogate pair: {error.msg}")
-    return _UnusableRecord("malformed_json", f"malformed JSON: {error.msg} at character {error.pos + 1}")
-
-
-def _not_utf8(error: UnicodeDecodeError) -> _UnusableRecord:
-    byte = error.object[error.start]
-    return _UnusableRecord("invalid_utf8", f"invalid UTF-8: byte 0x{byte:02x} at position {error.start + 1}")
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

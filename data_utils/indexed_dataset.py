@@ -345,11 +345,6 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.num_documents
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """Token offsets, int64 [num_documents + 1]. Reads the whole index, 8 bytes for each document."""
-        return np.append(self.pointers // self.dtype.itemsize, np.int64(self.num_tokens))
-
     def document(self, index: int) -> np.ndarray:
         """The tokens of one document, int [length], a view of the mapped file."""
         if not 0 <= index < self.num_documents:
@@ -386,7 +381,9 @@ class IndexedDataset:
     def verify(self) -> None:
         """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
         self._verify_pointers()
-        found = {suffix: FileChecksums() for suffix in self.manifest["files"]}
+        found = {
+            suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in self.manifest["files"].items()
+        }
         self._verify_tokens(found[".bin"])
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
             while chunk := file.read(_CHUNK):

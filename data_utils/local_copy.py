@@ -59,7 +59,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
 
 def _copy(source: Path, target: Path, recorded: Mapping[str, Any], bar: tqdm) -> None:
     partial = Path(f"{target}.partial")
-    checksums = FileChecksums()
+    checksums = FileChecksums(recorded["block_bytes"])
     with open(source, "rb") as reader, open(partial, "wb") as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)

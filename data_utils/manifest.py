@@ -99,7 +99,7 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
     try:
         for suffix in (".bin", ".idx"):
             check_entry(tree["files"][suffix])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise damaged(prefix, ".json", "does not hold the checksums of both files") from None
 
 

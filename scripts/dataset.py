@@ -76,7 +76,16 @@ def inspect(arguments: argparse.Namespace) -> None:
     dataset = IndexedDataset(arguments.prefix)
     print_size(dataset)
     manifest = dataset.manifest
-    for key in ("tokenizer", "split", "sources", "merged", "bad_records", "duplicates", "contamination"):
+    for key in (
+        "adopted",
+        "tokenizer",
+        "split",
+        "sources",
+        "merged",
+        "bad_records",
+        "duplicates",
+        "contamination",
+    ):
         if manifest.get(key):
             text = str(manifest[key])
             print(f"  {key}: {text if len(text) <= TEXT_CHARACTERS else text[:TEXT_CHARACTERS] + ' ...'}")

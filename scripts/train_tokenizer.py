@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another --output.")
     require_writable(path, "--output")
-    content = train(lambda: read_texts(args), args.vocab_size, args.cased)
+    try:
+        content = train(lambda: read_texts(args), args.vocab_size, args.cased)
+    except MemoryError:
+        raise DataError(
+            f"--input {' '.join(args.input)} does not fit in memory; give a sample of it."
+        ) from None
     write_whole(path, content, "--output")
 
     config = TokenizerConfig(kind=CONFIG_KINDS[args.kind], path=str(path), lowercase=not args.cased)
@@ -192,14 +198,16 @@ def _wordpiece_alphabet(
 
 def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     """A unigram SentencePiece model; characters it does not know are spelled in bytes."""
-    failures: list[UserError] = []  # an error inside the library's callback comes back as a RuntimeError
+    failures: list[
+        UserError | MemoryError
+    ] = []  # an error inside the library's callback comes back as a RuntimeError
 
     def sentences() -> Iterator[str]:
         try:
             for text in texts():
                 for line in text.splitlines():
                     yield from (line[i : i + MAX_PIECE_CHARS] for i in range(0, len(line), MAX_PIECE_CHARS))
-        except UserError as error:
+        except (UserError, MemoryError) as error:
             failures.append(error)
             raise
 
@@ -217,11 +225,25 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        reason = " ".join(str(error).rpartition("] ")[2].split())[:300]  # without the library's source line
-        raise DataError(
-            f"--vocab-size {vocab_size}: SentencePiece cannot train this size here: {reason}"
-        ) from None
+        raise _sentencepiece_error(vocab_size, str(error)) from None
     return model.getvalue()
+
+
+def _sentencepiece_error(vocab_size: int, message: str) -> DataError:
+    """The library's own words advise options that this script does not have."""
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        reason = (
+            f"the characters of this text take {found[1]}; give more, or train on a text with fewer of them"
+        )
+        return DataError(f"--vocab-size {vocab_size} is too small; {reason}.")
+    if found := re.search(r"value <= (\d+)", message):
+        return DataError(
+            f"--vocab-size {vocab_size} is too large for this text; give at most {found[1]}, or more text."
+        )
+    reason = " ".join(message.rpartition("] ")[2].split())[:300]  # without the library's source line
+    return DataError(
+        f"--vocab-size {vocab_size}: SentencePiece cannot train on this text ({reason}); try another size."
+    )
 
 
 def _require_size(vocab_size: int, needed: int, reason: str) -> None:

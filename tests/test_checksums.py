@@ -68,7 +68,9 @@ def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
     size = (tmp_path / f"d{suffix}").stat().st_size
     dataset.verify_some(4)
     damage(tmp_path / f"d{suffix}", lambda data: data.__setitem__(size // 2, data[size // 2] ^ 1))
-    with pytest.raises(DataError, match=f"d{suffix} is not as it was written in the MiB that begins at byte"):
+    with pytest.raises(
+        DataError, match=f"d{suffix} is not as it was written in the block that begins at byte"
+    ):
         dataset.verify_some(10**6)
     found = 0
     for _ in range(300):
@@ -90,7 +92,15 @@ def test_identity_tells_datasets_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", [{"crc32": ""}, {"crc32": 7}, {"crc32": "0" * 16}, {"block_bytes": 1}, {"bytes": None}]
+    "entry",
+    [
+        {"block_bytes": 0},
+        {"crc32": ""},
+        {"crc32": 7},
+        {"crc32": "0" * 16},
+        {"block_bytes": 1},
+        {"bytes": None},
+    ],
 )
 def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     build(tmp_path / "d", [[1, 2], [3]])

@@ -43,7 +43,7 @@ def test_ranks_of_a_node_copy_at_the_same_time(tmp_path):
 def test_a_damaged_source_leaves_no_copy(tmp_path):
     build(tmp_path / "d", [[1, 2], [3]])
     damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
-    with pytest.raises(DataError, match="MiB that begins at byte 0;"):
+    with pytest.raises(DataError, match="block that begins at byte 0;"):
         local_copy(tmp_path / "d", tmp_path / "local")
     assert [path.suffix for path in (tmp_path / "local").iterdir()] == [".lock"]
 

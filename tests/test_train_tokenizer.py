@@ -12,6 +12,7 @@ import yaml
 
 from data_utils.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
 from megatron_lite.errors import ConfigError, DataError
+from scripts import train_tokenizer
 from scripts.train_tokenizer import main
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tokenizer.py"
@@ -157,14 +158,15 @@ def test_bad_input_is_named(kind, name, content, message, tmp_path):
     [
         ("byte_bpe", 266, "too small; 256 bytes and the special tokens take 267"),
         ("wordpiece", 6, "too small"),
-        ("sentencepiece", 100, "cannot train this size"),
-        ("sentencepiece", 100_000, "Please set it to a value <="),
+        ("sentencepiece", 100, r"too small; the characters of this text take \d+; give more"),
+        ("sentencepiece", 100_000, r"too large for this text; give at most \d+, or more text"),
     ],
 )
 def test_impossible_sizes(kind, size, message, corpus, tmp_path):
     with pytest.raises(DataError, match=message) as caught:
         main(arguments(kind, corpus, tmp_path, size))
     assert "\n" not in str(caught.value)
+    assert "character_coverage" not in str(caught.value)  # an option of the library, not of the script
 
 
 def test_errors_are_one_line_and_status_2(corpus, tmp_path):
@@ -204,3 +206,14 @@ def test_an_existing_tokenizer_is_not_overwritten(corpus, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json exists"):
         main(arguments("byte_bpe", corpus, tmp_path))
     assert (tmp_path / "tokenizer.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_memory_that_runs_out_is_one_error(corpus, tmp_path, monkeypatch, kind):
+    def texts(args):
+        yield "one"
+        raise MemoryError
+
+    monkeypatch.setattr(train_tokenizer, "read_texts", texts)
+    with pytest.raises(DataError, match="does not fit in memory; give a sample of it"):
+        main(arguments(kind, corpus, tmp_path))
