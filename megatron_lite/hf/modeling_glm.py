@@ -262,15 +262,19 @@ class GLMModel(GLMPreTrainedModel):
             hidden_states=None if states is None else tuple(states),
         )
 
-    @staticmethod
     def _positions_of_part_a(
-        attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
+        self, attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
     ) -> torch.Tensor:
         """Positions 0, 1, 2, ... of the tokens that are not padding: int [B, S]."""
         rows, length, _ = words.shape
         if attention_mask is None or attention_mask.dim() != 2:
-            positions = torch.arange(past_length, past_length + length, device=words.device)
-            return positions.expand(rows, -1)
+            attention_mask = torch.ones(1, past_length + length, device=words.device).expand(rows, -1)
+        limit = self.config.max_position + 1
+        tokens = past_length + length if past_length + length <= limit else int(attention_mask.sum(-1).max())
+        if tokens > limit:
+            raise ValueError(
+                f"a text has {tokens} tokens, but the model has positions for {limit}; shorten it."
+            )
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
