@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,11 +218,18 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        reason = " ".join(str(error).rpartition("] ")[2].split())[:300]  # without the library's source line
-        raise DataError(
-            f"--vocab-size {vocab_size}: SentencePiece cannot train this size here: {reason}"
-        ) from None
+        raise DataError(f"--vocab-size {vocab_size}: {_sentencepiece_reason(str(error))}") from None
     return model.getvalue()
+
+
+def _sentencepiece_reason(message: str) -> str:
+    """What stopped the library, with our own remedy: its advice names options of its own."""
+    if few := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return f"the characters and bytes of this text alone take {few[1]}; set it higher, or clean the text."
+    if many := re.search(r"value <= (\d+)", message):
+        return f"this text gives at most {many[1]} pieces; set it to {many[1]} or less, or give more text."
+    reason = " ".join(message.rpartition("] ")[2].split())[:300]  # without the library's source line
+    return f"SentencePiece cannot train on this text: {reason}"
 
 
 def _require_size(vocab_size: int, needed: int, reason: str) -> None:

@@ -462,6 +462,7 @@ def _import_config(
         shutil.copytree(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
         tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
         tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
+    _check_positions(source, tree)
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     if config.tokenizer is None:
         raise ConfigError(
@@ -479,6 +480,21 @@ def _import_config(
             "tokens; use the tokenizer of this model."
         )
     return config.with_vocab_size(tokenizer.vocab_size), tokenizer
+
+
+def _check_positions(source: Source, tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError if samples are longer than the source's tables, which an import cannot make longer."""
+    last = source.settings.get("max_position")
+    if not isinstance(last, int):
+        return
+    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # all else is checked here
+    length = config.data.sequence_length
+    needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
+    check(
+        needed <= last,
+        f"data.sequence_length ({length}) needs position ids up to {needed}, but the tables of {source.path} end at "
+        f"{last}; add data.sequence_length={length - (needed - last)}.",
+    )
 
 
 def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:

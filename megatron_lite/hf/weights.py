@@ -148,9 +148,13 @@ def load_pickle(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
     except Exception as error:  # a damaged or hostile pickle can raise anything
-        raise CheckpointError(
-            f"{path} is damaged, or holds more than plain data and was not opened: {_one_line(error)}"
-        ) from None
+        # torch's own advice is to open it without this protection.
+        if asked := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"{path} holds more than plain data ({asked[1][:80]}) and was not opened; save its tensors alone where "
+                "you trust it, best as safetensors."
+            ) from None
+        raise CheckpointError(f"{path} is damaged; fetch it again.") from None
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} must hold a dictionary of tensors, not {type(tree).__name__}.")
     return tree
