@@ -18,6 +18,8 @@ from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.generation_config import GenerationConfig
 from megatron_lite.model import GLM, ID_PLANES
 
+MAX_BEAM_BYTES = 16 << 30  # of all beams: cached keys and values, and logits
+LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts
 _EMPTY = torch.empty(0)
 
 
@@ -82,16 +84,30 @@ class BlankFiller:
         blanks = [position for position, token in enumerate(context) if token in masks]
         if not blanks:
             raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
-        limit = self.model.config.max_position
-        if len(context) - 1 > limit:
-            raise DataError(
-                f"the text has {len(context)} tokens, but the model's positions end at {limit}; shorten it."
-            )
+        self.require_room(context)
         self.plan = CachedPlan(self.model.config.num_layers)
         positions = range(len(context))
         self._hidden([list(context)], [list(positions)], [[0] * len(context)])
         search = self._beam if self.config.strategy == "beam" else self._one_by_one
         return [search(position) for position in blanks]
+
+    def require_room(self, context: Sequence[int]) -> None:
+        """Raise DataError if part A has more tokens than the model has positions, or its beams need too much memory."""
+        model, limit = self.model.config, self.model.config.max_position + 1
+        if len(context) > limit:
+            raise DataError(
+                f"a text has {len(context)} tokens with [CLS] and the end, but the model has positions for {limit}; "
+                f"shorten it by {len(context) - limit} tokens, or give a model with a larger model.max_position."
+            )
+        assert model.vocab_size is not None
+        cached = 2 * model.num_layers * model.hidden_size * (len(context) + self._longest())
+        beam_bytes = 4 * (cached + LOGIT_COPIES * model.vocab_size)
+        if self.config.strategy == "beam" and self.config.num_beams * beam_bytes > MAX_BEAM_BYTES:
+            raise DataError(
+                f"num_beams ({self.config.num_beams}) need {self.config.num_beams * beam_bytes / 2**30:.3g} GiB for a "
+                f"text of {len(context)} tokens, more than {MAX_BEAM_BYTES / 2**30:g}; set it to "
+                f"{max(1, MAX_BEAM_BYTES // beam_bytes)} or less, or shorten the text."
+            )
 
     def _hidden(
         self, tokens: list[list[int]], positions: list[list[int]], block_positions: list[list[int]]

@@ -63,8 +63,10 @@ def main() -> None:
     opened.require_blank_infilling({blank for blank in PROMPT_MARKERS for text in texts if blank in text})
     run = opened.with_model()
     filler = BlankFiller(run.model, run.tokenizer.special, config)
-    for text in texts:
-        tokens = run.tokenizer.encode_with_specials(text)
+    encoded = [run.tokenizer.encode_with_specials(text) for text in texts]
+    for tokens in encoded:  # all before the first answer is printed
+        filler.require_room(blank_context(tokens, run.tokenizer.special))
+    for text, tokens in zip(texts, encoded, strict=True):
         spans = filler.fill(blank_context(tokens, run.tokenizer.special))
         decode = run.tokenizer.decode
         parts = [decode(part) for part in insert_spans(tokens, spans, run.tokenizer.special)]

@@ -79,6 +79,15 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
         (["--checkpoint", "absent", "--text", "a [MASK]", "--text", "plain"], "text 'plain' has no blank"),
         (["--checkpoint", "absent", "--text", "a [MASK]", "--strategy", "best"], "must be one of greedy"),
         (["--checkpoint", "absent", "--input", "absent.txt"], "absent.txt: No such file"),
+        (
+            ["--checkpoint", "absent", "--strategy", "beam", "--num-beams", "100000"],
+            "at least 1 and at most 1024",
+        ),
+        (
+            ["--checkpoint", "absent", "--top-p", "0.9"],
+            "top_p is 0.9, but strategy is greedy, which does not use it; set strategy to sample",
+        ),
+        (["--checkpoint", "absent", "--strategy", "sample", "--num-beams", "8"], "set strategy to beam"),
     ],
 )
 def test_generation_is_refused_with_one_line(arguments, message):

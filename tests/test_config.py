@@ -7,6 +7,7 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -97,16 +98,25 @@ def test_a_published_model_has_the_published_size(name):
     assert f"{parameter_count(model) / 1e6:.{digits}f}" == millions.rstrip(".")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_parameter_count_is_that_of_the_real_module(name):
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_parameter_count_is_that_of_the_real_module(path):
+    """And what --dry-run says that one rank holds."""
     import torch
 
+    from megatron_lite.estimate import stages
     from megatron_lite.model import GLM
 
-    config = published(name).model
+    config = load_config([path])
+    if config.model.vocab_size is None:
+        config = config.with_vocab_size(1000)
     with torch.device("meta"):
-        model = GLM(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config)
+        parameters = dict(GLM(config.model).named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == parameter_count(config.model)
+    (stage,) = stages(replace(config, parallel=ParallelConfig()))
+    assert stage.parameters == parameter_count(config.model)
+    width = config.model.embedding_size or config.model.hidden_size
+    padding = len(parameters["embedding.word_embeddings.weight"]) - config.model.vocab_size
+    assert parameter_count(config.model) - parameter_count(config.model, padded=False) == padding * width
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -12,7 +13,11 @@ import yaml
 from conftest import ROOT
 from hf_runs import tree, write_run, write_vocabulary
 
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
+from megatron_lite.errors import DataError
+from megatron_lite.generation import BlankFiller, GenerationConfig
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference import load_run
 from megatron_lite.settings import merge
 
 
@@ -65,3 +70,21 @@ def test_an_import_with_relative_paths_opens_from_elsewhere(run, tmp_path, monke
     (tmp_path / "elsewhere").mkdir()
     done = generate(tmp_path / "back", "--max-length", 2, directory=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_text_beyond_the_positions_is_refused_before_an_answer_is_printed(run):
+    done = generate(run, "--text", "word1 " * 70 + "[MASK]")
+    assert_refused(
+        done, "a text has 73 tokens with [CLS] and the end, but the model has positions for 65; shorten"
+    )
+
+
+def test_more_beams_than_memory_are_refused(run, monkeypatch):
+    opened = load_run(run)
+    config = GenerationConfig(strategy="beam", num_beams=8)
+    filler = BlankFiller(opened.model, opened.tokenizer.special, config)
+    monkeypatch.setattr("megatron_lite.generation.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
+    with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
+        filler.fill([2, 10, 4, 3])
+    three = dataclasses.replace(config, num_beams=3)
+    assert len(BlankFiller(opened.model, opened.tokenizer.special, three).fill([2, 10, 4, 3])) == 1

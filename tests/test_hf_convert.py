@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -23,11 +24,13 @@ from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
 from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
-from megatron_lite.hf import convert, proof, released
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
-from megatron_lite.hf.weights import WORDS, open_directory
+from megatron_lite.hf import proof, released
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory, import_megatron
+from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.weights import PADDING_ROWS, WORDS, open_directory
 from megatron_lite.inference import load_run
-from megatron_lite.settings import merge
+from megatron_lite.settings import merge, parse_override
 
 ROOT = Path(__file__).resolve().parents[1]
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -295,7 +298,7 @@ def test_the_number_of_padding_rows_survives(vocabulary, released_directory, tmp
 def test_padding_rows_of_another_model_are_refused(vocabulary, released_directory, tmp_path):
     repack(released_directory, lambda t: {**t, PADDED: torch.randn(80, 32)})
     import_directory(released_directory, tmp_path / "run", tree(vocabulary))
-    save_file({PADDED: torch.zeros(8, 16)}, tmp_path / "run" / convert.PADDING_ROWS)
+    save_file({PADDED: torch.zeros(8, 16)}, tmp_path / "run" / PADDING_ROWS)
     with pytest.raises(CheckpointError, match=r"padding_rows.*32 columns.*remove it"):
         export_run(tmp_path / "run", tmp_path / "again", ExportOptions(layout="released"))
     assert not (tmp_path / "again").exists()
@@ -441,8 +444,8 @@ BAD = {
     "few rows": "60 rows of word embeddings, but the tokenizer has 72",
     "integers": "attention.dense.weight' is not a floating-point tensor",
     "nan": "does not compute what its source computes",
-    "hostile pickle": "more than plain data and was not opened",
-    "truncated pickle": "pytorch_model.bin is damaged",
+    "hostile pickle": r"more than plain data \(\S+\) and was not opened; save its tensors alone.*safetensors\.$",
+    "truncated pickle": r"pytorch_model.bin is damaged; fetch it again\.$",
     "missing shard": "model-00002.safetensors: .*missing or damaged",
     "index outside": "a shard must lie beside its index",
     "tensor not in shard": "lacks the tensor transformer.more",
@@ -510,6 +513,20 @@ def test_a_configuration_that_does_not_fit_is_refused(vocabulary, released_direc
     with pytest.raises(ConfigError, match=message):
         import_directory(released_directory, tmp_path / "run", settings)
     assert [p.name for p in tmp_path.iterdir()] == ["released"]
+
+
+def test_the_advice_for_a_directory_that_transformers_saved_can_be_followed(vocabulary, exports, tmp_path):
+    """It holds no training.json, so the length of samples is the default, beyond its position tables."""
+    saved = tmp_path / "saved"
+    GLMForBlankInfilling.from_pretrained(exports / "huggingface").save_pretrained(saved)
+    settings = merge(tree(vocabulary), {"data": {"sequence_length": 512}})
+    with pytest.raises(
+        ConfigError, match=r"the tables of .*saved end at 64; add data.sequence_length=64"
+    ) as raised:
+        import_directory(saved, tmp_path / "run", settings)
+    assert "max_position" not in str(raised.value)
+    advice = parse_override(re.findall(r"data\.\S+=\d+", str(raised.value))[0])
+    import_directory(saved, tmp_path / "run", merge(settings, advice))
 
 
 def test_nothing_is_overwritten_and_damage_is_found_before_export(run, tmp_path):
@@ -600,8 +617,9 @@ from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from hf_runs import tree, make_config
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
-from megatron_lite.hf.convert import write_training_checkpoint
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model import parameter_shapes
 

@@ -14,7 +14,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.generation import BlankFiller, blank_context
 from megatron_lite.generation import GenerationConfig as TrainingGeneration
 from megatron_lite.hf import proof
-from megatron_lite.hf.convert import generation_config, glm_config
+from megatron_lite.hf.export import generation_config, glm_config
 from megatron_lite.hf.modeling_glm import (
     GLMForBlankInfilling,
     GLMForMultipleChoice,
@@ -22,6 +22,7 @@ from megatron_lite.hf.modeling_glm import (
     GLMModel,
     visible_keys,
 )
+from megatron_lite.hf.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import write_tokenizer
 from megatron_lite.model import ModelInput
@@ -234,6 +235,19 @@ def test_unusable_input_of_generate_is_refused(made):
         theirs.generate(**inputs, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="a span has the position of its blank"):
         theirs(inputs["input_ids"], block_position_ids=inputs["block_position_ids"])
+    too_long = fast(["word1 " * 70 + "[MASK]", "word1"], padding=True, return_tensors="pt")
+    with pytest.raises(
+        ValueError, match=r"has 73 tokens with \[CLS\].* positions for 65; shorten it by 8 tokens"
+    ):
+        fast.build_inputs_for_generation(too_long)
+    fill = BlankInfillingPipeline(model=theirs, tokenizer=fast)
+    with pytest.raises(ValueError, match="positions for 65; shorten"):
+        fill("word1 " * 70 + "[MASK]")
+    for mask in ({}, {"attention_mask": too_long["attention_mask"]}):
+        with pytest.raises(ValueError, match="a text has 73 tokens, but the model has positions for 65"):
+            theirs.glm(too_long["input_ids"], **mask)
+    short = {name: x[1:] for name, x in too_long.items()}  # 70 columns of padding are no text
+    assert theirs.glm(**short).last_hidden_state.isfinite().all()
 
 
 @torch.no_grad()

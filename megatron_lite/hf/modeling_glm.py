@@ -262,20 +262,24 @@ class GLMModel(GLMPreTrainedModel):
             hidden_states=None if states is None else tuple(states),
         )
 
-    @staticmethod
     def _positions_of_part_a(
-        attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
+        self, attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
     ) -> torch.Tensor:
         """Positions 0, 1, 2, ... of the tokens that are not padding: int [B, S]."""
         rows, length, _ = words.shape
         if attention_mask is None or attention_mask.dim() != 2:
-            positions = torch.arange(past_length, past_length + length, device=words.device)
-            return positions.expand(rows, -1)
+            attention_mask = torch.ones(1, past_length + length, device=words.device).expand(rows, -1)
+        limit = self.config.max_position + 1
+        tokens = past_length + length if past_length + length <= limit else int(attention_mask.sum(-1).max())
+        if tokens > limit:
+            raise ValueError(
+                f"a text has {tokens} tokens, but the model has positions for {limit}; shorten it."
+            )
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
-class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
-    """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
+class GLMWithVocabulary(GLMPreTrainedModel):
+    """The stack with the output projection, tied to the word embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
 
@@ -290,6 +294,10 @@ class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
+
+
+class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
+    """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
 
     @can_return_tuple
     def forward(
@@ -442,20 +450,9 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
         return F.cross_entropy(logits, labels)
 
 
-class GLMForMultipleChoice(GLMPreTrainedModel):
+class GLMForMultipleChoice(GLMWithVocabulary):
     """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the
     model."""
-
-    _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
-
-    def __init__(self, config: GLMConfig):
-        super().__init__(config)
-        self.glm = GLMModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
 
     @can_return_tuple
     def forward(

@@ -124,6 +124,11 @@ class GLMTokenizationMixin:
         self, text: list[int], spans: Sequence[Sequence[int]], open_next: bool = False
     ) -> dict[str, list[int]]:
         """Part A and the spans of its first blanks; `open_next`: then sop for the blank after them."""
+        if len(text) > self.model_max_length:
+            raise ValueError(
+                f"a text has {len(text)} tokens with [CLS] and the end, but the model has positions for "
+                f"{self.model_max_length}; shorten it by {len(text) - self.model_max_length} tokens."
+            )
         blanks = [position for position, token in enumerate(text) if token in self.blank_token_ids]
         if len(spans) + open_next > len(blanks):
             raise ValueError(f"a text has {len(blanks)} blanks; mark more with [MASK], [sMASK] or [gMASK].")
