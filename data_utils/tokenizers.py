@@ -20,10 +20,9 @@ import abc
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,19 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.encoders import Encoder, SentencePieceEncoder, library_or_faster
 from data_utils.special_tokens import SpecialTokens
+from data_utils.tokenizer_readers import (
+    TokenizerConfig,
+    check_byte_alphabet,
+    check_vocab,
+    decode_utf8,
+    merge_results,
+    model_vocab,
+    one_line,
+    parse_json,
+    parse_merges,
+    read_files,
+)
 from megatron_lite.errors import DataError
-from megatron_lite.settings import REQUIRED, choice, setting
-
-KINDS = ("bert_wordpiece", "gpt2_bpe", "sentencepiece", "hf_json")
 
 # Role -> the name shown for it, which is also the name that train_tokenizer.py writes.
 SPECIAL_NAMES = {
@@ -79,30 +87,8 @@ SENTENCE_ENDS = tuple(".?!;:。．｡？！；：…\n")  # noqa: RUF001
 CLOSERS = " \t\"')]}»”’）］｝】》〉」』"  # noqa: RUF001
 
 FINGERPRINT_SCHEME = "glm-tokenizer-1"  # to be changed when ids change for the same files
-MAX_FILE_BYTES = 256 * 2**20
-MAX_VOCAB_SIZE = 2**22
-MAX_REASON_LENGTH = 300
 # Put before special names inside the `tokenizers` library, so that no text equals one. A noncharacter.
 HIDDEN = "\ufdd0"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Which tokenizer, and its options. Options of another kind are ignored."""
-
-    kind: str = setting(REQUIRED, f"file format: {', '.join(KINDS)}")
-    path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or the directory of it")
-    lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
-    fixed_command_tokens: bool = setting(
-        True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
-    )
-
-    def __post_init__(self) -> None:
-        choice("tokenizer kind", self.kind, KINDS)
-
-    def absolute(self) -> TokenizerConfig:
-        """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""
-        return replace(self, path=os.path.abspath(self.path))
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -294,7 +280,7 @@ def assign_special_tokens(found: Mapping[str, int], next_id: int) -> tuple[Speci
 def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
     path = Path(config.path)
     # Not splitlines(): U+2028 and U+0085 are tokens of some vocabularies.
-    lines = _decode_utf8(files["vocab.txt"], path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = decode_utf8(files["vocab.txt"], path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     ids = {token: i for i, token in enumerate(lines)}
     if len(ids) != len(lines):
         again = next(token for i, token in enumerate(lines) if ids[token] != i)
@@ -315,18 +301,18 @@ def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) ->
 
 def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
     path = Path(config.path)
-    ids = _parse_json(files["vocab.json"], path / "vocab.json")
-    _check_vocab(ids, path / "vocab.json")
+    ids = parse_json(files["vocab.json"], path / "vocab.json")
+    check_vocab(ids, path / "vocab.json")
     if sorted(ids.values()) != list(range(len(ids))):
         raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
     found, unused = _gpt2_roles(ids.keys(), path)
-    _check_byte_alphabet(ids, path)
-    merges = _parse_merges(_decode_utf8(files["merges.txt"], path / "merges.txt"), path)
+    check_byte_alphabet(ids, path)
+    merges = parse_merges(decode_utf8(files["merges.txt"], path / "merges.txt"), path)
     try:
         backend = tokenizers.Tokenizer(models.BPE(ids, merges))
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{path}: vocab.json and merges.txt do not belong together: {_reason(error)}; fetch both from one model."
+            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; fetch both from one model."
         ) from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -351,35 +337,23 @@ def _gpt2_roles(names: Set[str], path: Path) -> tuple[dict[str, str], Set[str]]:
     )
 
 
-def _parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
-    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-    first = 1 if lines[0].startswith("#version") else 0
-    merges = []
-    for number, line in enumerate(lines[first:], start=first + 1):
-        left, space, right = line.partition(" ")
-        if not (left and space and right) or " " in right:
-            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two pieces.")
-        merges.append((left, right))
-    return merges
-
-
 def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
     path = Path(config.path)
-    tree = _parse_json(files["tokenizer.json"], path)
+    tree = parse_json(files["tokenizer.json"], path)
     model, added = tree.get("model"), tree.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
         raise DataError(
             f"{path}: no model and added_tokens; give a tokenizer.json of the tokenizers library."
         )
-    ids = _model_vocab(model, path)
+    ids = model_vocab(model, path)
     for token in added:
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise DataError(f"{path}: added token {str(token)[:50]!r} has no content; the file is damaged.")
         ids[token["content"]] = token.get("id")
-    _check_vocab(ids, path)
+    check_vocab(ids, path)
 
     added_names = {token["content"] for token in added}
-    merged = _merge_results(model, path)
+    merged = merge_results(model, path)
     candidates = (ids.keys() - merged) | added_names
     found, unused = _named_roles(candidates, model.get("type"))
     hidden = {token["content"] for token in added if token.get("special")} | set(found.values()) | unused
@@ -395,7 +369,7 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
             )
     byte_level = "ByteLevel" in json.dumps(tree.get("pre_tokenizer"))
     if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
-        _check_byte_alphabet(ids, path)
+        check_byte_alphabet(ids, path)
     return HuggingFaceTokenizer(config, files, backend, ids, found, hidden)
 
 
@@ -411,33 +385,6 @@ def _named_roles(names: Set[str], model_type: Any) -> tuple[dict[str, str], Set[
             if role not in found and candidate in names:
                 found[role] = candidate
     return found, unused
-
-
-def _model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    vocab = model.get("vocab")
-    if isinstance(vocab, dict):
-        return dict(vocab)
-    if isinstance(vocab, list) and all(isinstance(v, list) and len(v) == 2 for v in vocab):  # Unigram
-        return {str(piece): i for i, (piece, _) in enumerate(vocab)}
-    raise DataError(f"{path}: the model has no vocabulary; give a tokenizer.json of the tokenizers library.")
-
-
-def _merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
-    """The tokens that a BPE model makes by merging two others, hence ordinary text."""
-    merges, prefix = model.get("merges") or [], model.get("continuing_subword_prefix") or ""
-    pairs = (
-        [m.split(" ") if isinstance(m, str) else m for m in merges] if isinstance(merges, list) else [merges]
-    )
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
-            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
-        if not (
-            isinstance(prefix, str) and pair[1].startswith(prefix)
-        ):  # the library aborts the process here
-            raise DataError(
-                f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
-            )
-    return {left + right.removeprefix(prefix) for left, right in pairs}
 
 
 def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:
@@ -472,7 +419,7 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
         backend.encode("a \U0010fffd")  # a model that lacks its unknown token fails here, not amid a corpus
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{path}: the tokenizers library cannot use this file: {_reason(error)}; fetch it again."
+            f"{path}: the tokenizers library cannot use this file: {one_line(error)}; fetch it again."
         ) from None
     return backend
 
@@ -539,93 +486,9 @@ def _all_special_names(
     return all_names
 
 
-def read_files(config: TokenizerConfig) -> dict[str, bytes]:
-    """Contents of the tokenizer's files, by their usual names whatever they are called. Raises: DataError."""
-    path = Path(config.path)
-    if not path.exists():
-        raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")
-    if config.kind == "gpt2_bpe":
-        merges = (path if path.is_dir() else path.parent) / "merges.txt"
-        return {
-            "vocab.json": _read(path / "vocab.json" if path.is_dir() else path),
-            "merges.txt": _read(merges),
-        }
-    if config.kind == "sentencepiece":
-        return {"model": _read(_find_sentencepiece_model(path))}
-    name = {"bert_wordpiece": "vocab.txt", "hf_json": "tokenizer.json"}[config.kind]
-    return {name: _read(path / name if path.is_dir() else path)}
-
-
-def _find_sentencepiece_model(path: Path) -> Path:
-    if path.is_file():
-        return path
-    candidates = sorted(path.glob("*.model"))
-    if len(candidates) != 1:
-        names = ", ".join(candidate.name for candidate in candidates) or "none"
-        raise DataError(f"{path} must hold one .model file, but has {names}; set path to the file itself.")
-    return candidates[0]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is not a tokenizer file.")
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"tokenizer file {path}: {error.strerror}; check its kind and path.") from None
-    if not content:
-        raise DataError(f"tokenizer file {path} is empty; fetch it again.")
-    return content
-
-
-def _decode_utf8(content: bytes, path: Path) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"tokenizer file {path} is not UTF-8 text; check its kind and path.") from None
-
-
-def _parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    try:
-        tree = orjson.loads(_decode_utf8(content, path))
-    except orjson.JSONDecodeError as error:
-        raise DataError(
-            f"tokenizer file {path} is not valid JSON: {_reason(error)}; check its kind and path, or fetch it again."
-        ) from None
-    if not isinstance(tree, dict):
-        raise DataError(
-            f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}; check its kind and path."
-        )
-    return tree
-
-
-def _check_vocab(ids: Mapping[str, Any], path: Path) -> None:
-    if not ids:
-        raise DataError(f"{path}: the vocabulary is empty; fetch the file again.")
-    for token, token_id in ids.items():
-        if type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE:
-            raise DataError(
-                f"{path}: id of {token[:50]!r} is {token_id!r}; it must be 0 .. {MAX_VOCAB_SIZE - 1}."
-            )
-
-
-def _check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
-    """A byte without a token would vanish from the text."""
-    missing = set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()
-    if missing:
-        raise DataError(
-            f"{path}: {len(missing)} of the 256 byte symbols have no token, so text would be lost; "
-            "train with the whole byte alphabet."
-        )
-
-
 def _fingerprint(
     config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
 ) -> str:
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:MAX_REASON_LENGTH]

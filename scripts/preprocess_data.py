@@ -23,7 +23,8 @@ from data_utils.build_config import DEFAULT_SHARD_BYTES, BuildConfig
 from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.ranks import Ranks
-from data_utils.tokenizers import KINDS, TokenizerConfig, load_tokenizer
+from data_utils.tokenizer_readers import KINDS
+from data_utils.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,

@@ -8,7 +8,7 @@ import torch
 
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config
-from megatron_lite.hf.convert import write_training_checkpoint
+from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model import GLM, initialize_parameters, parameter_shapes
 from megatron_lite.settings import build

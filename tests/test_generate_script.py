@@ -15,7 +15,8 @@ from hf_runs import tree, write_run, write_vocabulary
 
 from megatron_lite.errors import DataError
 from megatron_lite.generation import BlankFiller, GenerationConfig
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference import load_run
 from megatron_lite.settings import merge
 

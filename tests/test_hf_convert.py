@@ -24,10 +24,11 @@ from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
 from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
-from megatron_lite.hf import convert, proof, released
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
+from megatron_lite.hf import proof, released
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
-from megatron_lite.hf.weights import WORDS, open_directory
+from megatron_lite.hf.weights import PADDING_ROWS, WORDS, open_directory
 from megatron_lite.inference import load_run
 from megatron_lite.settings import merge, parse_override
 
@@ -297,7 +298,7 @@ def test_the_number_of_padding_rows_survives(vocabulary, released_directory, tmp
 def test_padding_rows_of_another_model_are_refused(vocabulary, released_directory, tmp_path):
     repack(released_directory, lambda t: {**t, PADDED: torch.randn(80, 32)})
     import_directory(released_directory, tmp_path / "run", tree(vocabulary))
-    save_file({PADDED: torch.zeros(8, 16)}, tmp_path / "run" / convert.PADDING_ROWS)
+    save_file({PADDED: torch.zeros(8, 16)}, tmp_path / "run" / PADDING_ROWS)
     with pytest.raises(CheckpointError, match=r"padding_rows.*32 columns.*remove it"):
         export_run(tmp_path / "run", tmp_path / "again", ExportOptions(layout="released"))
     assert not (tmp_path / "again").exists()
@@ -616,8 +617,9 @@ from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from hf_runs import tree, make_config
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
-from megatron_lite.hf.convert import write_training_checkpoint
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model import parameter_shapes
 

@@ -14,7 +14,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.generation import BlankFiller, blank_context
 from megatron_lite.generation import GenerationConfig as TrainingGeneration
 from megatron_lite.hf import proof
-from megatron_lite.hf.convert import generation_config, glm_config
+from megatron_lite.hf.export import generation_config, glm_config
 from megatron_lite.hf.modeling_glm import (
     GLMForBlankInfilling,
     GLMForMultipleChoice,

@@ -14,7 +14,8 @@ from transformers import pipeline
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config import Config
 from megatron_lite.errors import CheckpointError
-from megatron_lite.hf.convert import ExportOptions, export_run, import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.inference import open_run
 from megatron_lite.settings import build, merge

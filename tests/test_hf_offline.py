@@ -18,7 +18,7 @@ import torch
 from hf_runs import tree, write_run, write_vocabulary
 
 from megatron_lite.generation import BlankFiller, GenerationConfig, blank_context
-from megatron_lite.hf.convert import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.inference import load_run
 
 ROOT = Path(__file__).resolve().parents[1]

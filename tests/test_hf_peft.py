@@ -4,7 +4,7 @@ import torch
 from hf_runs import tree, write_run, write_vocabulary
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from megatron_lite.hf.convert import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 

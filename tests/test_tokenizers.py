@@ -668,7 +668,7 @@ def test_a_special_token_that_merges_make_is_refused(tmp_path):
 
 
 def test_too_large_a_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_utils.tokenizers.MAX_FILE_BYTES", 3)
+    monkeypatch.setattr("data_utils.tokenizer_readers.MAX_FILE_BYTES", 3)
     (tmp_path / "tokenizer.json").write_text("{  }")
     with pytest.raises(DataError, match="larger than 3 bytes"):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))

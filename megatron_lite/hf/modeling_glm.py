@@ -278,8 +278,8 @@ class GLMModel(GLMPreTrainedModel):
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
-class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
-    """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
+class GLMWithVocabulary(GLMPreTrainedModel):
+    """The stack with the output projection, tied to the word embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
 
@@ -294,6 +294,10 @@ class GLMForBlankInfilling(GLMPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
+
+
+class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
+    """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
 
     @can_return_tuple
     def forward(
@@ -446,20 +450,9 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
         return F.cross_entropy(logits, labels)
 
 
-class GLMForMultipleChoice(GLMPreTrainedModel):
+class GLMForMultipleChoice(GLMWithVocabulary):
     """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the
     model."""
-
-    _tied_weights_keys = {"lm_head.weight": "glm.embedding.word_embeddings.weight"}  # noqa: RUF012
-
-    def __init__(self, config: GLMConfig):
-        super().__init__(config)
-        self.glm = GLMModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
 
     @can_return_tuple
     def forward(

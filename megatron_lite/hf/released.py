@@ -24,6 +24,13 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.hf.weights import Weights, from_state_dict, load_pickle
 
 WORDS = "word_embeddings.weight"
+# Our model settings and the names that the released configurations have for them.
+SETTINGS = {
+    "num_attention_heads": "num_attention_heads",
+    "embedding_dropout": "embedding_dropout_prob",
+    "attention_dropout": "attention_dropout_prob",
+    "output_dropout": "output_dropout_prob",
+}
 _RANK_FILE = re.compile(r"mp_rank_(\d\d)_model_states\.pt")
 # How the reference splits a tensor: dimension, and number of parts that are split one by one (Q, K, V).
 _SPLITS = {
@@ -42,6 +49,15 @@ def released_name(name: str) -> str:
     if name == f"embedding.{WORDS}":
         return WORDS
     return "transformer." + name.removeprefix("embedding.")
+
+
+def our_name(name: str) -> str:
+    inner = name.removeprefix("transformer.")
+    return inner if inner.startswith(("layers.", "final_layernorm.")) else f"embedding.{inner}"
+
+
+def in_released_layout(weights: Weights) -> Weights:
+    return weights.renamed({released_name(name): name for name in weights.shapes})
 
 
 def without_prefix(weights: Weights, origin: Path) -> Weights:

@@ -8,8 +8,11 @@ own writer would hold a whole shard.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +23,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from data_utils.files import require_new_directory
 from megatron_lite.errors import CheckpointError
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
+TRAINING_JSON = "training.json"
+PADDING_ROWS = "padding_rows.safetensors"  # in a run's directory: of the released model it continues
 MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -201,6 +207,27 @@ def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], orig
 
 
 # Writing
+
+
+@contextlib.contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """A directory to fill, renamed to `output` at the end, or removed if anything fails.
+
+    Raises: DataError if `output` holds something; CheckpointError if it cannot be written.
+    """
+    require_new_directory(output)
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
+        partial.mkdir(parents=True)
+        yield partial
+        if output.exists():
+            output.rmdir()
+        os.rename(partial, output)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{output}: {' '.join(str(error).split())}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_safetensors(

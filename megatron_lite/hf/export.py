@@ -1,0 +1,262 @@
+"""A training checkpoint of any layout as our Hugging Face model, or in the released layout, with a proof on logits.
+
+Tensors are streamed; only the proof holds a whole model. A result is made beside its place and renamed when everything,
+the proof included, went well. Rows that pad the vocabulary take no part in training: an import from the released layout
+puts them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has
+none).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from data_utils.objectives import OBJECTIVES
+from data_utils.objectives.base import SpecialTokens
+from megatron_lite import checkpoint
+from megatron_lite.checkpoint_files import write_file
+from megatron_lite.config import ModelConfig, padded_vocab_size
+from megatron_lite.errors import CheckpointError
+from megatron_lite.hf import proof, released
+from megatron_lite.hf.configuration_glm import GLMConfig
+from megatron_lite.hf.model_card import model_card
+from megatron_lite.hf.tokenizer_files import (
+    prove_tokenizer,
+    write_tokenizer,
+)
+from megatron_lite.hf.weights import (
+    DTYPES,
+    PADDING_ROWS,
+    TRAINING_JSON,
+    WORDS,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_directory,
+    open_safetensors,
+    write_sharded,
+)
+from megatron_lite.inference import OpenRun, load_model, objective_names, open_run
+from megatron_lite.model import parameter_shapes
+from megatron_lite.settings import check, choice, setting, to_tree
+
+LAYOUTS = ("huggingface", "released")
+
+_PREFIX = "glm."
+
+_CODE = ("configuration_glm.py", "modeling_glm.py", "tokenization_glm.py", "pipeline_glm.py")
+
+_AUTO_MAP = {
+    "AutoConfig": "configuration_glm.GLMConfig",
+    "AutoModel": "modeling_glm.GLMModel",
+    "AutoModelForSeq2SeqLM": "modeling_glm.GLMForBlankInfilling",
+    "AutoModelForSequenceClassification": "modeling_glm.GLMForSequenceClassification",
+    "AutoModelForMultipleChoice": "modeling_glm.GLMForMultipleChoice",
+}
+
+_PIPELINES = {
+    "blank-infilling": {
+        "impl": "pipeline_glm.BlankInfillingPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+        "type": "text",
+    }
+}
+
+# Sections of a run's configuration that say what was trained, and not on which machine.
+_PORTABLE_SECTIONS = (
+    "model",
+    "training",
+    "batch",
+    "optimizer",
+    "schedule",
+    "objectives",
+    "objective_starts",
+    *OBJECTIVES,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    layout: str = setting(
+        "huggingface", "huggingface, or released (names and vocabulary rows of the released GLM)"
+    )
+    dtype: str = setting("fp32", "type of the written weights: fp32, bf16 or fp16")
+    max_shard_bytes: int = setting(5 * 10**9, "largest weight file; a single tensor may exceed it")
+    verify: bool = setting(True, "run both models and compare logits")
+    tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
+
+    def __post_init__(self) -> None:
+        choice("layout", self.layout, LAYOUTS)
+        choice("dtype", self.dtype, tuple(DTYPES))
+        check(self.max_shard_bytes >= 1, f"max_shard_bytes is {self.max_shard_bytes}; it must be positive.")
+
+
+def export_run(
+    path: Path, output: Path, options: ExportOptions, tokenizer_path: Path | None = None
+) -> proof.Proof | None:
+    """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
+
+    Returns: what the proof found, None without one. Raises: CheckpointError, DataError or ConfigError;
+    `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        run = open_run(path, tokenizer_path)
+        _check_exportable(run, options.layout)
+        found, model = run.checkpoint, run.config.model
+        weights = Weights(found.shapes, checkpoint.weight_reader(found))
+        check_shapes(weights, parameter_shapes(model), found.path)
+        if options.layout == "released":
+            padded = _with_padding_rows(weights, model, found.path.parent.parent / PADDING_ROWS)
+            _write_released(directory, padded, model, options)
+        else:
+            _write_huggingface(directory, weights, run, options)
+            _write_provenance(directory, run)
+        return _prove_export(directory, run, options) if options.verify else None
+
+
+def _check_exportable(run: OpenRun, layout: str) -> None:
+    path, names = run.checkpoint.path, objective_names(run.objectives)
+    if not run.config.model.is_plain:
+        raise CheckpointError(
+            f"checkpoint {path} is of a model with heads, embeddings or shared layers that the Hugging Face classes "
+            "do not have; only models of GLM's own layers can be exported."
+        )
+    if layout == "released" and "blank_infilling" not in names:
+        raise CheckpointError(
+            f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
+            "fill blanks, cannot say; use --layout huggingface."
+        )
+
+
+def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options: ExportOptions) -> None:
+    config, tokenizer = run.config, run.tokenizer
+    exported = weights.renamed({_PREFIX + name: name for name in weights.shapes})
+    write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
+    described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
+    described.trained_objectives = objective_names(run.objectives)
+    described.save_pretrained(directory)
+    generation_config(tokenizer.special).save_pretrained(directory)
+    write_tokenizer(tokenizer, directory, config.model.max_position + 1)
+    for name in _CODE:
+        shutil.copyfile(Path(__file__).with_name(name), directory / name)
+
+
+def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
+    write_sharded(
+        directory, released.in_released_layout(weights), DTYPES[options.dtype], options.max_shard_bytes
+    )
+    described = {
+        "model_type": "glm",
+        "vocab_size": weights.shapes[WORDS][0],
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "max_sequence_length": config.max_position,
+        "block_position_encoding": True,
+        "initializer_range": config.init_std,
+        "output_predict": True,
+        **{theirs: getattr(config, ours) for ours, theirs in released.SETTINGS.items()},
+    }
+    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
+    """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
+    assert config.vocab_size is not None
+    if not kept.exists():
+        return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
+    padding = open_safetensors(kept)
+    rows, columns = padding.shapes.get(WORDS, (0, 0))
+    if columns != config.hidden_size:
+        raise CheckpointError(
+            f"{kept} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
+        )
+
+    def read(name: str) -> torch.Tensor:
+        tensor = weights.read(name)
+        return torch.cat([tensor, padding.read(WORDS)]) if name == WORDS else tensor
+
+    return Weights({**weights.shapes, WORDS: (config.vocab_size + rows, columns)}, read)
+
+
+def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
+    """The transformers configuration of a training configuration."""
+    assert config.vocab_size is not None
+    described = GLMConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        max_position=config.max_position,
+        embedding_dropout=config.embedding_dropout,
+        attention_dropout=config.attention_dropout,
+        output_dropout=config.output_dropout,
+        layernorm_epsilon=config.layernorm_epsilon,
+        initializer_range=config.init_std,
+        gelu=config.gelu,
+        cls_token_id=special.cls,
+        sop_token_id=special.sop,
+        eop_token_id=special.eop,
+        eos_token_id=special.eos,
+        pad_token_id=special.pad,
+        mask_token_ids=sorted({special.mask, special.smask, special.gmask}),
+        architectures=["GLMForBlankInfilling"],
+        dtype=dtype,
+    )
+    described.auto_map = dict(_AUTO_MAP)
+    described.custom_pipelines = _PIPELINES
+    return described
+
+
+def generation_config(special: SpecialTokens) -> GenerationConfig:
+    """Greedy, a span ends at eop or eos, and no other special token is ever written, as in
+    scripts/generate.py."""
+    ends = {special.eop, special.eos}
+    return GenerationConfig(
+        eos_token_id=sorted(ends),
+        pad_token_id=special.pad,
+        suppress_tokens=sorted(set(asdict(special).values()) - ends),
+        max_new_tokens=64,
+    )
+
+
+def _write_provenance(directory: Path, run: OpenRun) -> None:
+    """training.json, for the way back, and the model card."""
+    found, tokenizer, tree = run.checkpoint, run.tokenizer, to_tree(run.config)
+    described = {
+        "format": "megatron-lite-export",
+        "step": found.step,
+        "config": {
+            **{name: tree[name] for name in _PORTABLE_SECTIONS},
+            "data": {name: tree["data"][name] for name in ("sequence_length", "row_length")},
+        },
+        "tokenizer": {
+            **{k: v for k, v in asdict(tokenizer.config).items() if k != "path"},
+            "fingerprint": tokenizer.fingerprint,
+        },
+        "state": {key: value for key, value in found.state.items() if key != "config"},
+    }
+    write_file(directory / TRAINING_JSON, (json.dumps(described, indent=1) + "\n").encode())
+    (directory / "README.md").write_text(model_card(run), encoding="utf-8")
+
+
+def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:
+    config = run.config.model
+    batch = proof.proof_batch(config)
+    dtype = DTYPES[options.dtype]  # a model rounded to half precision is compared with itself rounded
+    model = load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float())
+    expected = proof.training_logits(model, batch)
+    del model
+    if options.layout == "released":
+        actual = proof.released_logits([open_directory(directory)], config, batch)
+    else:
+        prove_tokenizer(run.tokenizer, directory)
+        actual = proof.exported_logits(directory, batch)
+    result = proof.compare(actual, expected, options.tolerance)
+    result.require(options.tolerance, f"the export of {run.checkpoint.path}")
+    return result

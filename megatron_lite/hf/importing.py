@@ -1,0 +1,302 @@
+"""A Hugging Face directory, or the reference's model-parallel shards, as a run to continue from, with a proof.
+
+    import_directory   a Hugging Face directory in either layout
+    import_megatron    the reference's mp_rank_XX_model_states.pt
+
+An import has no optimizer state: its Adam moments are zero and its step is 0. See export.py for memory and for the rows
+that pad a vocabulary.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from data_utils.objectives.base import SpecialTokens
+from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite import checkpoint
+from megatron_lite.boxes import Box, matrix_shape
+from megatron_lite.checkpoint_files import describe_file
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.hf import proof, released
+from megatron_lite.hf.tokenizer_files import (
+    TRAINING_TOKENIZER,
+    training_tokenizer,
+)
+from megatron_lite.hf.weights import (
+    PADDING_ROWS,
+    TRAINING_JSON,
+    WORDS,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_directory,
+    read_json,
+    write_safetensors,
+)
+from megatron_lite.inference import load_model
+from megatron_lite.model import parameter_shapes
+from megatron_lite.settings import build, check, merge, to_tree
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to import."""
+
+    path: Path
+    weights: Weights  # whole tensors by our parameters' names
+    shards: list[Weights] | None  # the same in the released layout, for its arithmetic; None = our own layout
+    settings: dict[str, Any]  # what it says about the model, as a configuration's model section
+    base: dict[str, Any]  # the configuration it was trained with, where it says so
+
+
+def import_directory(
+    source: Path, output: Path, tree: Mapping[str, Any], **options: Any
+) -> proof.Proof | None:
+    """Make the run directory `output` from a Hugging Face directory, ours or in the released layout.
+
+    Args:
+        tree: configuration of the run to come, on top of what the directory says.
+        options: as import_source.
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    return import_source(open_source(source), output, tree, **options)
+
+
+def import_megatron(
+    source: Path, output: Path, tree: Mapping[str, Any], **options: Any
+) -> proof.Proof | None:
+    """The same from the reference's `mp_rank_XX_model_states.pt`.
+
+    These do not say how many attention heads there are: `tree` must, and no proof can notice a wrong number.
+    """
+    shards = released.open_model_parallel(source)
+    return import_source(_released_source(source, shards, {}), output, tree, **options)
+
+
+def open_source(path: Path) -> Source:
+    """A Hugging Face directory. Its layout is told by the tensors' names: others use the model type "glm"
+    too."""
+    described = read_json(path / "config.json")
+    weights = open_directory(path)
+    if not any(name.endswith(WORDS) for name in weights.shapes):
+        return _released_source(path, [released.without_prefix(weights, path)], described)
+    prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)
+    tied = {"lm_head.weight"}
+    names = {name.removeprefix(prefix): name for name in weights.shapes if name not in tied}
+    fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
+              "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
+    settings = {name: described[name] for name in fields if name in described}
+    return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
+
+
+def _recorded_configuration(path: Path) -> dict[str, Any]:
+    """What an export of ours says about its training: a configuration tree, {} if nothing."""
+    if not (path / TRAINING_JSON).exists():
+        return {}
+    recorded = read_json(path / TRAINING_JSON)
+    tree, tokenizer = recorded.get("config"), recorded.get("tokenizer")
+    if not isinstance(tree, dict) or not isinstance(tokenizer, dict):
+        raise CheckpointError(
+            f"{path / TRAINING_JSON} has no config and tokenizer; fetch it again, or remove it."
+        )
+    if (path / TRAINING_TOKENIZER).is_dir():
+        options = {key: value for key, value in tokenizer.items() if key not in ("fingerprint", "path")}
+        tree = {**tree, "tokenizer": options}
+    return tree
+
+
+def _released_source(path: Path, shards: list[Weights], described: Mapping[str, Any]) -> Source:
+    whole = released.merged(shards, path)
+    layers = {name.split(".")[2] for name in whole.shapes if name.startswith("transformer.layers.")}
+    try:
+        positions, hidden_size = whole.shapes["transformer.position_embeddings.weight"]
+    except (KeyError, ValueError):
+        raise CheckpointError(
+            f"{path} has no table transformer.position_embeddings.weight; it is not a GLM."
+        ) from None
+    settings = {"num_layers": len(layers), "hidden_size": hidden_size, "max_position": positions - 1}
+    settings |= {ours: described[theirs] for ours, theirs in released.SETTINGS.items() if theirs in described}
+    ours = {released.our_name(name): name for name in whole.shapes}
+    return Source(path, whole.renamed(ours), shards, settings, {})
+
+
+def import_source(
+    source: Source,
+    output: Path,
+    tree: Mapping[str, Any],
+    *,
+    copy_eop_to_gmask: bool = False,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
+) -> proof.Proof | None:
+    """Write a run directory with one checkpoint at step 0 and its config.yaml.
+
+    Args:
+        copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for
+            both.
+    """
+    with new_directory(output) as directory:
+        config, tokenizer = _import_config(source, output, directory, tree)
+        weights = source.weights
+        if WORDS in weights.shapes:  # else the check below names it
+            weights = weights.with_rows(WORDS, tokenizer.vocab_size)
+        if copy_eop_to_gmask:
+            check(
+                source.shards is not None, "--copy-eop-to-gmask is for weights in the released layout only."
+            )
+            weights = _with_copied_row(weights, tokenizer.special)
+            source = replace(source, shards=[released.in_released_layout(weights)])
+        shapes = parameter_shapes(config.model)
+        check_shapes(weights, shapes, source.path)
+        if source.shards is not None:
+            _keep_padding_rows(source.weights, tokenizer.vocab_size, directory / PADDING_ROWS)
+        path = directory / "checkpoints" / checkpoint.checkpoint_name(0)
+        write_training_checkpoint(path, Weights(shapes, weights.read), config)
+        config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        (directory / "config.yaml").write_text(config_text, encoding="utf-8")
+        return _prove_import(source, path, config.model, tolerance) if verify else None
+
+
+def _keep_padding_rows(weights: Weights, vocab_size: int, path: Path) -> None:
+    """Write the rows that follow the vocabulary, so that an export in the released layout is bit-equal."""
+    rows, *columns = weights.shapes[WORDS]
+    padding = weights.read(WORDS)[vocab_size:]
+    shapes = {WORDS: (rows - vocab_size, *columns)}
+    write_safetensors(path, [padding], shapes, torch.float32, {"format": "pt"})
+
+
+def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: float) -> proof.Proof:
+    batch = proof.proof_batch(config)
+    if source.shards is None:
+        expected = proof.exported_logits(source.path, batch)
+    else:
+        check(
+            config.num_attention_heads % len(source.shards) == 0,
+            f"model.num_attention_heads ({config.num_attention_heads}) must be a multiple of the "
+            f"{len(source.shards)} shards of {source.path}; give the number the model was trained with.",
+        )
+        expected = proof.released_logits(source.shards, config, batch)
+    model = load_model(checkpoint.read_checkpoint(path), config)
+    result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
+    result.require(tolerance, f"the import of {source.path}")
+    return result
+
+
+def _import_config(
+    source: Source, output: Path, directory: Path, tree: Mapping[str, Any]
+) -> tuple[Config, Tokenizer]:
+    """The configuration of the run to come, its tokenizer's files copied to `directory` if they come with the
+    model."""
+    given = tree.get("model") if isinstance(tree.get("model"), Mapping) else {}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position"):
+        if (
+            name in source.settings
+            and given
+            and given.get(name, source.settings[name]) != source.settings[name]
+        ):
+            raise ConfigError(
+                f"model.{name} is {given[name]}, but {source.path} has {source.settings[name]}; "
+                "use its configuration."
+            )
+    tree = merge(merge(source.base, {"model": source.settings}), tree)
+    brings_tokenizer = isinstance(tree.get("tokenizer"), Mapping) and "path" not in tree["tokenizer"]
+    if brings_tokenizer:
+        shutil.copytree(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
+        tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
+        tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
+    _check_positions(source, tree)
+    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    if config.tokenizer is None:
+        raise ConfigError(
+            f"{source.path} does not say which tokenizer it needs; set tokenizer.kind and tokenizer.path."
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    kept = config.tokenizer
+    if brings_tokenizer:
+        kept = build(TokenizerConfig, training_tokenizer(kept, output / "tokenizer"))
+    config = replace(config, tokenizer=kept.absolute())
+    rows = source.weights.shapes.get(WORDS, (0,))[0]
+    if rows < tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{source.path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} "
+            "tokens; use the tokenizer of this model."
+        )
+    return config.with_vocab_size(tokenizer.vocab_size), tokenizer
+
+
+def _check_positions(source: Source, tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError if samples are longer than the source's tables, which an import cannot make longer."""
+    last = source.settings.get("max_position")
+    if not isinstance(last, int):
+        return
+    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # all else is checked here
+    length = config.data.sequence_length
+    needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
+    check(
+        needed <= last,
+        f"data.sequence_length ({length}) needs position ids up to {needed}, but the tables of {source.path} end at "
+        f"{last}; add data.sequence_length={length - (needed - last)}.",
+    )
+
+
+def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:
+    def read(name: str) -> torch.Tensor:
+        tensor = weights.read(name)
+        if name == WORDS:
+            tensor = tensor.clone()
+            tensor[special.gmask] = tensor[special.eop]
+        return tensor
+
+    return Weights(weights.shapes, read)
+
+
+def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:
+    """A checkpoint of step 0 with these weights and Adam moments of zero, which any layout can load."""
+    path.mkdir(parents=True)
+    name = "rank_00000.safetensors"
+    pieces, shapes = [], {}
+    for parameter, shape in weights.shapes.items():
+        rows, columns = matrix_shape(shape)
+        box = astuple(Box(0, rows, 0, columns))
+        for kind in checkpoint.KINDS:
+            key = f"{parameter}/{kind}/0.0"
+            pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
+            shapes[key] = (rows, columns)
+    write_safetensors(path / name, _with_moments(weights), shapes, torch.float32, {"format": "pt"})
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "version": checkpoint.FORMAT_VERSION,
+        "step": 0,
+        "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
+        "files": {name: describe_file(path / name)},
+        "pieces": pieces,
+        "optimizer": {"adam_step": 0.0, "loss_scaler": {}},
+        "state": {
+            "step": 0,
+            "consumed_samples": 0,
+            "consumed_tokens": 0,
+            "skipped_steps": 0,
+            "skipped_in_a_row": 0,
+            "config": to_tree(config),
+            "data": None,
+        },
+    }
+    checkpoint.write_manifest(path, manifest)
+
+
+def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
+    for name in tqdm(weights.shapes, desc="writing parameters", disable=None):
+        weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
+        yield weight
+        zeros = torch.zeros(1).expand(weight.shape)
+        for _ in checkpoint.KINDS[1:]:
+            yield zeros
