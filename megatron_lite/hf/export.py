@@ -20,6 +20,7 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import SpecialTokens
 from megatron_lite import checkpoint
 from megatron_lite.checkpoint_files import write_file
+from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
