@@ -10,6 +10,9 @@ import logging
 import sys
 from pathlib import Path
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import yaml
 
 from data_utils.files import require_directory, require_writable
