@@ -11,6 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import yaml
 
 from data_utils.files import require_directory, require_writable

@@ -12,7 +12,6 @@ Peak memory is that of a forked process beyond the inputs (q, k, v and the gradi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -24,17 +23,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
 import yaml
 
+from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
 from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD, GRP, ORD
 from megatron_lite.attention import CallPlan, plan_attention
 from megatron_lite.cpu_memory import keep_freed_memory
-from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 
 HEAD_DIM = 64
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal
@@ -222,9 +225,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     recipes = [f"blank_infilling:{path.stem}" for path in sorted(RECIPES.glob("*.yaml"))]
     add(
@@ -261,16 +262,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    for name in ("heads", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
-    if min(options.lengths) < 16:
-        raise ConfigError(f"--lengths holds {min(options.lengths)}; it must be at least 16.")
+    check_at_least(options, 1, "heads", "repeats", "threads")
+    check_at_least(options, 16, "lengths")
+    check_places(result=options.json)
     if options.clock == "process" and options.threads > 1:
         raise ConfigError("--clock process counts CPU time of one thread; use it with --threads 1.")
     records = measure(options)
     if options.json:
-        Path(options.json).write_text(json.dumps(records, indent=1))
+        write_json(options.json, records)
     if options.plot:
         plot(records, options.plot)
     return 0

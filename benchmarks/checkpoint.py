@@ -30,12 +30,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import torch
 
+from benchmarks.arguments import check_at_least, check_places, write_json
 from megatron_lite import checkpoint
 from megatron_lite.config import CheckpointConfig, Config, ParallelConfig
 from megatron_lite.engine import Engine, make_engine
-from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.errors import ArgumentParser, run_command
 from megatron_lite.launch import Launch
 from megatron_lite.parallel_context import ParallelContext, initialize
 from megatron_lite.saver import Saver
@@ -372,9 +376,7 @@ def table(measured: dict[str, Any], ranks: int) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="large", help="large: 335 M parameters (default)")
     parser.add_argument(
         "--ranks", type=int, default=2, help="processes that load what one saved (default: 2)"
@@ -386,9 +388,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args(arguments)
-    for name in ("ranks", "repeats"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
+    check_at_least(options, 1, "ranks", "repeats")
+    check_places(options.directory, options.json)
     root = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=options.directory))
     try:
         measured = measure(root, options)
@@ -396,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(root, ignore_errors=True)
     print("\n".join(table(measured, options.ranks)))
     if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+        write_json(options.json, measured)
     return 0
 
 

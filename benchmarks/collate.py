@@ -15,7 +15,6 @@ whatever the length of the rows that come of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -25,6 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 
 from data_utils.collate import Collator
@@ -37,7 +39,7 @@ from data_utils.objectives import (
     make_one,
 )
 from data_utils.objectives.base import FIELDS
-from megatron_lite.errors import run_command
+from megatron_lite.errors import ArgumentParser, run_command
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=30522, eop=30523, eos=0, pad=0, unk=100, dblock=99
@@ -195,9 +197,7 @@ def measure_numpy() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="also print the results as one JSON line")
     parser.add_argument("--case", default="", help="only cases whose name contains this, and token")
     arguments = parser.parse_args()

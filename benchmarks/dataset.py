@@ -30,8 +30,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 
+from benchmarks.arguments import check_at_least, check_places
 from data_utils.collate import Collator
 from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
@@ -39,7 +43,7 @@ from data_utils.loader import SampleLoader
 from data_utils.mixture import Mixture
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, SpecialTokens
 from data_utils.sampler import WindowIndex
-from megatron_lite.errors import run_command
+from megatron_lite.errors import ArgumentParser, run_command
 
 WINDOW = 512  # tokens
 BATCH = 64  # samples
@@ -210,9 +214,7 @@ def measure_cold(prefix: Path, seconds: float) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--directory", help="where the files are made (default: the system's)")
     parser.add_argument("--documents", type=int, nargs="*", default=[10_000_000, 100_000_000])
     parser.add_argument("--warm-megabytes", type=int, default=200)
@@ -225,6 +227,9 @@ def main() -> int:
     )
     parser.add_argument("--open", help=argparse.SUPPRESS)  # what the fresh processes run
     arguments = parser.parse_args()
+    check_at_least(arguments, 1, "documents", "warm_megabytes")
+    check_at_least(arguments, 0, "cold_gigabytes", "cold_seconds")
+    check_places(arguments.directory)
     if arguments.open:
         print(json.dumps(measure_open(Path(arguments.open))))
         return 0

@@ -11,7 +11,6 @@ guessing costs ln 2 = 0.693 nats, and telling neighbours apart takes longer than
 
 from __future__ import annotations
 
-import argparse
 import socket
 import subprocess
 import sys
@@ -23,14 +22,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import yaml
 from tqdm import tqdm
 from unigram_baseline import last_validation, unigram_losses
 
+from benchmarks.arguments import check_at_least
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import SENTENCE_LEVEL
 from megatron_lite.config import load_config
-from megatron_lite.errors import DataError, run_command
+from megatron_lite.errors import ArgumentParser, DataError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {
@@ -120,9 +123,7 @@ def rows_of(name: str, layouts: list[str], quickstart: Path, steps: int, directo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "--quickstart", type=Path, default=ROOT / "quickstart", help="directory of scripts/quickstart.sh"
     )
@@ -130,6 +131,7 @@ def main() -> int:
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
+    check_at_least(args, 1, "steps")
     if not (args.quickstart / "tokenizer/tokenizer.json").exists():
         raise DataError(f"{args.quickstart} holds no tokenizer and corpora; run scripts/quickstart.sh first.")
     print(f"| objective | loss | unigram | {' | '.join(args.layout)} | seconds |")

@@ -9,15 +9,18 @@ and sentence ends are random, which matters for the sentence objective of blank 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 
+from benchmarks.arguments import check_at_least
 from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
 from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
@@ -25,7 +28,7 @@ from data_utils.mixture import Mixture
 from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
 from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
 from data_utils.sampler import WindowIndex
-from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 
 # name: config of blank infilling, beside the objectives with their defaults
 MORE_CASES = {
@@ -70,20 +73,15 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--prefix", required=True, help="dataset path without .bin/.idx/.json")
     add("--lengths", nargs="+", type=int, default=[512, 2048], help="source tokens (default: 512 2048)")
     add("--case", default="", help="only objectives whose name contains this")
     add("--samples", type=int, default=2000, help="at most an epoch (default: 2000)")
     options = parser.parse_args(arguments)
-    if options.samples < 1 or min(options.lengths) < 16:
-        raise ConfigError(
-            f"--samples is {options.samples} and the least of --lengths {min(options.lengths)}; they must be at "
-            "least 1 and 16."
-        )
+    check_at_least(options, 1, "samples")
+    check_at_least(options, 16, "lengths")
     names = [name for name in [*OBJECTIVES, *MORE_CASES] if options.case in name]
     if not names:
         raise ConfigError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 import re
 import statistics
 import sys
@@ -28,15 +27,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the ranks are forked by the tests' harness
 
+import megatron_lite.entry  # noqa: F401, E402
+
+# isort: split
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks import train_step  # noqa: E402
+from benchmarks.arguments import check_at_least, check_places, write_json  # noqa: E402
 from data_utils.objectives.base import DOC, WEIGHTS  # noqa: E402
 from megatron_lite.config import Config, ParallelConfig  # noqa: E402
 from megatron_lite.engine import MicroBatch, make_engine  # noqa: E402
-from megatron_lite.errors import ConfigError, run_command  # noqa: E402
+from megatron_lite.errors import ArgumentParser, ConfigError, run_command  # noqa: E402
 from megatron_lite.launch import Launch  # noqa: E402
 from megatron_lite.metrics import count_visible_keys, peak_tflops, step_flops  # noqa: E402
 from megatron_lite.parallel_context import ParallelContext, initialize  # noqa: E402
@@ -274,9 +277,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
         "--layouts",
@@ -299,10 +300,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    for name in ("samples", "micro_batch", "repeats"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    check_at_least(options, 1, "samples", "micro_batch", "repeats", "limit_seconds")
+    check_places(result=options.json)
     layouts = [Layout.parse(text) for text in options.layouts]
     for layout in layouts:
         configuration(layout, options).batch.accumulation_steps(
@@ -317,14 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     print(table(rows))
     if options.json:
-        try:
-            options.json.write_text(
-                json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"--json {options.json}: {error.strerror}; give a file in an existing directory."
-            ) from None
+        write_json(options.json, [asdict(row) for row in rows])
     return 0
 
 

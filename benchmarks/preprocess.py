@@ -45,6 +45,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 import orjson
 import sentencepiece
@@ -52,7 +55,9 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 from tqdm import tqdm
 
-from megatron_lite.errors import DataError, run_command
+from benchmarks.arguments import check_at_least
+from data_utils.files import require_writable
+from megatron_lite.errors import ArgumentParser, DataError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -428,9 +433,7 @@ def measure(family: str, language: str, path: Path, arguments: argparse.Namespac
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
         "--work",
@@ -462,6 +465,8 @@ def main() -> int:
         if arguments.yardstick == "datatrove":
             return datatrove(*files, arguments.workers)
         return yardstick(arguments.yardstick, *files, arguments.workers)
+    check_at_least(arguments, 1, "megabytes", "yardstick_megabytes", "workers")
+    require_writable(Path(arguments.work) / "corpus", "--work")
     work = Path(arguments.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     paths = {name: corpus(work, name, arguments.megabytes) for name in arguments.languages}

@@ -13,7 +13,6 @@ and a short model alone would overstate the head, which is where GLM saves most.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,19 +23,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.collate import Collator
 from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory
 from megatron_lite.cross_entropy import cross_entropy
-from megatron_lite.errors import ConfigError, run_command
+from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.linear import linear
 from megatron_lite.metrics import GPU_PEAK_TFLOPS, count_visible_keys, step_flops
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
@@ -377,9 +380,7 @@ def mfu_lines(rows: list[Row], device: torch.device) -> list[str]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="(default: all)")
     add("--dtype", default="bf16", choices=DTYPES, help="of weights and activations (default: bf16)")
@@ -405,10 +406,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    for name in ("micro_batch", "repeats", "threads"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    check_at_least(options, 1, "micro_batch", "repeats", "threads")
+    check_places(result=options.json)
     if options.layers is not None and options.layers < 2:
         raise ConfigError(f"--layers is {options.layers}; it must be at least 2, a slope needs two depths.")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -435,14 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
     for line in mfu_lines(rows, torch.device(options.device)):
         print(line)
     if options.json:
-        try:
-            options.json.write_text(
-                json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"--json {options.json}: {error.strerror}; give a file in an existing directory."
-            ) from None
+        write_json(options.json, [asdict(row) for row in rows])
     return 0
 
 

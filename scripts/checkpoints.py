@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 from tqdm import tqdm
 
 from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, run_command

@@ -14,6 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 from data_utils.files import require_directory, require_new_directory
 from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.settings import load_yaml, merge, parse_override

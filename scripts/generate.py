@@ -11,6 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 from data_utils.files import require_directory
 from data_utils.tokenizers import PROMPT_MARKERS
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command

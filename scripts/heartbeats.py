@@ -11,6 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 from megatron_lite.errors import ArgumentParser, DataError, run_command
 from megatron_lite.watchdog import heartbeat_directory, read_heartbeats
 

@@ -17,6 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 import matplotlib
 
 matplotlib.use("Agg")  # writes files, needs no display

@@ -18,6 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_lite.entry  # noqa: F401
+
+# isort: split
 from data_utils.build import build_corpus
 from data_utils.build_config import DEFAULT_SHARD_BYTES, BuildConfig
 from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS

@@ -96,6 +96,23 @@ def test_generation_is_refused_with_one_line(arguments, message):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
 
 
+@pytest.mark.parametrize(
+    "script",
+    [path for folder in (".", "scripts", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))
+     if "__main__" in path.read_text(encoding="utf-8")],
+    ids=lambda path: path.stem,
+)  # fmt: skip
+def test_a_python_without_the_requirements_is_answered_in_one_line(script):
+    """-S leaves out site-packages: what a Python of the system has."""
+    done = subprocess.run([sys.executable, "-S", "-E", str(script)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    remedy = (
+        "activate the environment (source .venv/bin/activate), or install it: pip install -r requirements.txt"
+    )
+    assert remedy in done.stderr or script.stem == "heartbeats"  # which needs nothing but Python
+
+
 EARLY_MISTAKES = {
     "scripts.generate": ["--checkpoint", "absent", "--text", "a [MASK]"],
     "scripts.fill_examples": ["--checkpoint", "absent"],

@@ -142,6 +142,37 @@ def test_scripts_start_without_installation(tmp_path):
         assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
 
 
+MISTAKES = {
+    "attention": (["--lengths", "8"], "--lengths is 8; it must be at least 16"),
+    "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
+    "collate": (["--no-such"], "unrecognized arguments: --no-such"),
+    "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
+    "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
+    "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
+    "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
+    "preprocess": (["--work", "file/work"], "file is not a writable directory"),
+    "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
+}
+
+
+def test_every_benchmark_has_a_mistake_to_refuse():
+    starts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    assert starts == set(MISTAKES)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_is_measured(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    arguments, message = MISTAKES[name]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 2 and result.stdout == "" and message in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):
     file = tmp_path / "rows.json"
     layouts = ["1x1x1", "1x1x2", "1x1x2+zero2", "2x1x1", "1x2x1+full"]

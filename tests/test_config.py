@@ -32,7 +32,6 @@ from megatron_lite.settings import build, merge, parse_override, to_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "configs"
-OBJECTIVES = sorted((MODELS / "objectives").glob("*.yaml"))
 
 # The published models: layers, hidden size, heads, largest position, padded vocabulary, million parameters.
 PUBLISHED = {
@@ -134,12 +133,20 @@ def test_a_published_recipe_is_that_of_the_reference(name):
         assert (objective.document_min_ratio, objective.block_mask_prob) == (0.25, 0.1)
 
 
-@pytest.mark.parametrize(
-    "objective", [path for path in OBJECTIVES if path.stem != "paper"], ids=lambda p: p.stem
-)
-def test_a_models_own_objective_file_changes_nothing(objective):
-    name = f"glm-{objective.stem}"
-    assert load_config([MODELS / f"{name}.yaml", objective]) == published(name)
+def test_the_papers_mix_may_be_laid_over_a_model():
+    """Short spans and long ones, half each; everything else stays the model's."""
+    config = load_config([MODELS / "glm-10b.yaml", MODELS / "objectives/paper.yaml"])
+    mix = config.blank_infilling
+    assert (mix.token_prob, mix.sentence_prob, mix.masked_ratio, mix.mean_span_length) == (
+        0.5,
+        0.0,
+        0.15,
+        3.0,
+    )
+    assert (mix.document_min_ratio, mix.document_max_ratio, mix.document_min_context) == (0.5, 1.0, 1)
+    assert dataclasses.replace(config, blank_infilling=published("glm-10b").blank_infilling) == published(
+        "glm-10b"
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
