@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
 from data_utils.loader import SampleLoader
 from data_utils.mixture import Mixture
@@ -139,7 +138,7 @@ def measure_warm(prefix: Path) -> dict:
 def measure_examples(prefix: Path) -> dict:
     mixture = mixture_of(prefix)
     objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, WINDOW)
-    loader = SampleLoader(mixture, Collator(objective))
+    loader = SampleLoader(mixture, objective)
     out = loader.batch(np.arange(BATCH))
     return {
         "one_buffer": round(cpu_rate(lambda i: loader.batch(np.arange(BATCH) + i * BATCH, out), BATCH)),

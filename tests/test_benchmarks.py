@@ -22,9 +22,9 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
 from megatron_lite import cross_entropy
 from megatron_lite.attention import plan_attention
+from megatron_lite.attention_layout import Batch, make_layout
 from megatron_lite.config import ModelConfig, parameter_count
 from megatron_lite.errors import ConfigError
-from megatron_lite.metrics import count_visible_keys
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_glm_variants_compute_the_same_loss_and_gradients(small_shapes):
 
 def test_computed_keys_cover_the_visible_ones():
     batch = train_step.make_batch(2)
-    computed, visible = train_step.computed_keys(batch), count_visible_keys(batch)
+    computed, visible = train_step.computed_keys(batch), Batch(batch).visible_keys
     in_part_b = [
         int(((doc >= 0) & (order > 0)).sum()) for doc, order in zip(batch[:, DOC], batch[:, ORD], strict=True)
     ]
@@ -294,7 +294,7 @@ def test_plans_follow_the_rule_and_give_padding_zero(arrays, kernel):
     rows, length = doc.shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, rows, length, 2, 4, generator=generator)
-    out = plan_attention(doc, order, grp, CPU, kernel).attend(0, q, k, v, 0.0)
+    out = plan_attention(make_layout(doc, order, grp), CPU, kernel).attend(0, q, k, v, 0.0)
     for b in range(rows):
         for i in range(length):
             seen = [j for j in range(length) if rule(doc[b], order[b], grp[b], i, j)]
@@ -320,7 +320,7 @@ def test_dropping_padding_changes_nothing(dtype):
     model.to(dtype).eval()
     results = []
     for keep_padding in (True, False):
-        inputs = ModelInput.from_batch(batch, CPU, model.config, keep_padding=keep_padding)
+        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, keep_padding=keep_padding)
         model.zero_grad()
         loss, _ = model(inputs)
         loss.backward()

@@ -21,12 +21,12 @@ from test_trainer import fit
 
 from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
-from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron_lite.hf import convert, proof, released
 from megatron_lite.hf.convert import ExportOptions, export_run, import_directory, import_megatron
 from megatron_lite.hf.weights import WORDS, open_directory
 from megatron_lite.inference import load_run
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import merge
 
 ROOT = Path(__file__).resolve().parents[1]

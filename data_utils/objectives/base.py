@@ -114,7 +114,7 @@ class Example:
 
 
 class Objective(Protocol):
-    """What the collator needs of an objective. One file each; see blank_infilling.py."""
+    """What collation needs of an objective. One file each; see blank_infilling.py."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most
