@@ -115,7 +115,7 @@ class Engine(ABC):
         # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if context.device.type == "cpu":
-            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (linear.py).
+            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
         optimizer = torch.optim.AdamW(
             parameter_groups(named, config.optimizer.weight_decay),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data_utils.objectives.base import OBJECTIVE_NAMES, SENTENCE_LEVEL
-from megatron_lite.collectives import SINGLE, Group, all_reduce, copy_to_group, gather_tokens
+from megatron_lite.collectives import SINGLE, Group, all_reduce, gather_tokens
 from megatron_lite.config import SPAN_PLACE_SIZE, ModelConfig
 from megatron_lite.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
 
@@ -165,8 +165,7 @@ class Heads(nn.Module):
 
     def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """[..., E] -> [..., local V]; the padding rows of the vocabulary do not take part."""
-        vectors = copy_to_group(vectors, self.parallel.group)
-        return linear(vectors, embedding.weight[: embedding.local_vocab])
+        return linear(self.parallel.copy(vectors), embedding.weight[: embedding.local_vocab])
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V], to predict tokens at their own rows."""
@@ -175,9 +174,9 @@ class Heads(nn.Module):
 
 
 # Cross entropy per row in fp32, from half-precision logits, with the gradient written over the logits. The logits are
-# the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of
-# it and a gradient: 12 bytes per logit on top of the logits. Here rows are widened in chunks, only the log-sum-exp is
-# kept, and the backward pass turns the saved logits into their gradient in place.
+# the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax
+# of it and a gradient: 12 bytes per logit on top of the logits. Here rows are widened in chunks, only the log-sum-exp
+# is kept, and the backward pass turns the saved logits into their gradient in place.
 
 # fp32 bytes widened at a time. CPU: what a core's L2 cache holds; GPU: enough to outweigh the kernels' start.
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}

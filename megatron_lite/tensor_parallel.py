@@ -91,7 +91,11 @@ class TensorParallel:
         """To the input of column-parallel layers: equal [T, D] on all ranks."""
         if self.sequence_parallel:
             return gather_tokens(hidden, self.group, reduce_backward=True)
-        return copy_to_group(hidden, self.group)
+        return self.copy(hidden)
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """What is equal on all ranks, before a product of which each rank computes a part."""
+        return x if self.group.size == 1 else copy_to_group(x, self.group)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """From the partial sums [T, D] of row-parallel layers to the stream between regions."""

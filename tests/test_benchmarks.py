@@ -20,7 +20,7 @@ from benchmarks import attention, padding, parallel, train_step
 from data_utils.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
-from megatron_lite import cross_entropy
+from megatron_lite import heads
 from megatron_lite.attention import plan_attention
 from megatron_lite.attention_layout import Batch, make_layout
 from megatron_lite.config import ModelConfig, parameter_count
@@ -264,7 +264,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/attention.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/attention_layout.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
@@ -336,7 +336,7 @@ def test_dropping_padding_changes_nothing(dtype):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 20])
 def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", {"cpu": chunk_bytes})
+    monkeypatch.setattr(heads, "_CHUNK_BYTES", {"cpu": chunk_bytes})
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=generator)
     targets = torch.randint(0, 11, (7,), generator=generator)
@@ -345,7 +345,7 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
     expected = F.cross_entropy(exact, targets, reduction="none")
     (expected * weights).sum().backward()
     leaf = logits.clone().requires_grad_()
-    loss = cross_entropy.cross_entropy(leaf * 1.0, targets)
+    loss = heads.cross_entropy(leaf * 1.0, targets)
     (loss * weights).sum().backward()
     # fp32 arithmetic on values up to 20: absolute error of a few 1e-6.
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
