@@ -114,8 +114,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     )
     watchdog.enter(Section.SETUP, "loading libraries")
     from megatron_lite.cpu_memory import keep_freed_memory
-    from megatron_lite.engine import make_engine
     from megatron_lite.parallel_context import initialize
+    from megatron_lite.plain_engine import make_engine
     from megatron_lite.resume import check_beginning
     from megatron_lite.trainer import Trainer, memory_advice
 
@@ -131,8 +131,16 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     try:
         with memory_advice(config):
             engine = make_engine(config, context, len(data.objective_names))
-            parts = (data.train, data.validation, data.objective_names)
-            status = Trainer(config, context, engine, *parts, control, watchdog).fit()
+            status = Trainer(
+                config=config,
+                context=context,
+                engine=engine,
+                train_data=data.train,
+                validation_data=data.validation,
+                objective_names=data.objective_names,
+                control=control,
+                watchdog=watchdog,
+            ).fit()
     finally:
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
     report_status(status)

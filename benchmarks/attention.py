@@ -32,10 +32,11 @@ import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
-from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD, GRP, ORD
+from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
 from megatron_lite.attention import CallPlan, plan_attention
+from megatron_lite.attention_layout import Batch
 from megatron_lite.cpu_memory import keep_freed_memory
 from megatron_lite.errors import ArgumentParser, ConfigError, run_command
 
@@ -83,7 +84,7 @@ def make_batch(objective: str, sequence_length: int, rows: int, packed: bool) ->
         rest = rest if packed else 0
         counts.append(len(lengths) - before)
     tokens = np.random.default_rng(1).integers(1000, 30000, sum(lengths)).astype(np.int32)
-    return Collator(made)(tokens, np.array(lengths), np.array(counts), np.arange(rows))
+    return collate(made, tokens, np.array(lengths), np.array(counts), np.arange(rows))
 
 
 class Step:
@@ -99,8 +100,7 @@ class Step:
         self.grad = torch.randn((*shape[:2], heads, HEAD_DIM), generator=generator).to(dtype)
 
     def plan(self) -> None:
-        doc, order, grp = (self.batch[:, plane] for plane in (DOC, ORD, GRP))
-        plan = plan_attention(doc, order, grp, torch.device("cpu"), self.kernel)
+        plan = plan_attention(Batch(self.batch).layout, torch.device("cpu"), self.kernel)
         self.made = plan.laid_out() if isinstance(plan, CallPlan) else plan
 
     def run(self) -> None:

@@ -38,10 +38,11 @@ import torch
 from benchmarks.arguments import check_at_least, check_places, write_json
 from megatron_lite import checkpoint
 from megatron_lite.config import CheckpointConfig, Config, ParallelConfig
-from megatron_lite.engine import Engine, make_engine
+from megatron_lite.engine import Engine
 from megatron_lite.errors import ArgumentParser, run_command
 from megatron_lite.launch import Launch
 from megatron_lite.parallel_context import ParallelContext, initialize
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.saver import Saver
 from megatron_lite.settings import build
 

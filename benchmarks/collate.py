@@ -29,7 +29,7 @@ import megatron_lite.entry  # noqa: F401
 # isort: split
 import numpy as np
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import (
     OBJECTIVES,
     BlankInfilling,
@@ -113,23 +113,20 @@ def measure(name: str) -> dict:
     sequence_length, document_length, config, *objective = CASES[name]
     kind = objective[0] if objective else "blank_infilling"
     made = make_one(kind, OBJECTIVES[kind][0](**config), make_vocabulary(), 1, sequence_length)
-    collate = Collator(made)
-    tokens, piece_lengths, per_sample = source(sequence_length, document_length)
+    text = source(sequence_length, document_length)
     indices = np.arange(ROWS)
-    out = collate(tokens, piece_lengths, per_sample, indices)
+    out = collate(made, *text, indices)
     row_bytes = out.nbytes // ROWS
     padding = round(float((out[:, FIELDS.index("doc")] < 0).mean()), 3)
     # One buffer, as a loader with a ring of buffers has; a new array each time also pays for its pages.
-    seconds = (
-        best_seconds(lambda i: collate(tokens, piece_lengths, per_sample, indices + i * ROWS, out)) / ROWS
-    )
-    fresh = best_seconds(lambda i: collate(tokens, piece_lengths, per_sample, indices + i * ROWS)) / ROWS
+    seconds = best_seconds(lambda i: collate(made, *text, indices + i * ROWS, out)) / ROWS
+    fresh = best_seconds(lambda i: collate(made, *text, indices + i * ROWS)) / ROWS
     floor = best_seconds(out.fill) / ROWS
     return {
         "case": name,
         "rows_per_second": round(1 / seconds),
         "rows_per_second_new_array": round(1 / fresh),
-        "source_tokens_per_second": round(len(tokens) / ROWS / seconds),
+        "source_tokens_per_second": round(len(text[0]) / ROWS / seconds),
         "microseconds_per_row": round(seconds * 1e6, 2),
         "row_bytes": row_bytes,
         "floor_microseconds_per_row": round(floor * 1e6, 2),
@@ -178,7 +175,7 @@ def numpy_row(text: np.ndarray, weights: list[float], rng: random.Random) -> lis
 
 
 def measure_numpy() -> float:
-    """Seconds per row of the per-sample collator on the "token" case."""
+    """Seconds per row of per-sample collation on the "token" case."""
     sequence_length, document_length, *_ = CASES["token"]
     texts = source(sequence_length, document_length)[0].reshape(ROWS, -1)
     weights = list(np.cumprod(3.0 / np.arange(1, 40)))
@@ -202,7 +199,7 @@ def main() -> int:
     parser.add_argument("--case", default="", help="only cases whose name contains this, and token")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    Collator(BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, 64))(np.arange(60), [60], [1], [0])
+    collate(BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, 64), np.arange(60), [60], [1], [0])
     first_call = time.perf_counter() - start
     results = [measure(name) for name in CASES if name == "token" or arguments.case in name]
     numpy_seconds = measure_numpy()

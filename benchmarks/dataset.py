@@ -36,7 +36,6 @@ import megatron_lite.entry  # noqa: F401
 import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places
-from data_utils.collate import Collator
 from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
 from data_utils.loader import SampleLoader
@@ -145,7 +144,7 @@ def measure_warm(prefix: Path) -> dict:
 def measure_examples(prefix: Path) -> dict:
     mixture = mixture_of(prefix)
     objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, WINDOW)
-    loader = SampleLoader(mixture, Collator(objective))
+    loader = SampleLoader(mixture, objective)
     out = loader.batch(np.arange(BATCH))
     return {
         "one_buffer": round(cpu_rate(lambda i: loader.batch(np.arange(BATCH) + i * BATCH, out), BATCH)),

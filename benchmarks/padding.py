@@ -3,7 +3,7 @@
 
     python benchmarks/padding.py --prefix quickstart/data/corpus_train
 
-Samples come as in training: windows of the dataset in the shuffled order of an epoch, through the collator. Word starts
+Samples come as in training: windows of the dataset in the shuffled order of an epoch, through collation. Word starts
 and sentence ends are random, which matters for the sentence objective of blank infilling alone.
 """
 
@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.arguments import check_at_least
 from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
-from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
+from data_utils.loader import collate
 from data_utils.mixture import Mixture
 from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
 from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
@@ -63,9 +63,9 @@ def measure(
     arguments = (section, vocabulary_for(dataset), 1, sequence_length)
     usual = make_one(kind, *arguments)
     pieces = window.fetch(indices)
-    batch = Collator(usual)(*pieces, indices)
+    batch = collate(usual, *pieces, indices)
     used = (batch[:, DOC] >= 0).sum()
-    roomy = Collator(make_one(kind, *arguments, 2 * usual.row_length))(*pieces, indices)
+    roomy = collate(make_one(kind, *arguments, 2 * usual.row_length), *pieces, indices)
     lost = (roomy[:, DOC] >= 0).sum() - used
     # BART holds its text twice.
     copies = 2 if kind == "bart" else 1

@@ -37,12 +37,14 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks import train_step  # noqa: E402
 from benchmarks.arguments import check_at_least, check_places, write_json  # noqa: E402
 from data_utils.objectives.base import DOC, WEIGHTS  # noqa: E402
+from megatron_lite.attention_layout import Batch  # noqa: E402
 from megatron_lite.config import Config, ParallelConfig  # noqa: E402
-from megatron_lite.engine import MicroBatch, make_engine  # noqa: E402
+from megatron_lite.engine import MicroBatch  # noqa: E402
 from megatron_lite.errors import ArgumentParser, ConfigError, run_command  # noqa: E402
 from megatron_lite.launch import Launch  # noqa: E402
-from megatron_lite.metrics import count_visible_keys, peak_tflops, step_flops  # noqa: E402
+from megatron_lite.metrics import peak_tflops, step_flops  # noqa: E402
 from megatron_lite.parallel_context import ParallelContext, initialize  # noqa: E402
+from megatron_lite.plain_engine import make_engine  # noqa: E402
 from megatron_lite.settings import build  # noqa: E402
 
 DEFAULT_LAYOUTS = [
@@ -176,7 +178,7 @@ def measure(context: ParallelContext, layout: Layout, options: argparse.Namespac
     factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
     size, dp = options.micro_batch, context.dp
     micro_batches = [
-        MicroBatch(samples[(m * dp.size + dp.rank) * size :][:size], 0, factor)
+        MicroBatch(Batch(samples[(m * dp.size + dp.rank) * size :][:size]), 0, factor)
         for m in range(config.batch.accumulation_steps(dp.size))
     ]
     engine.train_step(micro_batches, 1e-4)  # allocates
@@ -193,7 +195,7 @@ def measure(context: ParallelContext, layout: Layout, options: argparse.Namespac
     totals = context.sum(torch.tensor(mine, dtype=torch.float64, device=context.device)).tolist()
     seconds, ranks = statistics.median(wall), context.world_size
     tokens, rows = int((samples[:, DOC] >= 0).sum()), int(np.count_nonzero(samples[:, WEIGHTS]))
-    flops = step_flops(config.model, tokens, rows, count_visible_keys(samples))
+    flops = step_flops(config.model, tokens, rows, Batch(samples).visible_keys)
     tflops = flops / seconds / ranks / 1e12
     mfu = None
     if context.device.type == "cuda":

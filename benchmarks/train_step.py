@@ -33,16 +33,17 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory
-from megatron_lite.cross_entropy import cross_entropy
 from megatron_lite.errors import ArgumentParser, ConfigError, run_command
-from megatron_lite.linear import linear
-from megatron_lite.metrics import GPU_PEAK_TFLOPS, count_visible_keys, step_flops
+from megatron_lite.heads import cross_entropy
+from megatron_lite.metrics import GPU_PEAK_TFLOPS, step_flops
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.tensor_parallel import linear
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop
@@ -88,12 +89,12 @@ class Row:
 
 
 def make_batch(samples: int) -> np.ndarray:
-    """Random text through the real collator: int32 [samples, fields, row length], one document per sample."""
+    """Random text through the real collation: int32 [samples, fields, row length], one document per sample."""
     objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, SEQUENCE_LENGTH)
     # A window of one fresh document holds sequence_length - 1 tokens; the objective adds CLS in front.
     lengths = np.full(samples, SEQUENCE_LENGTH - 1)
     text = np.random.default_rng(0).integers(1000, 30000, lengths.sum())
-    return Collator(objective)(text, lengths, np.ones(samples, np.int64), np.arange(samples))
+    return collate(objective, text, lengths, np.ones(samples, np.int64), np.arange(samples))
 
 
 def model_config(shape: str, layers: int) -> ModelConfig:
@@ -128,11 +129,12 @@ def glm_variants(
     initialize_parameters(model.named_parameters(), config, seed=1)
     model.to(device, dtype)
     inputs = {
-        kernel: ModelInput.from_batch(batch, device, config, kernel=kernel) for kernel in ("auto", "dense")
+        kernel: ModelInput.from_batch(Batch(batch), device, config, kernel=kernel)
+        for kernel in ("auto", "dense")
     }
     rows, length = batch.shape[0], batch.shape[2]
     loss_rows = len(inputs["auto"].targets)
-    real, visible = int((batch[:, DOC] >= 0).sum()), count_visible_keys(batch)
+    real, visible = int((batch[:, DOC] >= 0).sum()), Batch(batch).visible_keys
     useful = step_flops(config, real, loss_rows, visible)
     targets = torch.from_numpy(batch[:, TARGETS].reshape(-1).astype(np.int64)).to(device)
     weights = torch.from_numpy(batch[:, WEIGHTS].view(np.float32).reshape(-1)).to(device)

@@ -1,4 +1,8 @@
-"""Corpora and objective -> batches by sample number: the one place where the data rooms are wired together."""
+"""Corpora and objective -> batches by sample number: the one place where the data rooms are wired together.
+
+A batch is one int32 array of fixed shape. Fixed shapes mean padding: 1 to 2 % of a row (benchmarks/padding.py); in
+return kernels, compilers and pipeline buffers see one shape.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.checksums import identity
-from data_utils.collate import Collator
 from data_utils.data_config import CorpusConfig, DataConfig
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
 from data_utils.objectives import ObjectiveChoice, make_objective
-from data_utils.objectives.base import DOCUMENT_OVERHEAD, OBJECTIVE_NAMES
+from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, Objective
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
@@ -27,13 +30,13 @@ _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
 
-    def __init__(self, mixture: Mixture, collator: Collator):
+    def __init__(self, mixture: Mixture, objective: Objective):
         self.mixture = mixture
-        self.collator = collator
+        self.objective = objective
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
-        return self.collator(*self.mixture.fetch(indices), indices, out)
+        return collate(self.objective, *self.mixture.fetch(indices), indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples int64 [B] of a batch to come; see `Mixture.prefetch`."""
@@ -50,6 +53,62 @@ class SampleLoader:
             }
             for index, weight in self.mixture.corpora
         ]
+
+
+def collate(
+    objective: Objective,
+    tokens: np.ndarray,
+    piece_lengths: np.ndarray,
+    pieces_per_sample: np.ndarray,
+    sample_indices: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The batch of the given samples; every row is left to the objective's compiled code.
+
+    Args:
+        tokens: int32, the pieces of all samples one after the other, without CLS.
+        piece_lengths: int64, tokens per piece.
+        pieces_per_sample: int64 [B].
+        sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
+        out: int32 [B, len(FIELDS), row_length], C-contiguous, to be reused; None: a new array.
+    Returns: int32 [B, len(FIELDS), row_length]; the weights plane holds float32 bits.
+    Raises: DataError if the arrays do not belong together or a sample does not fit a row.
+    """
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    piece_lengths = np.ascontiguousarray(piece_lengths, np.int64)
+    pieces_per_sample = np.ascontiguousarray(pieces_per_sample, np.int64)
+    sample_indices = np.ascontiguousarray(sample_indices, np.int64)
+    _check_lengths(tokens, piece_lengths, pieces_per_sample, sample_indices)
+    shape = (len(sample_indices), len(FIELDS), objective.row_length)
+    if out is None:
+        out = np.empty(shape, np.int32)
+    elif out.shape != shape or out.dtype != np.int32 or not out.flags.c_contiguous:
+        raise DataError(f"the batch buffer is {out.dtype} {out.shape}; it must be contiguous int32 {shape}.")
+    objective.fill(out, tokens, piece_lengths, pieces_per_sample, sample_indices)
+    return out
+
+
+def _check_lengths(
+    tokens: np.ndarray, piece_lengths: np.ndarray, pieces_per_sample: np.ndarray, sample_indices: np.ndarray
+) -> None:
+    """The compiled code reads without bounds checks, so the counts must add up."""
+    total = piece_lengths.sum()
+    if piece_lengths.min(initial=0) < 0 or total != len(tokens):
+        raise DataError(
+            f"piece lengths sum to {total} for {len(tokens)} tokens; they must be >= 0 and equal their "
+            "number: the dataset's index and its data disagree, verify the dataset."
+        )
+    total = pieces_per_sample.sum()
+    if pieces_per_sample.min(initial=0) < 0 or total != len(piece_lengths):
+        raise DataError(
+            f"pieces per sample sum to {total} for {len(piece_lengths)} pieces; they must be >= 0 and equal "
+            "their number: the sampler's windows are inconsistent."
+        )
+    if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
+        raise DataError(
+            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample "
+            "one index, 0 or more."
+        )
 
 
 @dataclass(frozen=True)
@@ -70,13 +129,13 @@ def open_datasets(
     """
     data.require_train()
     vocabulary = vocabulary_of(tokenizer)
-    collator = Collator(make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length))
+    objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
     train = _open_mixture(data.train, data, tokenizer, derive_seed(seed, "train"))
     validation = None
     if data.validation:
         mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
-        validation = SampleLoader(mixture, collator)
-    return Datasets(SampleLoader(train, collator), validation, OBJECTIVE_NAMES)
+        validation = SampleLoader(mixture, objective)
+    return Datasets(SampleLoader(train, objective), validation, OBJECTIVE_NAMES)
 
 
 def _open_mixture(

@@ -20,10 +20,10 @@ import numpy as np
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.sampler import (
     CHOICE_STREAM,
-    WindowBatch,
     WindowIndex,
     block_table,
     derive_key,
+    gather,
     locate_samples,
 )
 from megatron_lite.errors import ConfigError, DataError
@@ -94,8 +94,7 @@ class Mixture:
         Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
         """
         corpora, _, windows = self.locate(indices)
-        batch = WindowBatch(len(windows), max(index.max_pieces for index in self.indexes))
-        return batch.gather(self._by_corpus(corpora, windows))
+        return gather(self._by_corpus(corpora, windows))
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.

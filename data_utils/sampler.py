@@ -245,30 +245,6 @@ def _copy_rows(tokens, first_tokens, positions, rows, out):
             target[k] = source[k]
 
 
-class WindowBatch:
-    """Windows of one or several datasets, gathered in two steps, so that each token is copied once."""
-
-    def __init__(self, num_rows: int, max_pieces: int) -> None:
-        self.first_tokens = np.empty(num_rows, np.int64)
-        self.piece_lengths = np.empty((num_rows, max_pieces), np.int32)
-        self.counts = np.zeros(num_rows, np.int64)
-
-    def gather(
-        self, parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Parts: an index, its windows int64 [k], and the rows int64 [k] to which they go; all rows once.
-
-        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
-        """
-        for index, windows, rows in parts:
-            index.plan_rows(self, windows, rows)
-        lengths, positions = _pack_rows(self.piece_lengths, self.counts)
-        tokens = np.empty(positions[-1], np.int32)
-        for index, _, rows in parts:
-            index.copy_rows(self, positions, rows, tokens)
-        return tokens, lengths, self.counts
-
-
 class WindowIndex:
     """The windows of a dataset: window w covers the costs [w * window_length, (w + 1) * window_length).
 
@@ -295,68 +271,57 @@ class WindowIndex:
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 
     def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:
-        return type(self), (
-            self.dataset,
-            self.window_length,
-            self.document_overhead,
-        )  # arrays reopen, never copy
+        # Arrays reopen, never copy.
+        return type(self), (self.dataset, self.window_length, self.document_overhead)
+
+    @property
+    def _geometry(self) -> tuple[np.ndarray, np.int64, int, int]:
+        """What the compiled search needs to know of the documents."""
+        dataset = self.dataset
+        return dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead
 
     def pieces(self, window: int) -> np.ndarray:
         """The token ranges of one window, int64 [pieces, 2], each [start, stop) within one document."""
         assert 0 <= window < self.num_windows
         pieces = np.empty((self.max_pieces, 2), np.int64)
         start = window * self.window_length
-        stop = start + self.window_length
-        dataset = self.dataset
-        count = _window_pieces(
-            dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead, start, stop, pieces
-        )
-        return pieces[:count]
+        return pieces[: _window_pieces(*self._geometry, start, start + self.window_length, pieces)]
 
     def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of windows, int64 [B], one after the other.
-
-        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per window int64 [B].
-        """
+        """The tokens of windows, int64 [B]; see `gather`."""
         windows = np.asarray(windows, np.int64)
-        batch = WindowBatch(len(windows), self.max_pieces)
-        return batch.gather([(self, windows, np.arange(len(windows)))])
+        return gather([(self, windows, np.arange(len(windows)))])
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
-        dataset = self.dataset
-        starts = _first_tokens(
-            dataset.pointers,
-            self._shift,
-            np.int64(dataset.num_tokens),
-            np.int64(self.document_overhead),
-            np.int64(self.window_length),
-            windows,
-        )
-        dataset.prefetch(starts, self.window_length)
+        starts = _first_tokens(*self._geometry, self.window_length, windows)
+        self.dataset.prefetch(starts, self.window_length)
 
-    def plan_rows(self, batch: WindowBatch, windows: np.ndarray, rows: np.ndarray) -> None:
-        """Look up windows, int64 [k], for the given rows, int64 [k], of a batch that has room."""
-        assert not len(windows) or (windows.min() >= 0 and windows.max() < self.num_windows)
-        _plan_rows(
-            self.dataset.pointers,
-            self._shift,
-            np.int64(self.dataset.num_tokens),
-            np.int64(self.document_overhead),
-            np.int64(self.window_length),
-            windows,
-            rows,
-            batch.first_tokens,
-            batch.piece_lengths,
-            batch.counts,
-        )
 
-    def copy_rows(self, batch: WindowBatch, positions: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy the tokens of planned rows to out[positions[row] : positions[row + 1]]."""
-        tokens = self.dataset.tokens
+def gather(
+    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of windows of one or several datasets, one after the other; each token is copied once.
+
+    Args: parts: an index, its windows int64 [k], and the rows int64 [k] to which they go; together all rows once.
+    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
+    """
+    num_rows = sum(len(rows) for _, _, rows in parts)
+    first_tokens = np.empty(num_rows, np.int64)
+    piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
+    counts = np.zeros(num_rows, np.int64)
+    for index, windows, rows in parts:
+        assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
+        where = (windows, rows, first_tokens, piece_lengths, counts)
+        _plan_rows(*index._geometry, index.window_length, *where)
+    packed, positions = _pack_rows(piece_lengths, counts)
+    out = np.empty(positions[-1], np.int32)
+    for index, _, rows in parts:
+        tokens = index.dataset.tokens
         if isinstance(tokens, np.ndarray):
-            _copy_rows(tokens, batch.first_tokens, positions, rows, out)
-            return
+            _copy_rows(tokens, first_tokens, positions, rows, out)
+            continue
         for row in rows.tolist():  # not mapped: one read for each window
-            start, stop, first = int(positions[row]), int(positions[row + 1]), int(batch.first_tokens[row])
+            start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
             out[start:stop] = tokens[first : first + stop - start]
+    return out, packed, counts

@@ -1,12 +1,6 @@
-"""Who may look at whom: one rule over three integer arrays, and the kernel that fits the rule's structure.
+"""The kernel that fits the structure of a batch's attention; who may look at whom is in attention_layout.py.
 
-Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/base.py):
-
-    key_time(k)    =  ord[k]  if ord[k] >= 0 else +infinity      (when the content of k is revealed)
-    query_bound(q) =  ord[q]  if ord[q] >= 0 else -ord[q] - 1    (up to when q may look)
-    allowed(q, k)  =  doc[q] == doc[k] and (key_time(k) <= query_bound(q) or grp[q] == grp[k] != 0)
-
-A plan is made once per batch and serves all layers; attention_layout.py finds the structure. The plans:
+A plan is made once per batch and serves all layers. The plans:
 
   CallPlan   a few kernel calls per document on disjoint rows, most of them without a mask. On CPU it serves every
              structure: what is left over runs in blocks of rows with small masks that are made when they are needed,
@@ -37,10 +31,10 @@ from megatron_lite.attention_layout import (
     Call,
     Layout,
     Unit,
-    make_layout,
     make_units,
+    may_see,
 )
-from megatron_lite.linear import widens
+from megatron_lite.tensor_parallel import widens
 
 # CUDA: mean rows per call from which CallPlan is taken. Not measured yet.
 _LEAST_ROWS_PER_CALL = 64
@@ -54,16 +48,6 @@ class AttentionPlan(Protocol):
     ) -> torch.Tensor:
         """q, k, v [B, S, H heads, D head dim] -> [B, S, H, D], scaled by D^-1/2."""
         ...
-
-
-def allowed(doc: torch.Tensor, order: torch.Tensor, grp: torch.Tensor) -> torch.Tensor:
-    """The rule as a boolean mask: int [B, S] arrays -> bool [B, S queries, S keys], False everywhere on padding."""
-    key_time = torch.where(order >= 0, order, torch.iinfo(order.dtype).max)
-    query_bound = torch.where(order >= 0, order, -order - 1)
-    same_doc = (doc[:, :, None] == doc[:, None, :]) & (doc >= 0)[:, :, None]
-    by_time = key_time[:, None, :] <= query_bound[:, :, None]
-    by_group = (grp[:, :, None] == grp[:, None, :]) & (grp != 0)[:, :, None]
-    return same_doc & (by_time | by_group)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -90,8 +74,9 @@ def attend_all(
 class DensePlan:
     """One masked call over all rows. Memory: B x S x S booleans."""
 
-    def __init__(self, doc: torch.Tensor, order: torch.Tensor, grp: torch.Tensor):
-        mask = allowed(doc, order, grp)
+    def __init__(self, layout: Layout, device: torch.device):
+        columns = torch.from_numpy(layout.in_place()).to(device)
+        mask = may_see(columns[..., None], columns[..., None, :])
         self.sees_nothing = ~mask.any(-1)
         # A row without any key would be NaN: let it see itself, and zero it afterwards.
         self.mask = (mask | torch.diag_embed(self.sees_nothing)).unsqueeze(1)
@@ -119,8 +104,7 @@ class CallPlan:
             layout.document[unit.start] != layout.document[unit.stop - 1] for unit in units
         )
         self._has_groups = bool(layout.grp.any())
-        planes = (layout.document, layout.key_time, layout.query_bound, layout.grp)
-        self._planes = torch.from_numpy(np.stack(planes)).to(device)
+        self._columns = torch.from_numpy(layout.columns).to(device)
 
     def laid_out(self) -> CallPlan:
         """The plan for a batch [1, T] that holds the tokens `layout.rows` of this one, in that order."""
@@ -173,16 +157,16 @@ class CallPlan:
         """What a masked call adds to its scores: [rows, keys], 0 or -infinity; None for the other calls."""
         if call.kind != MASKED:
             return None
-        planes = self._planes[:, unit.start : unit.stop]
-        document, _, bound, group = planes[:, call.start : call.stop, None]
-        parts = [planes[:, start:stop] for start, stop in call.keys]
-        key_document, time, _, key_group = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        hidden = time > bound
-        if self._has_groups:
-            hidden &= (group != key_group) | (group == 0)
-        if self._joins_documents:
-            hidden |= document != key_document
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        columns = self._columns[:, unit.start : unit.stop]
+        parts = [columns[:, start:stop] for start, stop in call.keys]
+        seen = may_see(
+            columns[:, call.start : call.stop, None],
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim=1),
+            has_groups=self._has_groups,
+            joins_documents=self._joins_documents,
+        )
+        whole = torch.full(seen.shape, float("-inf"), dtype=dtype, device=self.device)
+        return whole.masked_fill_(seen, 0.0)
 
 
 def _part(x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -273,35 +257,25 @@ def _add(total: torch.Tensor, part: torch.Tensor, unit: Unit, call: Call, is_fir
         at += stop - start
 
 
-def plan_attention(
-    doc: np.ndarray, order: np.ndarray, grp: np.ndarray, device: torch.device, kernel: str = "auto"
-) -> AttentionPlan:
+def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto") -> AttentionPlan:
     """Choose the kernel for a batch.
 
-    Args:
-        doc, order, grp: int32 [B, S] on the host.
-        kernel: "auto", or one of "calls", "flex" and "dense".
+    Args: kernel: "auto", or one of "calls", "flex" and "dense".
     """
     assert kernel in ("auto", "calls", "flex", "dense"), kernel
+    if kernel == "dense":
+        return DensePlan(layout, device)
+    tokens = layout.shape[0] * layout.shape[1]  # padding included
+    units = make_units(layout, square_causal_only=device.type == "cpu")
+    if kernel == "calls" or (
+        kernel == "auto" and (device.type == "cpu" or _suits_cuda(units, len(layout.rows)))
+    ):
+        in_order = len(layout.rows) == tokens and (np.diff(layout.rows) == 1).all()
+        return CallPlan(layout, units, None if in_order else torch.from_numpy(layout.rows).to(device), device)
+    from megatron_lite.attention_flex import FlexPlan  # here: its import takes seconds
 
-    @functools.cache
-    def dense() -> DensePlan:
-        return DensePlan(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (doc, order, grp)))
-
-    if kernel != "dense":
-        layout = make_layout(doc, order, grp)
-        units = make_units(layout, square_causal_only=device.type == "cpu")
-        if kernel == "calls" or (
-            kernel == "auto" and (device.type == "cpu" or _suits_cuda(units, len(layout.rows)))
-        ):
-            in_order = len(layout.rows) == doc.size and (np.diff(layout.rows) == 1).all()
-            return CallPlan(
-                layout, units, None if in_order else torch.from_numpy(layout.rows).to(device), device
-            )
-        from megatron_lite.attention_flex import FlexPlan  # here: its import takes seconds
-
-        return FlexPlan(layout, doc.size, device, dense, compiled=device.type != "cpu")
-    return dense()
+    dense = functools.cache(lambda: DensePlan(layout, device))
+    return FlexPlan(layout, device, dense, compiled=device.type != "cpu")
 
 
 def _suits_cuda(units: list[Unit], tokens: int) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_lite.attention_layout import Layout
+from megatron_lite.attention_layout import Layout, may_see
 
 BLOCK = 128  # rows and keys; FlexAttention's own default
 
@@ -90,7 +90,6 @@ class FlexPlan:
     """One FlexAttention call over the tokens of the batch in the order of the layout, padding at the end.
 
     Args:
-        tokens: of the batch, padding included.
         with_dropout: makes the plan that takes over where there is dropout.
         compiled: false = the plain reference, which computes every pair.
     """
@@ -98,32 +97,26 @@ class FlexPlan:
     def __init__(
         self,
         layout: Layout,
-        tokens: int,
         device: torch.device,
         with_dropout: Callable[[], Any],
         *,
         compiled: bool = True,
     ):
         self.with_dropout = with_dropout
-        padding = np.setdiff1d(np.arange(tokens), layout.rows)
-        rows = np.concatenate([layout.rows, padding])
+        tokens = layout.shape[0] * layout.shape[1]  # padding included
+        rows = np.concatenate([layout.rows, np.setdiff1d(np.arange(tokens), layout.rows)])
         self.compiled = compiled
         self.rows = None if (rows == np.arange(tokens)).all() else torch.from_numpy(rows).to(device)
         self.inverse = None if self.rows is None else torch.from_numpy(np.argsort(rows)).to(device)
-        columns = (layout.document, layout.key_time, layout.query_bound, layout.grp)
-        fillers = (-1, 0, -1, 0)  # padding: no document, and nothing is early enough for it
-        whole = [
-            np.r_[column, np.full(len(padding), fill)] for column, fill in zip(columns, fillers, strict=True)
-        ]
-        self.block_mask = self._block_mask(layout, tokens, torch.from_numpy(np.stack(whole)).to(device))
+        columns = torch.from_numpy(layout.in_place().reshape(4, -1)[:, rows]).to(device)
+        self.block_mask = self._block_mask(layout, columns)
 
     @staticmethod
-    def _block_mask(layout: Layout, tokens: int, columns: torch.Tensor) -> BlockMask:
-        document, key_time, query_bound, grp = columns.unbind(0)
+    def _block_mask(layout: Layout, columns: torch.Tensor) -> BlockMask:
+        numbers, tokens = columns.unbind(0), columns.shape[1]
 
         def rule(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            in_time = key_time[k] <= query_bound[q]
-            return (document[q] == document[k]) & (in_time | ((grp[q] == grp[k]) & (grp[q] != 0)))
+            return may_see([x[q] for x in numbers], [x[k] for x in numbers])
 
         lists = block_lists(layout, -(-tokens // BLOCK))
         arrays = (lists.partial_counts, lists.partial, lists.full_counts, lists.full)

@@ -1,7 +1,16 @@
-"""Arrays -> structure: from (doc, ord, grp) to an order of the tokens and to calls without a mask where possible.
+"""A batch on the host: who may look at whom, and the structure of that. NumPy only, each fact computed once per batch.
 
-NumPy only; made once per batch, on the host. In a document the tokens are ordered [ghosts by step | content by ord], so
-what a row sees is a stretch of content from the document's start, and the ghosts of its group, which lie together:
+Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/base.py). From them
+follow, for each token, the four numbers that the rule `may_see` compares:
+
+    document     the same number only for tokens of one document in one row of the batch
+    key_time     when the content of a key is revealed:  ord if ord >= 0 else never (a ghost)
+    query_bound  up to when a query may look:            ord if ord >= 0 else -ord - 1
+    grp          0, or a private group whose members see each other
+
+`Layout.views` derives from the same numbers, without a mask, what each row sees; tests hold it against the rule. In a
+document the tokens are ordered [ghosts by step | content by ord], so what a row sees is a stretch of content from the
+document's start, and the ghosts of its group, which lie together:
 
     queries                              keys of all of them                   call
     rows that see the same               that stretch                          full
@@ -19,10 +28,16 @@ Masks are never built here: a masked call evaluates the rule on its own rows and
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+
+from data_utils.objectives.base import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
 
 NEVER = np.int64(1) << 31  # key_time of a ghost
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: rows that see nothing
@@ -33,15 +48,49 @@ JOINED_ROWS = 64  # documents are joined up to so many rows: below, a call costs
 LEAST_FULL_ROWS = 32  # rows that see the same get a call of their own from so many on
 
 
+def may_see(
+    query: Iterable[Any], key: Iterable[Any], *, has_groups: bool = True, joins_documents: bool = True
+) -> Any:
+    """The attention rule, element by element: True where a query may look at a key.
+
+    Args:
+        query, key: document, key_time, query_bound, grp; arrays or tensors of shapes that broadcast.
+        has_groups, joins_documents: False leaves out comparisons that are known to decide nothing.
+    """
+    document, _, bound, grp = query
+    key_document, time, _, key_grp = key
+    seen = time <= bound
+    if has_groups:
+        seen = seen | ((grp == key_grp) & (grp != 0))
+    return seen & (document == key_document) if joins_documents else seen
+
+
 @dataclass(frozen=True)
 class Layout:
     """The tokens of a batch in the order of the kernels, padding left out. Arrays of [T tokens]."""
 
+    shape: tuple[int, int]  # B, S
     rows: np.ndarray  # int64, index into the flattened [B, S] batch
-    document: np.ndarray  # int64, ascending; the same number only for tokens of one document in one row
+    document: np.ndarray  # int64, ascending
     key_time: np.ndarray  # int64, NEVER for ghosts
     query_bound: np.ndarray  # int64
     grp: np.ndarray  # int64
+
+    @property
+    def columns(self) -> np.ndarray:
+        """What `may_see` compares, int64 [4, T]."""
+        return np.stack((self.document, self.key_time, self.query_bound, self.grp))
+
+    def in_place(self) -> np.ndarray:
+        """The same where the tokens stand in the batch, int64 [4, B, S]; padding sees nothing and is not seen."""
+        whole = np.empty((4, self.shape[0] * self.shape[1]), np.int64)
+        whole[:] = np.array([[PADDING_DOC], [NEVER], [-1], [0]])
+        whole[:, self.rows] = self.columns
+        return whole.reshape(4, *self.shape)
+
+    @cached_property
+    def views(self) -> Views:
+        return _views(self)
 
 
 @dataclass(frozen=True)
@@ -74,6 +123,7 @@ def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
         sort = np.argsort(place, kind="stable")
         rows, document, step = rows[sort], document[sort], step[sort]
     return Layout(
+        shape=(doc.shape[0], doc.shape[1]),
         rows=rows,
         document=document,
         key_time=np.where(step >= 0, step, NEVER),
@@ -82,15 +132,21 @@ def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
     )
 
 
+def allowed(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> np.ndarray:
+    """The rule as a mask: int [B, S] arrays -> bool [B, S queries, S keys], False everywhere on padding."""
+    columns = make_layout(doc, order, grp).in_place()
+    return may_see(columns[..., None], columns[..., None, :])
+
+
 @dataclass(frozen=True)
-class _Views:
+class Views:
     """What each row may see, in positions of the layout: ghosts [first, last) and content [start, stop)."""
 
     ghost_first: np.ndarray
     ghost_last: np.ndarray
     content_start: np.ndarray
     content_stop: np.ndarray
-    seen: np.ndarray  # number of keys that the row sees; as many as the stretches hold = no mask needed
+    seen: np.ndarray  # number of keys that the row may see; as many as the stretches hold = no mask needed
 
     @property
     def exact(self) -> np.ndarray:
@@ -98,7 +154,7 @@ class _Views:
         return self.seen == stretches
 
 
-def _views(layout: Layout) -> _Views:
+def _views(layout: Layout) -> Views:
     document, bound = layout.document, layout.query_bound
     is_content = layout.key_time < NEVER
     content = np.flatnonzero(is_content)
@@ -130,10 +186,58 @@ def _views(layout: Layout) -> _Views:
         some = last > 0
         ghost_first, ghost_last = ghost_first.copy(), ghost_last.copy()
         ghost_first[members[some]], ghost_last[members[some]] = first[some], last[some]
-    return _Views(ghost_first, ghost_last, content_start, content_stop, seen)
+    return Views(ghost_first, ghost_last, content_start, content_stop, seen)
 
 
-def _stretches(layout: Layout, views: _Views, least_full_rows: int, split_steps: bool) -> np.ndarray:
+class Batch:
+    """A batch as it was read, and what follows from it, found once, when it is first asked for.
+
+    Args:
+        planes: int32 [B, fields, S] (data_utils/objectives/base.py), not changed from here on.
+    """
+
+    def __init__(self, planes: np.ndarray):
+        self.planes = planes
+        self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each row's loss
+
+    @cached_property
+    def layout(self) -> Layout:
+        return make_layout(*(self.planes[:, plane] for plane in (DOC, ORD, GRP)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        return len(self.layout.rows)
+
+    @property
+    def visible_keys(self) -> int:
+        """Sum over tokens of the keys that the rule lets them see."""
+        return int(self.layout.views.seen.sum())
+
+    @property
+    def loss_rows(self) -> int:
+        return int(np.count_nonzero(self.weights))
+
+    def loss_weights(self, num_losses: int) -> np.ndarray:
+        """The weight of each loss, float64 [num_losses]."""
+        return np.bincount(self.planes[:, OBJECTIVE].ravel(), self.weights.ravel(), minlength=num_losses)
+
+    def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
+        """With each loss's weights times its factor over its total in the step: sums of losses become means."""
+        scale = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
+        other = copy.copy(self)  # the planes are shared, and the layout where it is known
+        other.weights = self.weights * np.array(scale, np.float32)[self.planes[:, OBJECTIVE]]
+        return other
+
+    def padded(self, rows: int) -> Batch:
+        """With rows of padding added, without documents or loss, up to `rows`."""
+        padded = np.zeros((rows, *self.planes.shape[1:]), np.int32)
+        padded[:, DOC] = PADDING_DOC
+        padded[: len(self.planes)] = self.planes
+        return Batch(padded)
+
+
+def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: bool) -> np.ndarray:
     """Where stretches of rows begin that one kind of call serves, int64, and at the end the number of rows.
 
     They are rows of one document that see the same (at least `least_full_rows`, no mask needed), rows that see
@@ -160,7 +264,7 @@ def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
     """
     if not len(layout.rows):
         return []
-    views = _views(layout)
+    views = layout.views
     least = LEAST_FULL_ROWS if square_causal_only else 2
     stretches = _stretches(layout, views, least, not square_causal_only)
     units: list[Unit] = []
@@ -189,7 +293,7 @@ def _moved(call: Call, by: int) -> Call:
     return Call(call.kind, call.start + by, call.stop + by, keys)
 
 
-def _joined_calls(cuts: list[int], views: _Views) -> list[Call]:
+def _joined_calls(cuts: list[int], views: Views) -> list[Call]:
     """Calls on short documents: all keys for all rows but those that see nothing."""
     begin, end = cuts[0], cuts[-1]
     blind = views.seen[begin:end] == 0
@@ -203,7 +307,7 @@ def _joined_calls(cuts: list[int], views: _Views) -> list[Call]:
     ]
 
 
-def _calls(start: int, stop: int, views: _Views, square_causal_only: bool) -> list[Call]:
+def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> list[Call]:
     """Calls for a stretch of rows of one document (see `_stretches`)."""
     seen, exact = views.seen[start:stop], bool(views.exact[start:stop].all())
     if seen[0] == 0:
@@ -230,7 +334,7 @@ def _calls(start: int, stop: int, views: _Views, square_causal_only: bool) -> li
     ]
 
 
-def _keys(start: int, stop: int, views: _Views, exact: bool) -> tuple[tuple[int, int], ...]:
+def _keys(start: int, stop: int, views: Views, exact: bool) -> tuple[tuple[int, int], ...]:
     """Stretches of keys that hold everything the rows see; if `exact`, nothing else for the last row."""
     content = (int(views.content_start[start]), int(views.content_stop[start:stop].max()))
     first, last = views.ghost_first[start:stop], views.ghost_last[start:stop]

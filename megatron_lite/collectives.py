@@ -1,7 +1,7 @@
 """Communication that autograd sees: each forward collective with the backward one that belongs to it.
 
 Activations are token matrices [T tokens, D]. Outside tensor-parallel regions they are either equal on all ranks of the
-group, or (sequence parallelism) split along the tokens. Every function is the identity for a group of one.
+group, or (sequence parallelism) split along the tokens. The functions on them are for groups of two or more.
 
 Source: Megatron-LM, arXiv:1909.08053 section 3; sequence parallelism, arXiv:2205.05198 section 4.2.2.
 """
@@ -31,8 +31,6 @@ def all_reduce(
     x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """Reduce in place over the group, outside autograd. Half precision is summed in fp32 on CPU (gloo)."""
-    if group.size == 1:
-        return x
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
         wide = x.float()
         dist.all_reduce(wide, op=op, group=group.handle)
@@ -109,12 +107,12 @@ class _ReduceScatterTokens(torch.autograd.Function):
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Forward: x. Backward: the sum of the ranks' gradients. Before a column-parallel product; on parameters whose
     ranks each see only a part of the tokens."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return _Copy.apply(x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Forward: the sum over ranks. Backward: the gradient. After a row-parallel product."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+    return _Reduce.apply(x, group)
 
 
 def gather_tokens(x: torch.Tensor, group: Group, *, reduce_backward: bool) -> torch.Tensor:
@@ -124,9 +122,9 @@ def gather_tokens(x: torch.Tensor, group: Group, *, reduce_backward: bool) -> to
         reduce_backward: True where what follows differs per rank (a column-parallel product): the gradients are summed
             and scattered. False where it is the same on all ranks: each keeps its own part of the gradient.
     """
-    return x if group.size == 1 else _GatherTokens.apply(x, group, reduce_backward)
+    return _GatherTokens.apply(x, group, reduce_backward)
 
 
 def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Partial sums [T, D] -> this rank's tokens [T/size, D] of their sum. Backward: gather."""
-    return x if group.size == 1 else _ReduceScatterTokens.apply(x, group)
+    return _ReduceScatterTokens.apply(x, group)

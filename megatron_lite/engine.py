@@ -1,7 +1,7 @@
-"""DeepSpeed is met here and in pipeline.py (its dictionary: deepspeed_options.py; its start: parallel_context.py).
+"""What trainer and checkpoint see of DeepSpeed (its dictionary: deepspeed_options.py; its start: parallel_context.py).
 
-Trainer and checkpoint see `Engine`: a training step with its outcome, the losses of an evaluation, and the fragments of
-fp32 weights and Adam moments that this rank owns under ZeRO. `make_engine` chooses what suits the layout.
+An `Engine` gives a training step with its outcome, the losses of an evaluation, and the fragments of fp32 weights and
+Adam moments that this rank owns under ZeRO. plain_engine.py and pipeline.py hold the two kinds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from megatron_lite.attention_layout import Batch
 from megatron_lite.boxes import Run, runs
 from megatron_lite.collectives import Group
 from megatron_lite.config import Config
-from megatron_lite.model import ModelInput, PositionEmbeddings, build_model
-from megatron_lite.parallel_context import Mpu, ParallelContext
-from megatron_lite.tensor_parallel import Partition, TensorParallel, partition_of
+from megatron_lite.model import PositionEmbeddings
+from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.tensor_parallel import Partition, partition_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def without_chatter() -> Iterator[None]:
 class MicroBatch:
     """One forward and backward pass of a step."""
 
-    batch: np.ndarray  # the collator's int32 [B, fields, S]
+    batch: Batch
     dropout_seed: int
     loss_factor: float  # what turns its loss sum into its share of the step's loss
 
@@ -114,7 +114,7 @@ class Engine(ABC):
         # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if context.device.type == "cpu":
-            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (linear.py).
+            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
         optimizer = torch.optim.AdamW(
             parameter_groups(named, config.optimizer.weight_decay),
@@ -140,7 +140,7 @@ class Engine(ABC):
         """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
 
     @abstractmethod
-    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
 
     def _allocate_moments(self) -> None:
@@ -308,50 +308,3 @@ def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.T
         if flat.grad is not None and byte == 0 and 0 <= start < flat.numel():
             return flat.grad[start : start + weight.numel()]
     return None
-
-
-class PlainEngine(Engine):
-    """The whole sequence of layers in every process: data parallelism, ZeRO and tensor parallelism."""
-
-    def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
-        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
-        self.model = build_model(config, num_objectives, parallel)
-        super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
-
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        self._set_lr(lr)
-        sums = self._no_sums()
-        for micro in micro_batches:
-            batch = self._input(micro.batch, micro.dropout_seed)
-            loss_sum, per_objective = self._engine(batch)
-            # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
-            self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
-            self._engine.step()
-            sums += per_objective
-        return self._result(sums)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
-        sums = self._no_sums()
-        for batch in batches:
-            sums += self.model(self._input(batch, None))[1]
-        return sums
-
-    def _input(self, batch: np.ndarray, dropout_seed: int | None) -> ModelInput:
-        # Sequence parallelism splits the tokens evenly, which only whole rows allow.
-        whole = self.model.parallel.sequence_parallel
-        return ModelInput.from_batch(
-            batch, self.context.device, self.model.config, dropout_seed=dropout_seed, keep_padding=whole
-        )
-
-    def _no_sums(self) -> torch.Tensor:
-        return torch.zeros(self.model.num_objectives, 2, dtype=torch.float64, device=self.context.device)
-
-
-def make_engine(config: Config, context: ParallelContext, num_objectives: int) -> Engine:
-    """Build, initialise and shard the model of a configuration for its layout."""
-    if context.pp.size == 1:
-        return PlainEngine(config, context, num_objectives)
-    from megatron_lite.pipeline import PipelineEngine
-
-    return PipelineEngine(config, context, num_objectives)

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.objectives.base import DOC, GRP, ORD
 from megatron_lite.config import ModelConfig
-from megatron_lite.linear import linear
+from megatron_lite.tensor_parallel import linear
 
 log = logging.getLogger(__name__)
 
@@ -52,40 +51,6 @@ def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: in
     attention = 2.0 * 2 * h * model.num_layers * visible_keys
     head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
     return 3.0 * (blocks + attention + head)
-
-
-def count_visible_keys(batch: np.ndarray) -> int:
-    """Sum over tokens of the keys the attention rule lets them see (attention.py), of int32 [B, fields, S]."""
-    present = batch[:, DOC] >= 0
-    rows = np.nonzero(present)[0].astype(np.int64)
-    order, grp = batch[:, ORD][present].astype(np.int64), batch[:, GRP][present].astype(np.int64)
-    length = batch.shape[2]
-    document = rows * length + batch[:, DOC][present]  # at most one document a token
-    step = 2 * length + 2  # larger than any order
-    content = np.sort(document[order >= 0] * step + order[order >= 0])
-    bound = np.where(order >= 0, order, -order - 1)
-    seen = np.searchsorted(content, document * step + bound, "right") - np.searchsorted(
-        content, document * step
-    )
-    return int(seen.sum()) + _group_members_not_seen(document, order, bound, grp)
-
-
-def _group_members_not_seen(
-    document: np.ndarray, order: np.ndarray, bound: np.ndarray, grp: np.ndarray
-) -> int:
-    """Pairs of a private group in which the order alone would hide the key from the query."""
-    grouped = grp != 0
-    if not grouped.any():
-        return 0
-    pairs = 0
-    names = np.stack([document[grouped], grp[grouped]])
-    _, group = np.unique(names, axis=1, return_inverse=True)
-    key_time = np.where(order[grouped] >= 0, order[grouped], np.iinfo(np.int64).max)
-    by_group = np.argsort(group.ravel(), kind="stable")
-    for members in np.split(by_group, np.cumsum(np.bincount(group.ravel()))[:-1]):
-        seen = np.searchsorted(np.sort(key_time[members]), bound[grouped][members], "right")
-        pairs += int((len(members) - seen).sum())
-    return pairs
 
 
 def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) -> float:

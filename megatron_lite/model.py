@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,23 +24,19 @@ from torch.utils.checkpoint import checkpoint
 
 from data_utils.objectives.base import (
     BLOCK_POSITION_IDS,
-    DOC,
-    GRP,
     OBJECTIVE,
-    ORD,
     POSITION_IDS,
     SEGMENT_IDS,
     TARGETS,
     TOKENS,
-    WEIGHTS,
 )
 from data_utils.random_streams import derive_seed
 from megatron_lite.attention import AttentionPlan, CallPlan, plan_attention
+from megatron_lite.attention_layout import Batch
 from megatron_lite.boxes import whole_shape
 from megatron_lite.collectives import SINGLE
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.heads import Heads, Linear, LossRows, find_loss_rows, row_losses, sum_losses
-from megatron_lite.linear import linear
 from megatron_lite.parameter_count import TASKS
 from megatron_lite.tensor_parallel import (
     ColumnParallelLinear,
@@ -49,6 +44,7 @@ from megatron_lite.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
+    linear,
     local_shard,
     partition_of,
 )
@@ -70,7 +66,7 @@ class ModelInput:
 
     @staticmethod
     def from_batch(
-        batch: np.ndarray,
+        batch: Batch,
         device: torch.device,
         config: ModelConfig,
         *,
@@ -78,29 +74,28 @@ class ModelInput:
         kernel: str = "auto",
         keep_padding: bool = False,
     ) -> ModelInput:
-        """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py).
+        """The parts of a batch that the model needs, on its device.
 
         Padding is dropped and tokens stand in the order of the attention plan's calls where the plan needs no rows,
         unless `keep_padding` asks for one shape for every batch.
         """
-        plan = plan_attention(batch[:, DOC], batch[:, ORD], batch[:, GRP], device, kernel)
-        planes = batch.swapaxes(0, 1)
+        plan = plan_attention(batch.layout, device, kernel)
+        planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
+        weights = batch.weights
         if isinstance(plan, CallPlan) and not keep_padding and plan.units:
-            planes, plan = planes.reshape(len(planes), 1, -1)[:, :, plan.layout.rows], plan.laid_out()
-        inputs = torch.from_numpy(planes[[TOKENS, *ID_PLANES]]).to(device)
-        targets, weights, objectives = (
-            torch.from_numpy(np.ascontiguousarray(planes[plane]).reshape(-1))
-            for plane in (TARGETS, WEIGHTS, OBJECTIVE)
-        )
-        weights = weights.view(torch.float32)
-        found = find_loss_rows(weights, objectives, config)
+            rows, plan = batch.layout.rows, plan.laid_out()
+            planes, weights = planes.reshape(len(planes), 1, -1)[:, :, rows], weights.reshape(-1)[rows]
+        inputs = torch.from_numpy(planes[:-1]).to(device)
+        losses = (weights, planes[1 + ID_PLANES.index(OBJECTIVE)], planes[-1])
+        weights_T, objectives_T, targets_T = (torch.from_numpy(plane.reshape(-1)) for plane in losses)
+        found = find_loss_rows(weights_T, objectives_T, config)
         return ModelInput(
             tokens=inputs[0],
             ids=inputs[1:],
             plan=plan,
             loss_rows=found.to(device),
-            targets=targets[found.labelled].long().to(device),
-            weights=weights[found.labelled].to(device),
+            targets=targets_T[found.labelled].long().to(device),
+            weights=weights_T[found.labelled].to(device),
             dropout_seed=dropout_seed,
         )
 

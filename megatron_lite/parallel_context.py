@@ -1,6 +1,7 @@
 """Where this process stands among the others: ranks, groups and device, built once and passed explicitly.
 
-Nothing else in the project reads the launcher's environment variables or asks torch.distributed for a default group.
+Only this file uses the default group of torch.distributed, that of all processes, and sets the variables by which it
+meets. What the launcher said is read in launch.py; MASTER_PORT, which it may leave open, is looked up here too.
 """
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ class ParallelContext:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """`values` of every process, by rank; of one shape on all."""
+        if self.world_size == 1:
+            return [values]
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(gathered, values)
+        return gathered
 
     def barrier(self) -> None:
         if self.world_size > 1:

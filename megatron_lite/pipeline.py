@@ -23,9 +23,9 @@ from data_utils.objectives.base import (
     ORD,
     TARGETS,
     TOKENS,
-    WEIGHTS,
 )
 from megatron_lite.attention import plan_attention
+from megatron_lite.attention_layout import Batch, make_layout
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.engine import Engine, MicroBatch, StepResult, without_chatter
 from megatron_lite.heads import Heads, LossRows, find_loss_rows, row_losses, sum_losses
@@ -40,14 +40,14 @@ from megatron_lite.model import (
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
-_PLANES = (DOC, ORD, GRP, WEIGHTS, OBJECTIVE)  # what travels with the hidden state
-_LABELS = (TARGETS, WEIGHTS, OBJECTIVE)
+_PLANES = (DOC, ORD, GRP, OBJECTIVE)  # what travels with the hidden state, and the weights after them
 _NO_DROPOUT = -1
 _LOSS_SHARE = 0.2  # part of the rows that carry loss, for the cost of the head (token objective: 0.18)
 
 Carried = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
 ]  # hidden [T, D], planes int32 [B, 5, S], seed int64 [1]
+_Found = tuple[torch.Tensor, LossRows, torch.Tensor]  # class logits, rows with loss, their weights
 
 
 class _Flows:
@@ -61,18 +61,12 @@ class _Flows:
     def of(self, planes: torch.Tensor, seed: torch.Tensor) -> Flow:
         if self._flow is None or self._planes is not planes:
             doc, order, grp = planes[:, :3].cpu().numpy().swapaxes(0, 1)
-            plan = plan_attention(doc, order, grp, planes.device)
+            plan = plan_attention(make_layout(doc, order, grp), planes.device)
             number = int(seed.item())
             dropout_seed = None if number == _NO_DROPOUT else number
             rows, length = doc.shape
             self._planes, self._flow = planes, Flow(rows, length, plan, dropout_seed, self.rank)
         return self._flow
-
-
-def _loss_rows(planes: torch.Tensor, config: ModelConfig) -> LossRows:
-    """Of int32 [B, n, S] whose last two planes are weights and objectives."""
-    weights, objectives = planes[:, -2].flatten().view(torch.float32), planes[:, -1].flatten()
-    return find_loss_rows(weights, objectives, config)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -87,10 +81,10 @@ class _Words(VocabParallelEmbedding):
         return super().forward(ids[:, 0].flatten()), ids, planes, seed
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Heads, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def project(module: _Words, inputs: tuple[Heads, torch.Tensor, *_Found]) -> tuple[torch.Tensor, *_Found]:
         """Last layer, on the tied weight."""
-        heads, vectors, classes = inputs
-        return heads.vocabulary_logits(vectors, module), classes
+        heads, vectors, classes, found, weights = inputs
+        return heads.vocabulary_logits(vectors, module), classes, found, weights
 
 
 class _Positions(PositionEmbeddings):
@@ -126,9 +120,12 @@ class _Readout(nn.Module):
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel)
 
-    def forward(self, inputs: Carried) -> tuple[Heads, torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Carried) -> tuple[Heads, torch.Tensor, *_Found]:
         hidden, planes, _ = inputs
-        return self.heads, *self.heads(hidden, _loss_rows(planes, self.config), self.final_layernorm)
+        objectives, weights = planes[:, -2].flatten(), planes[:, -1].flatten().view(torch.float32)
+        found = find_loss_rows(weights, objectives, self.config)
+        vectors, classes = self.heads(hidden, found, self.final_layernorm)
+        return self.heads, vectors, classes, found, weights[found.labelled]
 
 
 def layer_costs(model: ModelConfig) -> list[float]:
@@ -192,7 +189,6 @@ class PipelineEngine(Engine):
     def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_objectives = num_objectives
-        self.model_config = config.model
         self._sums = self._no_sums(context.device)
         # Without gradients: DeepSpeed broadcasts the tied weight, and autograd would warn of it in every backward pass.
         with without_chatter(), torch.no_grad():
@@ -205,16 +201,13 @@ class PipelineEngine(Engine):
     def _no_sums(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_objectives, 2, dtype=torch.float64, device=device)
 
-    def _loss(self, outputs: tuple[torch.Tensor, ...], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _loss(self, outputs: tuple[torch.Tensor, *_Found], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; keeps the objectives' sums aside."""
-        planes, factor = labels
-        found = _loss_rows(planes, self.model_config)
-        targets, weights = (planes[:, i].flatten()[found.labelled] for i in range(2))
-        logits, classes = outputs
-        losses = row_losses(logits, classes, targets.long(), self._stages.tied_modules["words"])
-        total, per_objective = sum_losses(
-            losses, weights.view(torch.float32), found.objectives, self.num_objectives
-        )
+        plane, factor = labels
+        logits, classes, found, weights = outputs
+        targets = plane.flatten()[found.labelled].long()
+        losses = row_losses(logits, classes, targets, self._stages.tied_modules["words"])
+        total, per_objective = sum_losses(losses, weights, found.objectives, self.num_objectives)
         self._sums += per_objective
         return total * factor
 
@@ -229,17 +222,18 @@ class PipelineEngine(Engine):
         )
         return self._result(self._sums)
 
-    def evaluate(self, batches: Sequence[np.ndarray]) -> torch.Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._no_sums(self.context.device)
         self._engine.eval_batch(
             self._feed((batch, _NO_DROPOUT, 1.0) for batch in batches), num_micro_batches=len(batches)
         )
         return self._sums
 
-    def _feed(self, items: Iterator[tuple[np.ndarray, int, float]]) -> Iterator[tuple]:
+    def _feed(self, items: Iterator[tuple[Batch, int, float]]) -> Iterator[tuple]:
         """What the first stage takes as inputs and the last as labels."""
         for batch, seed, factor in items:
-            ids = batch[:, [TOKENS, *ID_PLANES]]
-            inputs = (ids, batch[:, _PLANES], np.array([seed], np.int64))
-            labels = (batch[:, _LABELS], np.array([factor], np.float32))
+            planes, weights = batch.planes, batch.weights[:, None].view(np.int32)
+            carried = np.concatenate([planes[:, _PLANES], weights], axis=1)
+            inputs = (planes[:, [TOKENS, *ID_PLANES]], carried, np.array([seed], np.int64))
+            labels = (planes[:, TARGETS], np.array([factor], np.float32))
             yield tuple(map(_tensor, inputs)), tuple(map(_tensor, labels))

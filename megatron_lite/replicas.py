@@ -82,14 +82,12 @@ def _on_every_rank(found: list[str], context: ParallelContext) -> list[str]:
     if context.world_size == 1:
         return found
     text = torch.tensor(list("\n".join(found).encode()), dtype=torch.uint8, device=context.device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
-    dist.all_gather(lengths, torch.tensor([len(text)], device=context.device))
+    lengths = context.gather(torch.tensor([len(text)], device=context.device))
     longest = max(int(length) for length in lengths)
     if longest == 0:
         return []
     padded = torch.zeros(longest, dtype=torch.uint8, device=context.device)
     padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded)
+    texts = context.gather(padded)
     lines = {line for t in texts for line in bytes(t.tolist()).rstrip(b"\0").decode().split("\n") if line}
     return sorted(lines)

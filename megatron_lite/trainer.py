@@ -20,9 +20,9 @@ import yaml
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
-from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
@@ -32,7 +32,6 @@ from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
     Interval,
     Metrics,
-    count_visible_keys,
     memory_gib,
     objective_losses,
     peak_tflops,
@@ -215,7 +214,7 @@ class Trainer:
         tokens, visible_keys, loss_rows, *loss_weights = totals
         if self.loss_factors is not None:
             factors = [self.loss_factors.get(name, 1.0) for name in self.objective_names]
-            batches = [weigh_losses(batch, factors, loss_weights) for batch in batches]
+            batches = [batch.as_means(factors, loss_weights) for batch in batches]
         loss_weight = sum(loss_weights)
         micro_batches = [
             MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
@@ -251,18 +250,17 @@ class Trainer:
             self.metrics.write("gradient_norms", step, norms, line)
         return result
 
-    def _totals(self, batches: list[np.ndarray]) -> tuple[list[float], Requests]:
+    def _totals(self, batches: list[Batch]) -> tuple[list[float], Requests]:
         """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
         counts, weights = [0.0] * 3, np.zeros(len(self.objective_names))
         if self.context.counts_samples:
             counts = [
-                sum(int((batch[:, DOC] >= 0).sum()) for batch in batches),
-                sum(count_visible_keys(batch) for batch in batches),
-                sum(int(np.count_nonzero(batch[:, WEIGHTS])) for batch in batches),
+                sum(batch.tokens for batch in batches),
+                sum(batch.visible_keys for batch in batches),
+                sum(batch.loss_rows for batch in batches),
             ]
             for batch in batches:
-                losses, amounts = batch[:, OBJECTIVE].ravel(), batch[:, WEIGHTS].view(np.float32).ravel()
-                weights += np.bincount(losses, amounts, minlength=len(weights))
+                weights += batch.loss_weights(len(weights))
         requests = self.control.local_requests()
         local = torch.tensor([*requests, *counts, *weights], dtype=torch.float64, device=self.context.device)
         sums = self.context.sum(local).tolist()
@@ -272,7 +270,7 @@ class Trainer:
         """fp64 [objectives, 2] over all samples, each counted on one rank."""
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
 
-    def _next_batches(self) -> list[np.ndarray]:
+    def _next_batches(self) -> list[Batch]:
         batches = [_read(self.train_data, samples) for samples in self._samples(self.consumed_samples)]
         # The disk reads the next step's text while this one computes.
         following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
@@ -289,13 +287,13 @@ class Trainer:
             dp_size=self.context.dp.size,
         )
 
-    def _loss_factor(self, batch: np.ndarray, loss_weight: float) -> float:
+    def _loss_factor(self, batch: Batch, loss_weight: float) -> float:
         """What turns a micro-batch's loss sum into its share of the step's loss."""
         if self.loss_factors is not None:
             return 1.0  # the weights hold it
         if self.config.training.loss_normalization == "global_tokens":
             return 1.0 / max(loss_weight, 1.0)
-        own_weight = float(batch[:, WEIGHTS].view(np.float32).sum())
+        own_weight = float(batch.weights.sum())
         return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
 
     def _learning_rate(self, step: int) -> float:
@@ -371,9 +369,7 @@ class Trainer:
         batches = []
         for start in range(0, len(samples), per_pass):
             batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
-            batches.append(
-                pad_rows(batch, size)
-            )  # all ranks make the same number of passes of the same shape
+            batches.append(batch.padded(size))  # all ranks make the same number of passes of the same shape
         sums = self._all_losses(self.engine.evaluate(batches))
         losses = objective_losses(sums, self.objective_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
@@ -442,10 +438,10 @@ class Trainer:
             log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
 
 
-def _read(data: SampleLoader, samples: np.ndarray) -> np.ndarray:
-    """A batch, int32 [samples, fields, S]. What is wrong with one rank's samples no other rank reports."""
+def _read(data: SampleLoader, samples: np.ndarray) -> Batch:
+    """A batch. What is wrong with one rank's samples no other rank reports."""
     try:
-        return data.batch(samples)
+        return Batch(data.batch(samples))
     except UserError as error:
         error.only_here = True
         raise
@@ -487,24 +483,6 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
         f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
         f"step {step} to {config.training.steps}; the first step on a machine compiles"
     )
-
-
-def weigh_losses(batch: np.ndarray, factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
-    """The batch with each loss's weights times its factor over its total in the step: sums of losses become means."""
-    scale = np.array(
-        [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)], np.float32
-    )
-    weighed = batch.copy()
-    weighed[:, WEIGHTS] = (batch[:, WEIGHTS].view(np.float32) * scale[batch[:, OBJECTIVE]]).view(np.int32)
-    return weighed
-
-
-def pad_rows(batch: np.ndarray, rows: int) -> np.ndarray:
-    """The batch with rows of padding added, without documents or loss: int32 [rows, fields, S]."""
-    padded = np.zeros((rows, *batch.shape[1:]), batch.dtype)
-    padded[:, DOC] = PADDING_DOC
-    padded[: len(batch)] = batch
-    return padded
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:

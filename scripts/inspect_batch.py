@@ -27,10 +27,11 @@ import megatron_lite.entry  # noqa: F401
 # isort: split
 import numpy as np
 
-from data_utils.collate import Collator
 from data_utils.files import require_writable
+from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
+from megatron_lite.attention_layout import allowed
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.settings import build, parse_override
@@ -152,7 +153,7 @@ def rows_of_text(
         raise DataError("--text holds no token; give at least one word.")
     made = make_objective(choices, vocabulary, seed, len(tokens) + DOCUMENT_OVERHEAD)
     ones = np.ones(len(samples), np.int64)
-    batch = Collator(made)(np.tile(tokens, len(samples)), ones * len(tokens), ones, np.array(samples))
+    batch = collate(made, np.tile(tokens, len(samples)), ones * len(tokens), ones, np.array(samples))
     return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 
 
@@ -200,14 +201,10 @@ def visible(text: str) -> str:
 
 def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
     """Bool [rows, keys] without padding: what the attention rule allows, and what it allows by a group alone."""
-    import torch
-
-    from megatron_lite.attention import allowed
-
     content = row.doc >= 0
-    doc, order, grp = (torch.from_numpy(plane[content][None].copy()) for plane in (row.doc, row.ord, row.grp))
-    seen = allowed(doc, order, grp)[0].numpy()
-    return seen, seen & ~allowed(doc, order, torch.zeros_like(grp))[0].numpy()
+    doc, order, grp = (plane[content][None] for plane in (row.doc, row.ord, row.grp))
+    seen = allowed(doc, order, grp)[0]
+    return seen, seen & ~allowed(doc, order, np.zeros_like(grp))[0]
 
 
 def step_of(size: int) -> int:

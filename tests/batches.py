@@ -1,4 +1,4 @@
-"""Random batches in the collator's layout, for tests that need no text."""
+"""Random batches in the layout of collation, for tests that need no text."""
 
 from __future__ import annotations
 

@@ -35,12 +35,14 @@ from batches import prefix_batch
 from distributed import run_ranks
 
 from data_utils.objectives.base import WEIGHTS
+from megatron_lite.attention_layout import Batch
 from megatron_lite.boxes import matrix_shape, whole_shape
 from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import Engine, Fragment, MicroBatch, make_engine, parameter_groups
+from megatron_lite.engine import Engine, Fragment, MicroBatch, parameter_groups
 from megatron_lite.errors import ConfigError, run_command
 from megatron_lite.model import ModelInput, build_model
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build
 from megatron_lite.trainer import DTYPES
 
@@ -261,7 +263,7 @@ def _one_process(case: Case, rows: int, keep_padding: bool) -> Record:
         optimizer.zero_grad()
         for index in range(SAMPLES // rows):
             batch = ModelInput.from_batch(
-                samples[index * rows :][:rows],
+                Batch(samples[index * rows :][:rows]),
                 torch.device("cpu"),
                 config.model,
                 dropout_seed=dropout_seed(step, index),
@@ -361,7 +363,7 @@ def micro_batches_of(case: Case, context: ParallelContext, step: int) -> list[Mi
     factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
-    return [MicroBatch(samples[i * size :][:size], dropout_seed(step, i), factor) for i in indices]
+    return [MicroBatch(Batch(samples[i * size :][:size]), dropout_seed(step, i), factor) for i in indices]
 
 
 def run_step(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, Example, Objective, SpecialTokens, Vocabulary, make_one
 
 SPECIAL = SpecialTokens(
@@ -47,7 +47,7 @@ def make(
 def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:
     """The Examples of the same piece under sample indices 0, 1, ..."""
     ones = np.ones(samples, np.int64)
-    batch = Collator(made)(np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
+    batch = collate(made, np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
     return [Example.from_planes(row[:, row[5] >= 0]) for row in batch]
 
 

@@ -12,7 +12,8 @@ from test_recipes import collate, windows
 
 from data_utils.objectives.base import DOC, GRP, ORD
 from megatron_lite import attention_layout
-from megatron_lite.attention import CallPlan, DensePlan, allowed, plan_attention
+from megatron_lite.attention import CallPlan, DensePlan, plan_attention
+from megatron_lite.attention_layout import allowed, make_layout
 
 CPU = torch.device("cpu")
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -37,7 +38,7 @@ def random_arrays(seed):
 
 
 def mask_of(arrays):
-    return allowed(*(torch.from_numpy(x) for x in arrays))
+    return torch.from_numpy(allowed(*arrays))
 
 
 @given(st.integers(0, 10**6))
@@ -92,7 +93,7 @@ def block_sizes(request, monkeypatch):
 def test_calls_equal_softmax_over_the_rule(recipe, block_sizes):
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = recipe_arrays(recipe, sequence_length, 4, seed)
-        plan = plan_attention(*arrays, CPU)
+        plan = plan_attention(make_layout(*arrays), CPU)
         assert isinstance(plan, CallPlan)
         assert assert_equals_reference(arrays, plan).any()
 
@@ -101,7 +102,7 @@ def test_calls_equal_softmax_over_the_rule(recipe, block_sizes):
 def test_long_documents_equal_softmax_over_the_rule(recipe):
     """Longer than a block of rows, one document and several."""
     arrays = recipe_arrays(recipe, 600, 2, 5)
-    assert_equals_reference(arrays, plan_attention(*arrays, CPU))
+    assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU))
 
 
 @pytest.mark.slow
@@ -109,20 +110,20 @@ def test_long_documents_equal_softmax_over_the_rule(recipe):
 def test_many_random_rows_equal_softmax_over_the_rule(recipe, block_sizes):
     for seed in range(100):
         arrays = recipe_arrays(recipe, 20 + 3 * seed, 3, seed)
-        assert_equals_reference(arrays, plan_attention(*arrays, CPU))
+        assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU))
 
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
 def test_calls_serve_any_arrays(seed):
     arrays = random_arrays(seed)
-    assert_equals_reference(arrays, plan_attention(*arrays, CPU))
+    assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU))
 
 
 @EACH
 def test_the_dense_plan_equals_softmax_over_the_rule(recipe):
     arrays = recipe_arrays(recipe, 40, 3, 3)
-    assert_equals_reference(arrays, plan_attention(*arrays, CPU, "dense"))
+    assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU, "dense"))
 
 
 @EACH
@@ -145,7 +146,7 @@ def test_the_calls_for_cuda_equal_softmax_over_the_rule(recipe):
 def test_laid_out_plans_compute_the_same_without_padding(recipe):
     arrays = recipe_arrays(recipe, 100, 3, 6)
     q, k, v, _ = draw((*arrays[0].shape, 2, 8))
-    plan = plan_attention(*arrays, CPU)
+    plan = plan_attention(make_layout(*arrays), CPU)
     rows = torch.from_numpy(plan.layout.rows)
     whole = plan.attend(0, q, k, v, 0.0)
     alone = plan.laid_out().attend(0, *(x.flatten(0, 1)[rows][None] for x in (q, k, v)), 0.0)
@@ -161,7 +162,7 @@ def test_half_precision_stays_close_to_fp64(recipe, kernel):
     qkv = [x.requires_grad_() for x in qkv]
     exact = [x.detach().double().requires_grad_() for x in qkv]
     ours, expected = (
-        plan_attention(*arrays, CPU, kernel).attend(0, *qkv, 0.0),
+        plan_attention(make_layout(*arrays), CPU, kernel).attend(0, *qkv, 0.0),
         reference_attention(arrays, *exact),
     )
     assert ours.dtype == torch.bfloat16
@@ -179,7 +180,7 @@ def test_dropout_is_seeded_and_keeps_padding_zero():
     outs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        outs.append(plan_attention(*arrays, CPU).attend(0, q, k, v, 0.5))
+        outs.append(plan_attention(make_layout(*arrays), CPU).attend(0, q, k, v, 0.5))
     assert (outs[0] == outs[1]).all() and (outs[0] != outs[2]).any()
     assert not outs[0][torch.from_numpy(arrays[0] < 0)].any()
 
@@ -188,7 +189,9 @@ def test_dropout_is_seeded_and_keeps_padding_zero():
 def test_a_batch_of_padding_gives_zeros(dropout):
     arrays = (np.full((2, 5), -1, np.int32), *np.zeros((2, 2, 5), np.int32))
     for kernel in ("auto", "dense"):
-        out = plan_attention(*arrays, CPU, kernel).attend(0, *draw((2, 5, 2, 8), count=3), dropout)
+        out = plan_attention(make_layout(*arrays), CPU, kernel).attend(
+            0, *draw((2, 5, 2, 8), count=3), dropout
+        )
         assert out.shape == (2, 5, 2, 8) and not out.any()
 
 
@@ -198,7 +201,7 @@ def test_memory_grows_linearly_with_the_row_length(recipe):
     sizes = []
     for sequence_length in (480, 1920):
         arrays = recipe_arrays(recipe, sequence_length, 1, 8)
-        plan = plan_attention(*arrays, CPU)
+        plan = plan_attention(make_layout(*arrays), CPU)
         masked = [c for u in plan.units for c in u.calls if c.kind == attention_layout.MASKED]
         rows = max((call.stop - call.start for call in masked), default=0)
         assert rows <= attention_layout.BLOCK_ROWS
@@ -213,7 +216,7 @@ def test_plans_save_no_masks_for_the_backward_pass():
     q, k, v, _ = (x.requires_grad_() for x in draw((*arrays[0].shape, 2, 8)))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        plan = plan_attention(*arrays, CPU)
+        plan = plan_attention(make_layout(*arrays), CPU)
         plan.attend(0, q, k, v, 0.0)
     tokens = len(plan.layout.rows)
     assert sum(saved) <= 4 * tokens * 2 * 8 + tokens * 2
@@ -221,5 +224,5 @@ def test_plans_save_no_masks_for_the_backward_pass():
 
 def test_the_plan_is_the_reference_only_when_asked():
     arrays = recipe_arrays(RECIPES["bert"], 40, 2, 1)
-    assert isinstance(plan_attention(*arrays, CPU, "dense"), DensePlan)
-    assert isinstance(plan_attention(*arrays, CPU), CallPlan)
+    assert isinstance(plan_attention(make_layout(*arrays), CPU, "dense"), DensePlan)
+    assert isinstance(plan_attention(make_layout(*arrays), CPU), CallPlan)

@@ -80,7 +80,7 @@ def test_flex_attention_equals_softmax_over_the_rule(recipe):
     """Forward only, in its plain form: there is no backward pass on CPU. The plain form computes every pair."""
     arrays = recipe_arrays(recipe, 60, 2, 1)
     q, k, v, _ = draw((*arrays[0].shape, 2, 8))
-    plan = plan_attention(*arrays, CPU, "flex")
+    plan = plan_attention(make_layout(*arrays), CPU, "flex")
     assert isinstance(plan, FlexPlan)
     with torch.no_grad():
         ours = plan.attend(0, q, k, v, 0.0)
@@ -95,7 +95,7 @@ def test_dropout_falls_back_to_the_dense_plan():
     outs = []
     for kernel in ("flex", "dense"):
         torch.manual_seed(0)
-        outs.append(plan_attention(*arrays, CPU, kernel).attend(0, q, k, v, 0.5))
+        outs.append(plan_attention(make_layout(*arrays), CPU, kernel).attend(0, q, k, v, 0.5))
     assert (outs[0] == outs[1]).all()
 
 
@@ -104,7 +104,7 @@ def test_compiled_flex_attention_skips_blocks_and_equals_the_reference():
     """Compiled for the CPU (half a minute), where blocks that are not listed are not computed."""
     arrays = recipe_arrays(RECIPES["unilmv2"], 300, 2, 1)
     q, k, v, _ = draw((*arrays[0].shape, 2, 16), torch.float32)
-    plan = FlexPlan(make_layout(*arrays), arrays[0].size, CPU, lambda: None)
+    plan = FlexPlan(make_layout(*arrays), CPU, lambda: None)
     with torch.no_grad():
         ours = plan.attend(0, q, k, v, 0.0)
     # fp32: a few units in the last place of sums over 400 keys.

@@ -1,9 +1,28 @@
 """The structure found in (doc, ord, grp): which calls, on which rows and keys."""
 
+import dataclasses
+
+import mask_rule
 import numpy as np
 import pytest
+from batches import prefix_batch
+from hypothesis import given
+from hypothesis import strategies as st
+from recipes import RECIPES, make
+from test_recipes import collate, windows
 
-from megatron_lite.attention_layout import BLIND, CAUSAL, FULL, MASKED, make_layout, make_units
+from data_utils.objectives.base import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from megatron_lite import attention_layout
+from megatron_lite.attention_layout import (
+    BLIND,
+    CAUSAL,
+    FULL,
+    MASKED,
+    Batch,
+    allowed,
+    make_layout,
+    make_units,
+)
 
 
 def calls(doc, order, grp=None, square_causal_only=False):
@@ -115,3 +134,85 @@ def test_layout_keeps_tokens_that_are_in_order():
     layout = make_layout(*np.zeros((3, 2, 4), np.int32))
     assert layout.rows.tolist() == list(range(8))
     assert not len(make_layout(*np.full((3, 1, 4), -1, np.int32)).rows)
+
+
+def check_views(doc, order, grp):
+    """The derived structure against the rule, row by row. Returns the number of pairs that may see each other."""
+    layout = make_layout(doc, order, grp)
+    views = layout.views
+    exact = np.stack([mask_rule.allowed(*planes) for planes in zip(doc, order, grp, strict=True)])
+    assert (allowed(doc, order, grp) == exact).all()
+    rows, keys = (layout.rows // doc.shape[1], layout.rows % doc.shape[1])
+    seen = exact[rows, keys][:, keys] & (rows[:, None] == rows)  # in the order of the layout
+    assert views.seen.tolist() == seen.sum(1).tolist()
+    places = np.arange(len(rows))
+    held = (places >= views.ghost_first[:, None]) & (places < views.ghost_last[:, None])
+    held |= (places >= views.content_start[:, None]) & (places < views.content_stop[:, None])
+    assert not (seen & ~held).any()  # the stretches hold all that is seen, and nothing else where they say so
+    assert (seen == held)[views.exact].all()
+    return int(exact.sum())
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_views_are_those_of_the_rule(recipe):
+    batch = collate(make(recipe.name, 60, **recipe.config), windows(4, 60, 1))
+    pairs = check_views(*(batch[:, plane] for plane in (DOC, ORD, GRP)))
+    assert Batch(batch).visible_keys == pairs > 0
+
+
+@given(st.integers(0, 10**6))
+def test_views_serve_any_arrays(seed):
+    rng = np.random.default_rng(seed)
+    shape = (2, int(rng.integers(1, 40)))
+    check_views(
+        rng.integers(-1, 3, shape), rng.integers(-5, 6, shape), rng.integers(0, 3, shape) * (seed % 2)
+    )
+
+
+def test_a_view_that_misses_a_key_is_noticed(monkeypatch):
+    """The check above fires."""
+    doc, whole = np.zeros((1, 3), np.int32), attention_layout._views
+    check_views(doc, doc, doc)
+    monkeypatch.setattr(
+        attention_layout,
+        "_views",
+        lambda layout: dataclasses.replace(whole(layout), content_stop=whole(layout).content_stop - 1),
+    )
+    with pytest.raises(AssertionError):
+        check_views(doc, doc, doc)
+
+
+def test_a_batch_finds_its_structure_once(monkeypatch):
+    calls_made = []
+    for name in ("make_layout", "_views"):
+        whole = getattr(attention_layout, name)
+        monkeypatch.setattr(
+            attention_layout, name, lambda *x, whole=whole, name=name: calls_made.append(name) or whole(*x)
+        )
+    batch = Batch(prefix_batch(0))
+    assert batch.tokens and batch.visible_keys
+    weighed = batch.as_means([1.0] * 3, batch.loss_weights(3))
+    for square_causal_only in (True, False):
+        make_units(weighed.layout, square_causal_only=square_causal_only)
+    assert calls_made == ["make_layout", "_views"]
+
+
+def test_a_batch_counts_its_losses():
+    planes = prefix_batch(0)
+    batch = Batch(planes)
+    weights = planes[:, WEIGHTS].view(np.float32)
+    assert batch.tokens == (planes[:, DOC] >= 0).sum()
+    assert batch.loss_rows == (weights != 0).sum() > 0
+    expected = [weights[planes[:, OBJECTIVE] == i].sum() for i in range(4)]
+    assert batch.loss_weights(4).tolist() == expected and expected[0] > 0 and expected[3] == 0
+
+
+def test_rows_of_padding_add_nothing():
+    batch = Batch(prefix_batch(0, rows=2))
+    padded = batch.padded(5)
+    assert padded.planes.shape == (5, *batch.planes.shape[1:])
+    assert (padded.planes[:2] == batch.planes).all() and not padded.planes[2:, [TARGETS, WEIGHTS]].any()
+    for fact in ("tokens", "visible_keys", "loss_rows"):
+        assert getattr(padded, fact) == getattr(batch, fact)
+    alone = Batch(batch.planes[:0]).padded(2)
+    assert (alone.tokens, alone.visible_keys, alone.loss_rows) == (0, 0, 0)

@@ -20,11 +20,11 @@ from benchmarks import attention, padding, parallel, train_step
 from data_utils.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
-from megatron_lite import cross_entropy
+from megatron_lite import heads
 from megatron_lite.attention import plan_attention
+from megatron_lite.attention_layout import Batch, make_layout
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import ConfigError
-from megatron_lite.metrics import count_visible_keys
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 from megatron_lite.parameter_count import parameter_count
 
@@ -107,7 +107,7 @@ def test_glm_variants_compute_the_same_loss_and_gradients(small_shapes):
 
 def test_computed_keys_cover_the_visible_ones():
     batch = train_step.make_batch(2)
-    computed, visible = train_step.computed_keys(batch), count_visible_keys(batch)
+    computed, visible = train_step.computed_keys(batch), Batch(batch).visible_keys
     in_part_b = [
         int(((doc >= 0) & (order > 0)).sum()) for doc, order in zip(batch[:, DOC], batch[:, ORD], strict=True)
     ]
@@ -296,7 +296,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/attention.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/attention_layout.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
@@ -326,7 +326,7 @@ def test_plans_follow_the_rule_and_give_padding_zero(arrays, kernel):
     rows, length = doc.shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, rows, length, 2, 4, generator=generator)
-    out = plan_attention(doc, order, grp, CPU, kernel).attend(0, q, k, v, 0.0)
+    out = plan_attention(make_layout(doc, order, grp), CPU, kernel).attend(0, q, k, v, 0.0)
     for b in range(rows):
         for i in range(length):
             seen = [j for j in range(length) if rule(doc[b], order[b], grp[b], i, j)]
@@ -352,7 +352,7 @@ def test_dropping_padding_changes_nothing(dtype):
     model.to(dtype).eval()
     results = []
     for keep_padding in (True, False):
-        inputs = ModelInput.from_batch(batch, CPU, model.config, keep_padding=keep_padding)
+        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, keep_padding=keep_padding)
         model.zero_grad()
         loss, _ = model(inputs)
         loss.backward()
@@ -368,7 +368,7 @@ def test_dropping_padding_changes_nothing(dtype):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 20])
 def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", {"cpu": chunk_bytes})
+    monkeypatch.setattr(heads, "_CHUNK_BYTES", {"cpu": chunk_bytes})
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=generator)
     targets = torch.randint(0, 11, (7,), generator=generator)
@@ -377,7 +377,7 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
     expected = F.cross_entropy(exact, targets, reduction="none")
     (expected * weights).sum().backward()
     leaf = logits.clone().requires_grad_()
-    loss = cross_entropy.cross_entropy(leaf * 1.0, targets)
+    loss = heads.cross_entropy(leaf * 1.0, targets)
     (loss * weights).sum().backward()
     # fp32 arithmetic on values up to 20: absolute error of a few 1e-6.
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)

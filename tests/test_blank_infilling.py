@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_rule import allowed, leaks
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens
 from data_utils.objectives.base import DOCUMENT, DOCUMENT_OVERHEAD, FIELDS, SENTENCE, TOKEN
 from data_utils.objectives.blank_infilling import MOST_CUT
@@ -56,7 +56,7 @@ def many(made: BlankInfilling, piece: np.ndarray, samples: int) -> list[Example]
     """The Examples of the same piece under sample indices 0, 1, ..."""
     tokens = np.tile(piece, samples)
     ones = np.ones(samples, np.int64)
-    batch = Collator(made)(tokens, ones * len(piece), ones, np.arange(samples))
+    batch = collate(made, tokens, ones * len(piece), ones, np.arange(samples))
     return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 
 
@@ -243,7 +243,7 @@ def test_every_row_of_packed_pieces(
     for length in pieces:
         texts.append(text_of(length, with_eos, first))
         first += length
-    batch = Collator(made)(np.concatenate(texts), pieces, [len(pieces)], [sample])
+    batch = collate(made, np.concatenate(texts), pieces, [len(pieces)], [sample])
     row = Example.from_planes(batch[0])
     documents = row.documents()
     assert len(documents) == len(pieces)
@@ -313,24 +313,28 @@ def test_a_piece_of_only_eos_keeps_its_text_without_loss(token_prob, sentence_pr
 
 def test_an_example_does_not_depend_on_its_batch():
     made = objective(**MIXED)
-    collate = Collator(made)
     lengths = [[500], [100, 200, 180], [1] * 100]
     samples = [7, 2**33 + 1, 12345]
     texts = [text_of(sum(pieces)) for pieces in lengths]
     together = collate(
-        np.concatenate(texts), [n for pieces in lengths for n in pieces], [len(p) for p in lengths], samples
+        made,
+        np.concatenate(texts),
+        [n for pieces in lengths for n in pieces],
+        [len(p) for p in lengths],
+        samples,
     )
     for i, (text, pieces, sample) in enumerate(zip(texts, lengths, samples, strict=True)):
-        assert (collate(text, pieces, [len(pieces)], [sample])[0] == together[i]).all()
+        assert (collate(made, text, pieces, [len(pieces)], [sample])[0] == together[i]).all()
     backwards = collate(
+        made,
         np.concatenate(texts[::-1]),
         [n for pieces in lengths[::-1] for n in pieces],
         [len(p) for p in lengths[::-1]],
         samples[::-1],
     )
     assert (backwards[::-1] == together).all()
-    assert (collate(texts[0], [500], [1], [8])[0] != together[0]).any()
-    assert (Collator(objective(seed=6, **MIXED))(texts[0], [500], [1], [7])[0] != together[0]).any()
+    assert (collate(made, texts[0], [500], [1], [8])[0] != together[0]).any()
+    assert (collate(objective(seed=6, **MIXED), texts[0], [500], [1], [7])[0] != together[0]).any()
 
 
 def test_example_is_what_the_batch_holds():
@@ -350,7 +354,7 @@ def mixed_batch() -> np.ndarray:
     ]
     pieces = [40, 30, 30, 1]
     tokens = np.tile(np.concatenate([text_of(n) for n in pieces]), 2)
-    batches = [Collator(objective(128, **o))(tokens, pieces * 2, [4, 4], [3, 2**35]) for o in options]
+    batches = [collate(objective(128, **o), tokens, pieces * 2, [4, 4], [3, 2**35]) for o in options]
     return np.concatenate([batch.ravel() for batch in batches])
 
 
@@ -624,7 +628,7 @@ def test_shuffle_spans_off_keeps_the_order_of_the_text():
 def test_cross_document_attention_joins_the_pieces():
     made = objective(cross_document_attention=True)
     texts = [text_of(100), text_of(150, first=1500), text_of(200, first=2000)]
-    batch = Collator(made)(np.concatenate(texts), [100, 150, 200], [3], [1])
+    batch = collate(made, np.concatenate(texts), [100, 150, 200], [3], [1])
     (document,) = Example.from_planes(batch[0]).documents()
     check_layout(document, SPECIAL.mask)
     assert (rebuilt(document) == np.concatenate(texts)).all()

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_engine import tree
 
 from megatron_lite import checkpoint, checkpoint_files
-from megatron_lite import engine as engines
 from megatron_lite.boxes import Box, matrix_shape, runs, whole_shape
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.plain_engine import make_engine as make
 from megatron_lite.settings import build
 from megatron_lite.tensor_parallel import Partition, local_shard, partition_of
 
@@ -28,7 +28,7 @@ ALONE = ParallelContext.alone()
 
 def make_engine(context, settings):
     config = build(Config, settings)
-    return engines.make_engine(config, context, num_objectives=3)
+    return make(config, context, num_objectives=3)
 
 
 def fill_and_save(context, settings, directory, steps=(1,)):

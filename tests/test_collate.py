@@ -1,11 +1,11 @@
-"""The collator: shapes, buffers, and refusal of arrays that do not belong together."""
+"""Collation: shapes, buffers, and refusal of arrays that do not belong together."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import (
     OBJECTIVES,
     BlankInfilling,
@@ -23,12 +23,12 @@ SPECIAL = SpecialTokens(
 TEXT = np.arange(1000, 1060, dtype=np.int32)
 
 
-def collator(sequence_length: int = 64) -> Collator:
-    return Collator(BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 3, sequence_length))
+def objective(sequence_length: int = 64) -> BlankInfilling:
+    return BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 3, sequence_length)
 
 
 class Copies:
-    """The least an objective can be: the collator must not need more than base.Objective."""
+    """The least an objective can be: collation must not need more than base.Objective."""
 
     row_length = 8
     sequence_length = 8
@@ -38,17 +38,17 @@ class Copies:
 
 
 def test_shape_and_dtype():
-    collate = collator()
-    batch = collate(TEXT, [30, 30], [1, 1], [0, 1])
-    assert batch.shape == (2, len(FIELDS), collate.row_length) and batch.dtype == np.int32
-    assert collate.row_length % 8 == 0
+    made = objective()
+    batch = collate(made, TEXT, [30, 30], [1, 1], [0, 1])
+    assert batch.shape == (2, len(FIELDS), made.row_length) and batch.dtype == np.int32
+    assert made.row_length % 8 == 0
     rows = [Example.from_planes(row) for row in batch]
     assert all(row.weights.dtype == np.float32 and set(row.weights) == {0.0, 1.0} for row in rows)
     assert all(set(row.objective) == {OBJECTIVE_NAMES.index("token")} for row in rows)
 
 
 def test_an_example_gives_back_its_documents():
-    row = Example.from_planes(collator()(TEXT[:40], [10, 30], [2], [0])[0])
+    row = Example.from_planes(collate(objective(), TEXT[:40], [10, 30], [2], [0])[0])
     first, second = row.documents()
     assert set(first.doc) == {0} and set(second.doc) == {1}
     assert len(first.tokens) + len(second.tokens) + (row.doc == -1).sum() == len(row.tokens)
@@ -56,15 +56,15 @@ def test_an_example_gives_back_its_documents():
 
 
 def test_a_buffer_is_reused_and_leaves_no_trace_of_its_content():
-    collate = collator()
-    fresh = collate(TEXT, [30, 30], [1, 1], [0, 1])
+    made = objective()
+    fresh = collate(made, TEXT, [30, 30], [1, 1], [0, 1])
     buffer = np.full_like(fresh, 77)
-    assert collate(TEXT, [30, 30], [1, 1], [0, 1], out=buffer) is buffer
+    assert collate(made, TEXT, [30, 30], [1, 1], [0, 1], out=buffer) is buffer
     assert (buffer == fresh).all()
 
 
 def test_samples_without_pieces_are_padding():
-    batch = collator()(TEXT[:0], [], [0, 0], [4, 5])
+    batch = collate(objective(), TEXT[:0], [], [0, 0], [4, 5])
     for row in batch:
         example = Example.from_planes(row)
         assert (example.tokens == SPECIAL.pad).all() and (example.doc == -1).all()
@@ -72,7 +72,7 @@ def test_samples_without_pieces_are_padding():
 
 
 def test_any_objective_will_do():
-    batch = Collator(Copies())(TEXT, [60], [1], [9])
+    batch = collate(Copies(), TEXT, [60], [1], [9])
     assert batch.shape == (1, len(FIELDS), 8) and (batch == 9).all()
 
 
@@ -89,31 +89,31 @@ def test_any_objective_will_do():
 )
 def test_arrays_that_do_not_belong_together(arguments, part):
     with pytest.raises(DataError, match=part):
-        collator()(*arguments)
+        collate(objective(), *arguments)
 
 
 def test_a_sample_that_is_too_long_is_named():
     with pytest.raises(DataError, match=r"sample 12 has 1 pieces with 60 tokens.*sequence_length 32"):
-        collator(32)(np.concatenate([TEXT[:20], TEXT]), [20, 60], [1, 1], [11, 12])
+        collate(objective(32), np.concatenate([TEXT[:20], TEXT]), [20, 60], [1, 1], [11, 12])
 
 
 def test_too_many_documents_are_named():
     """Two-token documents fit only 10 to a window of 64: without the reserve they would need 165 tokens."""
     with pytest.raises(DataError, match="sample 5 has 33 pieces"):
-        collator(64)(np.tile(TEXT[:1], 33), [1] * 33, [33], [5])
+        collate(objective(64), np.tile(TEXT[:1], 33), [1] * 33, [33], [5])
 
 
 @pytest.mark.parametrize("bad", ["shape", "dtype", "layout"])
 def test_a_wrong_buffer_is_refused(bad):
-    collate = collator()
-    shape = (1, len(FIELDS), collate.row_length)
+    made = objective()
+    shape = (1, len(FIELDS), made.row_length)
     buffers = {
         "shape": np.empty((2, *shape[1:]), np.int32),
         "dtype": np.empty(shape, np.int64),
         "layout": np.empty(shape[::-1], np.int32).T,
     }
     with pytest.raises(DataError, match="batch buffer"):
-        collate(TEXT, [60], [1], [0], out=buffers[bad])
+        collate(made, TEXT, [60], [1], [0], out=buffers[bad])
 
 
 def test_registry():

@@ -125,6 +125,16 @@ def test_the_environment_is_read_in_two_places():
     assert {name for name, text in sources().items() if pattern.search(text)} <= ENVIRONMENT_READERS
 
 
+def test_the_default_group_of_all_processes_is_used_in_one_place():
+    calls = re.compile(
+        r"dist\.(?:all_|reduce|broadcast|barrier|gather|send|recv)\w*\((?:[^()]|\([^()]*\))*\)"
+    )
+    found = {name: calls.findall(text) for name, text in sources().items()}
+    assert sum(map(len, found.values())) > 5
+    default = {name for name, made in found.items() if any("group=" not in call for call in made)}
+    assert default == {"megatron_lite/parallel_context.py"}
+
+
 def test_nothing_is_evaluated():
     pattern = re.compile(
         r"(?<![\w.])eval\(|(?<![\w.])exec\(|shell=True|^import pickle|yaml\.(unsafe_|full_)?load\((?!\w+, _Loader)",

@@ -8,9 +8,11 @@ from batches import prefix_batch
 from distributed import run_ranks
 
 from megatron_lite import checkpoint
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import MicroBatch, make_engine
+from megatron_lite.engine import MicroBatch
 from megatron_lite.errors import ConfigError
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build, merge
 
 SAMPLES = 8
@@ -41,7 +43,7 @@ def poisoned_steps(context, settings):
         poisoned = step == 1 and context.dp.rank == context.dp.size - 1
         factor = float("nan") if poisoned else 0.01
         before = own_weights(engine)
-        result = engine.train_step([MicroBatch(batch, step, factor) for batch in mine], lr=1e-3)
+        result = engine.train_step([MicroBatch(Batch(batch), step, factor) for batch in mine], lr=1e-3)
         after = own_weights(engine)
         assert after.isfinite().all()
         outcome.append((result.skipped, not torch.equal(before, after)))

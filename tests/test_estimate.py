@@ -9,10 +9,11 @@ from batches import prefix_batch
 from conftest import ROOT
 from distributed import run_ranks
 
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config, ParallelConfig, load_config
-from megatron_lite.engine import make_engine
 from megatron_lite.estimate import _block_bytes, estimate, stages
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build, merge
 
 MODEL = {
@@ -81,7 +82,7 @@ def kept_bytes(config, layers):
         return tensor
 
     batch = prefix_batch(0, rows=2, length=config.row_length, vocab=300)
-    data = ModelInput.from_batch(batch, torch.device("cpu"), model_config, keep_padding=True)
+    data = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model_config, keep_padding=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(data)
     return sum(size for size, _ in kept.values())
@@ -89,7 +90,7 @@ def kept_bytes(config, layers):
 
 def test_activations_of_a_block_are_what_autograd_keeps(monkeypatch):
     # Linear layers and attention of CPUs without bf16 instructions work on fp32 copies: here as on a GPU.
-    monkeypatch.setattr("megatron_lite.linear.widens", lambda *tensors: False)
+    monkeypatch.setattr("megatron_lite.tensor_parallel.widens", lambda *tensors: False)
     monkeypatch.setattr("megatron_lite.attention.widens", lambda *tensors: False)
     config = build(Config, merge(MODEL, {"training": {"precision": "bf16"}}))
     block = (kept_bytes(config, 6) - kept_bytes(config, 2)) / 4

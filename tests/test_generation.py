@@ -14,6 +14,7 @@ from data_utils.objectives.base import (
     WEIGHTS,
     SpecialTokens,
 )
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import DataError
 from megatron_lite.generation import BlankFiller, CachedPlan, GenerationConfig, blank_context, insert_spans
@@ -48,7 +49,7 @@ def uncached_logits(model, context, spans):
     row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
     row[0, DOC] = 0
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
-    inputs = ModelInput.from_batch(row, torch.device("cpu"), model.config, kernel="dense")
+    inputs = ModelInput.from_batch(Batch(row), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return model.logits(hidden[0, len(context) :])
 

@@ -13,8 +13,8 @@ from parity import Case
 from test_trainer import fit
 
 from megatron_lite.config import ParallelConfig
-from megatron_lite.engine import make_engine
 from megatron_lite.gradient_norms import GradientNorms, layer_names
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import merge
 
 LAYERS = ("embedding.", "layers.", "final_layernorm")

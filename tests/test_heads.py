@@ -10,12 +10,11 @@ from distributed import run_ranks
 from recipes import make, text_of, vocabulary
 from whole_weights import compare_weights, placed_weights
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import ObjectiveChoice, make_objective, objective_classes
 from data_utils.objectives.base import (
     BLOCK_POSITION_IDS,
     DOC,
-    FIELDS,
     OBJECTIVE,
     OBJECTIVE_NAMES,
     POSITION_IDS,
@@ -26,14 +25,15 @@ from data_utils.objectives.base import (
     Example,
 )
 from data_utils.objectives.spanbert import span_boundaries
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config, ModelConfig, ParallelConfig
-from megatron_lite.engine import MicroBatch, make_engine
+from megatron_lite.engine import MicroBatch
 from megatron_lite.gradient_norms import GradientNorms
 from megatron_lite.heads import find_loss_rows
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 from megatron_lite.parameter_count import parameter_count
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build
-from megatron_lite.trainer import weigh_losses
 
 NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}
@@ -50,11 +50,11 @@ SAMPLES = 8
 def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
     """Rows of two documents each, from all objectives that need more than GLM's layers."""
     choices = [ObjectiveChoice(name, objective_classes(name)[0](**SECTIONS.get(name, {}))) for name in names]
-    collate = Collator(make_objective(choices, vocabulary(), 5, 72))
+    made = make_objective(choices, vocabulary(), 5, 72)
     pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
     lengths = np.array([len(piece) for piece in pieces])
     samples = np.arange(seed * SAMPLES, (seed + 1) * SAMPLES)
-    return collate(np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
+    return collate(made, np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
 
 
 def make_model(seed: int = 3, **options) -> GLM:
@@ -100,7 +100,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     """The losses of one row without padding, each head written out from its paper on the model's own weights."""
     p = dict(model.named_parameters())
     inputs = ModelInput.from_batch(
-        row[None], torch.device("cpu"), model.config, keep_padding=True
+        Batch(row[None]), torch.device("cpu"), model.config, keep_padding=True
     )  # in row order
     ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
     embedded = (
@@ -156,7 +156,7 @@ def test_every_head_computes_its_papers_formula():
     for row in mixed_batch(1):
         row = np.ascontiguousarray(row[:, row[DOC] >= 0])
         expected = reference_losses(model, row)
-        loss, sums = model(ModelInput.from_batch(row[None], torch.device("cpu"), model.config))
+        loss, sums = model(ModelInput.from_batch(Batch(row[None]), torch.device("cpu"), model.config))
         assert loss.item() == pytest.approx(sum(map(sum, expected.values())), rel=1e-5)  # fp32 sums
         for name, values in expected.items():
             total, weight = sums[OBJECTIVE_NAMES.index(name)].tolist()
@@ -177,7 +177,7 @@ def test_shared_layers_are_one_block_run_again():
     state = shared.state_dict()
     copies = {name.replace("layers.0.", "layers.1."): x for name, x in state.items() if "layers.0." in name}
     plain.load_state_dict({**state, **copies})
-    batch = ModelInput.from_batch(mixed_batch(0), torch.device("cpu"), plain.config)
+    batch = ModelInput.from_batch(Batch(mixed_batch(0)), torch.device("cpu"), plain.config)
     assert torch.equal(shared(batch)[0], plain(batch)[0])
     assert len(shared.layers) == 1
     for model in (shared, plain):
@@ -212,7 +212,9 @@ def train(context, settings):
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
         layers = GradientNorms(config.model, context)
         with engine.observed_gradients(layers.add):
-            result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
+            result = engine.train_step(
+                [MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
+            )
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         norms = layers.norms(engine.clip_divisor(result.grad_norm))
         records.append((context.sum(sums), result.grad_norm, norms))
@@ -271,13 +273,16 @@ def test_losses_become_means_of_their_own_rows():
         for i in range(len(OBJECTIVE_NAMES))
     ]
     factors = np.arange(1.0, len(totals) + 1)
-    halves = [weigh_losses(half, factors, totals) for half in np.split(batch, 2)]
-    weighed = np.concatenate(halves)
+    before = batch.copy()
+    halves = [Batch(half) for half in np.split(batch, 2)]
+    assert totals == pytest.approx(sum(half.loss_weights(len(totals)) for half in halves))
+    weighed = [half.as_means(factors, totals) for half in halves]
+    weights = np.concatenate([half.weights for half in weighed])
     for i, total in enumerate(totals):
-        found = weighed[:, WEIGHTS].view(np.float32)[weighed[:, OBJECTIVE] == i].sum()
+        found = weights[batch[:, OBJECTIVE] == i].sum()
         assert found == pytest.approx(factors[i] if total else 0.0, rel=1e-5)
-    others = [plane for plane in range(len(FIELDS)) if plane != WEIGHTS]
-    assert np.array_equal(weighed[:, others], batch[:, others])
+    assert all(half.planes is given.planes for half, given in zip(weighed, halves, strict=True))
+    assert np.array_equal(batch, before)
 
 
 def test_sections_say_which_segments_and_labels_they_make():
@@ -285,7 +290,7 @@ def test_sections_say_which_segments_and_labels_they_make():
         config = section(**SECTIONS.get(name, {}))
         made = make(name, 72, **SECTIONS.get(name, {}))
         piece, ones = text_of(60), np.ones(64, np.int64)
-        batch = Collator(made)(np.tile(piece, 64), ones * 60, ones, np.arange(64))
+        batch = collate(made, np.tile(piece, 64), ones * 60, ones, np.arange(64))
         labels = np.isin(
             batch[:, OBJECTIVE], [OBJECTIVE_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
         )

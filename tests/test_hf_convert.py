@@ -22,7 +22,6 @@ from test_trainer import fit
 
 from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig
-from megatron_lite.engine import make_engine
 from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.export import ExportOptions, export_run
@@ -30,6 +29,7 @@ from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.weights import PADDING_ROWS, WORDS, open_directory
 from megatron_lite.inference import load_run
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import merge, parse_override
 
 ROOT = Path(__file__).resolve().parents[1]

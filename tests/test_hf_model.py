@@ -9,7 +9,7 @@ from hf_runs import make_config, make_model, tree, write_vocabulary
 
 from data_utils.objectives.base import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
 from data_utils.tokenizers import load_tokenizer
-from megatron_lite.attention import allowed
+from megatron_lite.attention_layout import Batch, allowed
 from megatron_lite.errors import CheckpointError
 from megatron_lite.generation import BlankFiller, blank_context
 from megatron_lite.generation import GenerationConfig as TrainingGeneration
@@ -79,8 +79,8 @@ def test_logits_agree_on_padding_too(made, seed):
 def test_packed_documents_go_through_a_mask_of_pairs(made):
     ours, theirs, *_ = made
     batch = prefix_batch(5, rows=2, length=48, vocab=60, documents=3)
-    doc, order, group = tensors(batch, DOC, ORD, GRP)
-    logits = run(theirs, batch, allowed(doc, order, group)[:, None])
+    mask = allowed(batch[:, DOC], batch[:, ORD], batch[:, GRP])
+    logits = run(theirs, batch, torch.from_numpy(mask)[:, None])
     torch.testing.assert_close(logits, proof.training_logits(ours, batch), **TOLERANCE)
 
 
@@ -100,7 +100,7 @@ def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
     without = proof.training_logits(ours, batch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_attention)
     monkeypatch.setattr(F, "dropout", scaled)
-    inputs = ModelInput.from_batch(batch, torch.device("cpu"), ours.config, kernel="dense")
+    inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), ours.config, kernel="dense")
     hidden = ours._run(inputs.tokens, inputs.ids, inputs.plan, 1)
     expected = ours.logits(hidden.view(*inputs.tokens.shape, -1))
     theirs.train()

@@ -2,38 +2,15 @@ import json
 import time
 
 import numpy as np
-import pytest
-import torch
-from batches import prefix_batch
-from recipes import RECIPES
-from recipes import make as make_objective
-from test_recipes import collate, windows
 
-from data_utils.objectives.base import DOC, GRP, ORD
-from megatron_lite.attention import allowed
 from megatron_lite.config import ModelConfig
 from megatron_lite.metrics import (
     Metrics,
-    count_visible_keys,
     format_duration,
     objective_losses,
     step_flops,
     train_line,
 )
-
-
-@pytest.mark.parametrize("documents", [1, 2, 4])
-def test_visible_keys_count_the_mask(documents):
-    batch = prefix_batch(documents, documents=documents)
-    planes = (torch.from_numpy(np.ascontiguousarray(batch[:, i])) for i in (DOC, ORD, GRP))
-    assert count_visible_keys(batch) == int(allowed(*planes).sum())
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_visible_keys_count_the_mask_of_every_objective(recipe):
-    batch = collate(make_objective(recipe.name, 60, **recipe.config), windows(4, 60, 1))
-    planes = (torch.from_numpy(np.ascontiguousarray(batch[:, i])) for i in (DOC, ORD, GRP))
-    assert count_visible_keys(batch) == int(allowed(*planes).sum())
 
 
 def test_flops_of_a_hand_counted_model():

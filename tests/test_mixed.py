@@ -7,7 +7,7 @@ import pytest
 from recipes import SPECIAL, make, text_of, vocabulary
 from test_blank_infilling import chi_square, chi_square_limit
 
-from data_utils.collate import Collator
+from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, Vocabulary, make_objective, objective_classes
 from data_utils.objectives.base import FIELDS, OBJECTIVE, OBJECTIVE_NAMES
 from data_utils.objectives.mixed import Mixed
@@ -51,21 +51,21 @@ def test_rows_are_those_of_each_objective_alone():
     counts = np.array([2, 1, 2, 1] * 4)
     lengths = np.array([len(piece) for piece in pieces])
     samples = np.arange(100, 116)
-    batch = Collator(made)(np.concatenate(pieces), lengths, counts, samples)
+    batch = collate(made, np.concatenate(pieces), lengths, counts, samples)
     assert batch.shape == (16, len(FIELDS), made.row_length)
     ends = np.cumsum(counts)
     key = derive_seed(7, "objective")
     for i, objective in enumerate(made.choose(samples)):
         mine = pieces[ends[i] - counts[i] : ends[i]]
         alone = make(names[objective], 40, seed=key, row_length=made.row_length)
-        row = Collator(alone)(np.concatenate(mine), [len(p) for p in mine], [len(mine)], samples[i : i + 1])
+        row = collate(alone, np.concatenate(mine), [len(p) for p in mine], [len(mine)], samples[i : i + 1])
         assert (row[0] == batch[i]).all()
 
 
 def test_one_objective_needs_no_mixture():
     made = make_objective([choice("causal")], vocabulary(), 7, 40)
     assert not isinstance(made, Mixed)
-    batch = Collator(made)(text_of(30), [30], [1], [0])
+    batch = collate(made, text_of(30), [30], [1], [0])
     assert OBJECTIVE_NAMES[batch[0, OBJECTIVE, 0]] == "causal"
 
 

@@ -9,6 +9,7 @@ from recipes import make as make_objective
 from test_recipes import collate, windows
 
 from data_utils.objectives.base import DOC, OBJECTIVE_NAMES, TARGETS, TOKENS, WEIGHTS
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import ModelConfig
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 from megatron_lite.parameter_count import parameter_count
@@ -28,7 +29,7 @@ def make(config=CONFIG, seed=1, **options):
 
 def gradients(model, batch, kernel="auto", dropout_seed=None):
     loss, per_objective = model(
-        ModelInput.from_batch(batch, CPU, model.config, dropout_seed=dropout_seed, kernel=kernel)
+        ModelInput.from_batch(Batch(batch), CPU, model.config, dropout_seed=dropout_seed, kernel=kernel)
     )
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return loss, per_objective, grads
@@ -83,7 +84,9 @@ def test_every_objective_gives_the_same_with_and_without_padding(recipe):
     model.num_objectives = len(OBJECTIVE_NAMES)
     results = []
     for kernel, keep_padding in (("dense", True), ("calls", True), ("calls", False)):
-        inputs = ModelInput.from_batch(batch, CPU, model.config, kernel=kernel, keep_padding=keep_padding)
+        inputs = ModelInput.from_batch(
+            Batch(batch), CPU, model.config, kernel=kernel, keep_padding=keep_padding
+        )
         loss, per_objective = model(inputs)
         results.append((loss, per_objective, torch.autograd.grad(loss, list(model.parameters()))))
     for loss, per_objective, grads in results[1:]:
@@ -112,7 +115,7 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     model, batch = make(), prefix_batch(0)
     weights = batch[:, WEIGHTS].view(np.float32)
     weights *= np.random.default_rng(0).uniform(0.5, 2.0, weights.shape).astype(np.float32)
-    inputs = ModelInput.from_batch(batch, CPU, model.config, keep_padding=True)
+    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, keep_padding=True)
     loss, per_objective = model(inputs)
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
@@ -145,11 +148,11 @@ def test_no_loss_row_sees_the_token_it_predicts():
     weights = batch[0, WEIGHTS].view(np.float32)
     rows = np.flatnonzero(weights)
     assert len(rows) >= 2
-    inputs = ModelInput.from_batch(batch, CPU, model.config)
+    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config)
     base = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     changed = batch.copy()
     changed[0, TOKENS, rows[1] :] = (changed[0, TOKENS, rows[1] :] + 1) % 100
-    inputs = ModelInput.from_batch(changed, CPU, model.config)
+    inputs = ModelInput.from_batch(Batch(changed), CPU, model.config)
     other = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     assert torch.equal(base[0, : rows[1]], other[0, : rows[1]])
     assert not torch.equal(base[0, rows[1]], other[0, rows[1]])

@@ -12,8 +12,8 @@ from distributed import run_ranks
 from parity import Case, by_layout, outcomes_of
 
 from megatron_lite.config import ParallelConfig
-from megatron_lite.engine import make_engine
 from megatron_lite.errors import ConfigError
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.tensor_parallel import TensorParallel
 
 

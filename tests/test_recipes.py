@@ -13,7 +13,7 @@ import pytest
 from mask_rule import allowed, leaks
 from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text_of
 
-from data_utils.collate import Collator
+from data_utils.loader import collate as fill_rows
 from data_utils.objectives import OBJECTIVES, Example
 from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL
 from megatron_lite.errors import ConfigError, DataError
@@ -45,7 +45,7 @@ def collate(made, samples: list[list[np.ndarray]], first_index: int = 0) -> np.n
     pieces = [piece for sample in samples for piece in sample]
     lengths = np.array([len(piece) for piece in pieces])
     counts = np.array([len(sample) for sample in samples])
-    return Collator(made)(np.concatenate(pieces), lengths, counts, np.arange(len(samples)) + first_index)
+    return fill_rows(made, np.concatenate(pieces), lengths, counts, np.arange(len(samples)) + first_index)
 
 
 def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
@@ -165,9 +165,9 @@ def test_the_smallest_pieces(recipe):
 def test_a_sample_that_does_not_fit_is_named():
     made = make("masked_lm", 16)
     with pytest.raises(DataError, match=r"sample 7 has 1 pieces.*sequence_length 16"):
-        Collator(made)(text_of(17), [17], [1], [7])
+        fill_rows(made, text_of(17), [17], [1], [7])
     with pytest.raises(DataError, match="sample 3 has 9 pieces"):
-        Collator(made)(np.tile(text_of(1), 9), [1] * 9, [9], [3])
+        fill_rows(made, np.tile(text_of(1), 9), [1] * 9, [9], [3])
 
 
 @pytest.mark.parametrize("name", ["albert", "bart"])
@@ -176,7 +176,7 @@ def test_text_of_another_tokenizer_is_refused(name, token):
     text = text_of(16)
     text[3] = token
     with pytest.raises(DataError, match=f"token ids .*{token}.*another tokenizer"):
-        Collator(make(name, 20))(text, [16], [1], [0])
+        fill_rows(make(name, 20), text, [16], [1], [0])
 
 
 def test_bart_cuts_the_end_of_a_text_whose_masks_do_not_fit():
@@ -203,7 +203,7 @@ def test_rows_that_are_too_short_are_refused(recipe):
 
 def test_samples_without_pieces_are_padding():
     for recipe in RECIPES.values():
-        batch = Collator(make(recipe.name, 16, **recipe.config))(np.zeros(0, np.int32), [], [0, 0], [4, 5])
+        batch = fill_rows(make(recipe.name, 16, **recipe.config), np.zeros(0, np.int32), [], [0, 0], [4, 5])
         assert (batch[:, FIELDS.index("doc")] == -1).all()
 
 

@@ -4,7 +4,7 @@ from distributed import run_ranks
 from test_engine import tree
 
 from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import make_engine
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.replicas import differing_replicas, fingerprint
 from megatron_lite.settings import build
 

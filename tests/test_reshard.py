@@ -15,6 +15,7 @@ from whole_weights import compare_steps, compare_weights, placed_weights
 
 from data_utils.objectives.base import WEIGHTS
 from megatron_lite import checkpoint
+from megatron_lite.attention_layout import Batch
 from megatron_lite.boxes import Box, matrix_shape
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.engine import MicroBatch
@@ -122,7 +123,7 @@ def train(context, settings, steps, load_from=None, save_to=None):
         weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         count = SAMPLES // size // context.dp.size
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
-        result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
+        result = engine.train_step([MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3)
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         records.append((context.sum(sums)[:, 0].sum().item() / weight, result))
     if save_to is not None:

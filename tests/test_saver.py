@@ -12,6 +12,7 @@ from test_checkpoint import layout, make_engine, run_layout
 from test_engine import SAMPLES
 
 from megatron_lite import checkpoint
+from megatron_lite.attention_layout import Batch
 from megatron_lite.config import CheckpointConfig
 from megatron_lite.engine import MicroBatch
 from megatron_lite.errors import CheckpointError
@@ -249,7 +250,7 @@ def run_steps(engine, settings, context):
     for step in range(2):
         samples = prefix_batch(step, rows=SAMPLES, vocab=500)
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
-        engine.train_step([MicroBatch(batch, step, 0.01) for batch in mine], lr=1e-2)
+        engine.train_step([MicroBatch(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
 
 
 @pytest.mark.parametrize(

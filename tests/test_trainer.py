@@ -15,8 +15,8 @@ from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
 from megatron_lite.config import Config
-from megatron_lite.engine import make_engine
 from megatron_lite.errors import DataError, DeviceMemoryError
+from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build, merge
 from megatron_lite.trainer import Trainer, TrainingError, config_changes, memory_advice
 

@@ -9,7 +9,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     targets             the label of each row, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
-    ord                 signed order (see megatron_lite/attention.py)
+    ord                 signed order (see megatron_lite/attention_layout.py)
     grp                 0, or a private group whose members see each other
     objective           index of the objective that made the token (for per-objective losses)
     segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
@@ -114,7 +114,7 @@ class Example:
 
 
 class Objective(Protocol):
-    """What the collator needs of an objective. One file each; see blank_infilling.py."""
+    """What collation needs of an objective. One file each; see blank_infilling.py."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most

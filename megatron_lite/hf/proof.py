@@ -26,7 +26,7 @@ from data_utils.objectives.base import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite.attention import allowed
+from megatron_lite.attention_layout import Batch, allowed
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
@@ -72,7 +72,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOL
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S] in the collator's layout: part A and two spans, padded; unpadded; part A only,
+    """int32 [3, fields, S] in the layout of collation: part A and two spans, padded; unpadded; part A only,
     padded."""
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
 @torch.no_grad()
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """fp32 [B, S, vocab_size] of our training model, on padding too."""
-    inputs = ModelInput.from_batch(batch, torch.device("cpu"), model.config, kernel="dense")
+    inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return model.logits(hidden).float()
 
@@ -130,8 +130,8 @@ def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def released_logits(shards: Sequence[Weights], config: ModelConfig, batch: np.ndarray) -> torch.Tensor:
     """The same of weights in the released layout, by the reference's arithmetic."""
-    doc, order = _tensor(batch, DOC), _tensor(batch, ORD)
-    visible = allowed(doc, order, torch.zeros_like(doc))
+    doc = batch[:, DOC]
+    visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
     tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
     return reference_logits(shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible)
 
