@@ -104,9 +104,9 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
-    config.data.require_train()
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
+    config.data.require_train()
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
     watchdog = Watchdog(
@@ -161,6 +161,10 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
         )
 
 
-if __name__ == "__main__":
-    # Every rank finds the same mistake in a configuration: one per node reports it.
+def command() -> None:
+    """The entry point. Every rank finds the same mistake in a configuration: one per node reports it."""
     run_command(main, quiet=not is_first_of_node(), report=report_status)
+
+
+if __name__ == "__main__":
+    command()
