@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import yaml
 
 from data_utils.files import require_directory, require_writable
 from data_utils.loader import open_datasets
-from data_utils.tokenizers import load_tokenizer
+from data_utils.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config import CheckpointConfig, Config, load_config
 from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
+from megatron_lite.lease import held
 from megatron_lite.run_control import RunControl
 from megatron_lite.settings import describe, to_tree
 from megatron_lite.watchdog import Section, Watchdog
@@ -103,9 +105,17 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = config.with_vocab_size(tokenizer.vocab_size)
-    watchdog = Watchdog(
-        timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds
-    )
+    # Rank 0 for all: the others meet it before they write anything.
+    with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
+        watchdog = Watchdog(
+            timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
+        )
+        return train_with(config, tokenizer, launch, control, watchdog)
+
+
+def train_with(
+    config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
+) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.engine import make_engine
@@ -118,7 +128,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     watchdog.at("opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, timeouts.collective_seconds)
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
+    watchdog.joined()
     if context.device.type == "cpu":
         keep_freed_memory()
     watchdog.at("building the model")

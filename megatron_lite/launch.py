@@ -109,6 +109,11 @@ def free_slurm_port(job_id: int) -> int:
     return next(port for port in candidates if _port_error(port) is None)
 
 
+def slurm_attempt() -> tuple[str, int]:
+    """The SLURM job's number, "" outside of one, and how often it was queued again."""
+    return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
+
+
 def check_port_is_free(port: int) -> None:
     """Raises ConfigError if something on this machine listens on `port`."""
     error = _port_error(port)
