@@ -21,7 +21,7 @@ from megatron_lite.deepspeed_options import check_agreement
 from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
 from megatron_lite.lease import held
-from megatron_lite.run_control import RunControl
+from megatron_lite.run_control import Phase, RunControl
 from megatron_lite.settings import describe, to_tree
 from megatron_lite.watchdog import Section, Watchdog
 
@@ -107,6 +107,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     config = config.with_vocab_size(tokenizer.vocab_size)
     # Rank 0 for all: the others meet it before they write anything.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
+        if lease is not None:
+            control.leave = lease.release
         watchdog = Watchdog(
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
@@ -139,6 +141,7 @@ def train_with(
             parts = (data.train, data.validation, data.objective_names)
             status = Trainer(config, context, engine, *parts, control, watchdog).fit()
     finally:
+        control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
     report_status(status)
     context.barrier()  # the first process to end with another status than 0 makes launchers kill the others

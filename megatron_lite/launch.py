@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_lite.errors import ConfigError
 
@@ -81,6 +82,42 @@ def _share_of_cores(variables: Mapping[str, str]) -> int | None:
         return None
     ranks = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))  # torchrun's and deepspeed's name
     return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
+
+
+class LauncherWatch:
+    """Whether the launcher that started this process has ended; never for one started by hand or by srun.
+
+    `deepspeed` is two processes, of which the first ends at SIGTERM or Ctrl-C without a word to the second.
+    """
+
+    def __init__(self) -> None:
+        launched = any(
+            name in os.environ for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+        )  # deepspeed, torchrun
+        self._launchers = _launchers() if launched else None
+
+    def has_ended(self) -> bool:
+        if self._launchers is None:
+            return False
+        # Process 1 takes the children of those that have ended, perhaps before this process looked first.
+        orphaned = self._launchers[-1] == 1 and b"deepspeed" not in _proc(1, "cmdline")
+        return orphaned or _launchers() != self._launchers
+
+
+def _launchers() -> list[int]:
+    """Process ids: this process's parent and, where that is deepspeed's second process, the first."""
+    parent = os.getppid()
+    if b"deepspeed.launcher.launch" not in _proc(parent, "cmdline"):
+        return [parent]
+    after_name = _proc(parent, "stat").rpartition(b")")[2].split()  # state, parent, ...
+    return [parent, int(after_name[1])] if len(after_name) > 1 else [parent]
+
+
+def _proc(process: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:
+        return b""
 
 
 def is_first_of_node() -> bool:

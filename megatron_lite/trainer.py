@@ -42,7 +42,7 @@ from megatron_lite.metrics import (
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
 from megatron_lite.resume import check_may_continue, checkpoint_directory
-from megatron_lite.run_control import Requests, RunControl
+from megatron_lite.run_control import Phase, Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
 from megatron_lite.watchdog import NoWatchdog, Section, Watchdog
@@ -109,6 +109,7 @@ class Trainer:
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
         requests = Requests()
+        self.control.enter(Phase.TRAINING)
         while self.step < stop_after and not requests.end:
             self._apply_events()
             result, requests = self._train_step(interval)
