@@ -33,7 +33,7 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = find_checkpoint(path)
-    config = build(Config, found.state["config"])
+    config = build(Config, found.trainer_state().config)
     if config.tokenizer is None:
         raise CheckpointError(
             f"checkpoint {found.path} names no tokenizer; give one of a run of pretrain_glm.py."

@@ -20,7 +20,7 @@ def check_beginning(config: Config) -> None:
     """
     found = checkpoint.newest_readable(checkpoint_directory(config))
     if found is not None:
-        check_may_continue(config, found.step)
+        check_may_continue(config, found)
     elif config.checkpoint.initialize_from is not None:
         found = checkpoint.find_manifest(Path(config.checkpoint.initialize_from))
     if found is not None:
@@ -32,10 +32,11 @@ def checkpoint_directory(config: Config) -> Path:
     return Path(config.run.directory) / "checkpoints"
 
 
-def check_may_continue(config: Config, step: int) -> None:
-    """Raise CheckpointError if `checkpoint.resume` forbids to continue from the run's own checkpoint of `step`."""
+def check_may_continue(config: Config, found: checkpoint.Checkpoint) -> None:
+    """Raise CheckpointError unless the configuration may continue from this checkpoint of the run's own."""
+    found.trainer_state()
     if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"{checkpoint_directory(config)} already holds a checkpoint of step {step} and checkpoint.resume is never; "
-            "choose another run.directory, or checkpoint.resume=auto to continue."
+            f"{checkpoint_directory(config)} already holds a checkpoint of step {found.step} and checkpoint.resume is "
+            "never; choose another run.directory, or checkpoint.resume=auto to continue."
         )

@@ -45,6 +45,7 @@ from megatron_lite.resume import check_may_continue, checkpoint_directory
 from megatron_lite.run_control import Phase, Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
+from megatron_lite.trainer_state import TrainerState
 from megatron_lite.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -384,17 +385,17 @@ class Trainer:
     # State
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "restarts": self.restarts,
-            "events": self.events.state(),
-            "config": to_tree(self.config),
-            "data": self.train_data.fingerprint(),
-        }
+        return TrainerState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            skipped_in_a_row=self.skipped_in_a_row,
+            restarts=self.restarts,
+            events=self.events.state(),
+            config=to_tree(self.config),
+            data=self.train_data.fingerprint(),
+        ).to_json()
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.beside(Section.CHECKPOINT, what)
@@ -410,27 +411,30 @@ class Trainer:
             if settings.initialize_from is not None:
                 self._initialize(Path(settings.initialize_from), settings.initialize)
             return
-        check_may_continue(self.config, found.step)
-        self._restore(found)
+        check_may_continue(self.config, found)
+        before = self._restore(found)
         self._saver.saved_step = self.step
-        self.restarts = found.state.get("restarts", 0) + 1
+        self.restarts = before.restarts + 1
         if self.context.is_main:
-            for change in config_changes(found.state["config"], to_tree(self.config)):
+            for change in config_changes(before.config, to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
 
-    def _restore(self, found: checkpoint.Checkpoint) -> None:
+    def _restore(self, found: checkpoint.Checkpoint) -> TrainerState:
+        state = found.trainer_state()
         checkpoint.load(found, self.engine, self.context)
-        for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
-            setattr(self, name, found.state[name])
-        self.events = EventLog.from_state(found.state.get("events", {}))
+        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.consumed_tokens = state.consumed_tokens
+        self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+        self.events = EventLog.from_state(state.events)
         if self.context.is_main:
             log.info(
                 "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
             )
-            if found.state["data"] != self.train_data.fingerprint():
+            if state.data != self.train_data.fingerprint():
                 log.warning(
                     "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
                 )
+        return state
 
     def _initialize(self, path: Path, what: str) -> None:
         found = checkpoint.find_checkpoint(path, self.context)
