@@ -22,7 +22,7 @@ from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
 from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
-from megatron_lite import checkpoint
+from megatron_lite import checkpoint, version
 from megatron_lite.config import Config, parameter_count
 from megatron_lite.engine import Engine, MicroBatch, StepResult
 from megatron_lite.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
@@ -89,6 +89,7 @@ class Trainer:
         self.events = EventLog()
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
+        self._program = version.program() if context.is_main else {}  # for the main rank alone writes it
         self._control = control
         self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
 
@@ -103,7 +104,7 @@ class Trainer:
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
-            save_resolved(self.config)
+            save_resolved(self.config, self._program)
             log.info("%s", start_line(self.config, self.context, self.step))
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
         self._record_rewinds()
@@ -395,6 +396,7 @@ class Trainer:
             events=self.events.state(),
             config=to_tree(self.config),
             data=self.train_data.fingerprint(),
+            program=self._program,
         ).to_json()
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
@@ -418,6 +420,9 @@ class Trainer:
         if self.context.is_main:
             for change in config_changes(before.config, to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
+            if before.program != self._program:
+                old, new = version.describe(before.program), version.describe(self._program)
+                log.warning("changed since the checkpoint: the program: %s -> %s", old, new)
 
     def _restore(self, found: checkpoint.Checkpoint) -> TrainerState:
         state = found.trainer_state()
@@ -472,12 +477,16 @@ def memory_advice(config: Config) -> Iterator[None]:
         raise advised from error
 
 
-def save_resolved(config: Config) -> None:
-    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError."""
+def save_resolved(config: Config, program: dict[str, Any]) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
+
+    Args: program: that trains, for a comment.
+    """
     path = Path(config.run.directory) / "config.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8")
+        text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"run.directory {path.parent}: {error.strerror}; choose a writable directory."

@@ -22,12 +22,14 @@ class TrainerState:
     data: list[dict[str, Any]] | None  # fingerprints of the corpora (loader.py); None: not trained here
     restarts: int = 0  # how often the run was continued from a checkpoint
     events: dict[str, Any] = field(default_factory=dict)  # EventLog.state
+    program: dict[str, Any] = field(default_factory=dict)  # which one wrote it (version.py); {}: not recorded
 
     @staticmethod
     def beginning(config: dict[str, Any]) -> TrainerState:
         """Of a model that has not been trained here."""
         numbers = ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row")
-        return TrainerState(**dict.fromkeys(numbers, 0), config=config, data=None)
+        values: dict[str, Any] = dict.fromkeys(numbers, 0)
+        return TrainerState(**values, config=config, data=None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -44,7 +44,7 @@ def ranks_of(config):
     return found
 
 
-def wait_until(condition, what, seconds=120):
+def wait_until(condition, what, seconds=300):  # a busy machine needs minutes to load torch four times
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
