@@ -18,7 +18,7 @@ from data_utils.loader import open_datasets
 from data_utils.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config import CheckpointConfig, Config, load_config
 from megatron_lite.deepspeed_options import check_agreement
-from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
+from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
 from megatron_lite.lease import held
 from megatron_lite.run_control import Phase, RunControl
@@ -152,7 +152,13 @@ def train_with(
 def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
     """Refuse, before libraries are loaded, what the run's directories alone show to be impossible."""
     require_writable(run / "config.yaml", "run.directory")
-    if (run / "checkpoints").exists():  # the run continues; trainer.py says from where
+    checkpoints, records = run / "checkpoints", run / "metrics.jsonl"
+    if checkpoints.exists():  # the run continues; trainer.py says from where
+        if not any(checkpoints.glob("step_*")) and records.exists():
+            raise CheckpointError(
+                f"{checkpoints} holds no checkpoint, but {records} is of a run that has saved; put its checkpoints "
+                f"back, choose another run.directory, or remove {checkpoints} to start at step 0 (records are kept)."
+            )
         return
     if checkpoint.initialize_from is not None:
         require_directory(

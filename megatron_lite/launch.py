@@ -51,11 +51,25 @@ class Launch:
         if not _started_by_srun(variables):
             defaults = (0, 1, local_rank or 0)
             rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
+            _check_ranks(rank, world_size, local)
             return Launch(rank, world_size, local, threads=_share_of_cores(variables))
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
+
+
+def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
+    """Raise ConfigError for a rank that the others would never meet, or for whom they would wait for ever."""
+    here = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", world_size))  # torchrun's and deepspeed's name
+    if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
+        return
+    error = ConfigError(
+        f"RANK is {rank} and LOCAL_RANK {local_rank}, of WORLD_SIZE {world_size} with {here} on this node; ranks "
+        "count from 0 to below these sizes. Start through deepspeed, torchrun or srun, or unset them."
+    )
+    error.only_here = True
+    raise error
 
 
 def _started_by_srun(variables: Mapping[str, str]) -> bool:

@@ -33,6 +33,7 @@ from megatron_lite.metrics import (
     Interval,
     Metrics,
     count_visible_keys,
+    keep_aside,
     memory_gib,
     objective_losses,
     peak_tflops,
@@ -41,7 +42,7 @@ from megatron_lite.metrics import (
 )
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.replicas import differing_replicas
-from megatron_lite.resume import check_may_continue, checkpoint_directory
+from megatron_lite.resume import changed_samples, check_may_continue, checkpoint_directory, config_changes
 from megatron_lite.run_control import Phase, Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
@@ -87,6 +88,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
+        self._news: list[str] = []  # events of the start, to be recorded as soon as that is possible
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # for the main rank alone writes it
@@ -106,7 +108,11 @@ class Trainer:
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
             log.info("%s", start_line(self.config, self.context, self.step))
+            if not self.restarts:
+                keep_aside(self.directory)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        for event in self._news:
+            self._record(event, self.step)
         self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
@@ -417,6 +423,10 @@ class Trainer:
         before = self._restore(found)
         self._saver.saved_step = self.step
         self.restarts = before.restarts + 1
+        self._news = [
+            f"changed, so that its samples are not those of an unbroken run: {change}"
+            for change in changed_samples(before.config, to_tree(self.config))
+        ]
         if self.context.is_main:
             for change in config_changes(before.config, to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
@@ -518,15 +528,3 @@ def pad_rows(batch: np.ndarray, rows: int) -> np.ndarray:
     padded[:, DOC] = PADDING_DOC
     padded[: len(batch)] = batch
     return padded
-
-
-def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
-    """Dotted keys whose values differ, as `key: old -> new`."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted(set(before) | set(after))
-        return [
-            change
-            for key in keys
-            for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")
-        ]
-    return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]
