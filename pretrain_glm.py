@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,12 @@ import yaml
 
 from data_utils.files import require_directory, require_writable
 from data_utils.loader import open_datasets
-from data_utils.tokenizers import load_tokenizer
+from data_utils.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config import CheckpointConfig, Config, load_config
-from megatron_lite.errors import ArgumentParser, ConfigError, ExitStatus, run_command
+from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
 from megatron_lite.launch import Launch, is_first_of_node, report_status
-from megatron_lite.run_control import RunControl
+from megatron_lite.lease import held
+from megatron_lite.run_control import Phase, RunControl
 from megatron_lite.settings import describe, to_tree
 from megatron_lite.watchdog import Section, Watchdog
 
@@ -109,9 +111,19 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     config.data.require_train()
     tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
-    watchdog = Watchdog(
-        timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds
-    )
+    # Rank 0 for all: the others meet it before they write anything.
+    with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
+        if lease is not None:
+            control.leave = lease.release
+        watchdog = Watchdog(
+            timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
+        )
+        return train_with(config, tokenizer, launch, control, watchdog)
+
+
+def train_with(
+    config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
+) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     from megatron_lite.cpu_memory import keep_freed_memory
     from megatron_lite.parallel_context import initialize
@@ -124,7 +136,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     watchdog.at("opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, timeouts.collective_seconds)
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
+    watchdog.joined()
     if context.device.type == "cpu":
         keep_freed_memory()
     watchdog.at("building the model")
@@ -142,6 +155,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
                 watchdog=watchdog,
             ).fit()
     finally:
+        control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
     report_status(status)
     context.barrier()  # the first process to end with another status than 0 makes launchers kill the others
@@ -152,7 +166,13 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
 def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
     """Refuse, before libraries are loaded, what the run's directories alone show to be impossible."""
     require_writable(run / "config.yaml", "run.directory")
-    if (run / "checkpoints").exists():  # the run continues; trainer.py says from where
+    checkpoints, records = run / "checkpoints", run / "metrics.jsonl"
+    if checkpoints.exists():  # the run continues; trainer.py says from where
+        if not any(checkpoints.glob("step_*")) and records.exists():
+            raise CheckpointError(
+                f"{checkpoints} holds no checkpoint, but {records} is of a run that has saved; put its checkpoints "
+                f"back, choose another run.directory, or remove {checkpoints} to start at step 0 (records are kept)."
+            )
         return
     if checkpoint.initialize_from is not None:
         require_directory(

@@ -45,6 +45,7 @@ from megatron_lite.checkpoint_files import (
 from megatron_lite.engine import Engine, Fragment
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.trainer_state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
@@ -81,12 +82,16 @@ class Checkpoint:
     pieces: tuple[Piece, ...]
     files: dict[str, dict[str, Any]]  # name -> size and checksums (checkpoint_files.py)
     optimizer: dict[str, Any]
-    state: dict[str, Any]  # the trainer's own
+    state: dict[str, Any]  # of a training run: a TrainerState
     saved_at: str | None  # UTC, ISO 8601
 
     @property
     def bytes(self) -> int:
         return sum(described["bytes"] for described in self.files.values())
+
+    def trainer_state(self) -> TrainerState:
+        """Raises CheckpointError where `state` is none."""
+        return TrainerState.from_json(self.state, self.path)
 
 
 def checkpoint_name(step: int) -> str:
@@ -126,20 +131,20 @@ def save(directory: Path, step: int, engine: Engine, state: dict[str, Any], cont
 
     Raises CheckpointError on every rank if any rank could not write; earlier checkpoints are untouched.
     """
-    header = manifest_header(step, engine, state)
+    header = manifest_header(step, engine.scalar_state(), state)
     running = Save(directory, step, engine.fragments(), header, context)
     running.advance(wait=True)
     return running.path
 
 
-def manifest_header(step: int, engine: Engine, state: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says beside pieces and files, as of now."""
+def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says beside shapes, pieces and files, as of now. Args: optimizer: Engine.scalar_state."""
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "step": step,
         "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "optimizer": engine.scalar_state(),
+        "optimizer": optimizer,
         "state": state,
     }
 

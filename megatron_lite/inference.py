@@ -72,9 +72,7 @@ def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
     found = find_checkpoint(path)
-    if not isinstance(found.state.get("config"), dict):
-        raise CheckpointError(f"checkpoint {found.path} holds no configuration; it is not of a training run.")
-    config = build(Config, found.state["config"])
+    config = build(Config, found.trainer_state().config)
     if config.tokenizer is None:
         raise CheckpointError(
             f"checkpoint {found.path} names no tokenizer; give one of a run of pretrain_glm.py."

@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_lite.errors import ConfigError
 
@@ -50,11 +51,25 @@ class Launch:
         if not _started_by_srun(variables):
             defaults = (0, 1, local_rank or 0)
             rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
+            _check_ranks(rank, world_size, local)
             return Launch(rank, world_size, local, threads=_share_of_cores(variables))
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
+
+
+def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
+    """Raise ConfigError for a rank that the others would never meet, or for whom they would wait for ever."""
+    here = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", world_size))  # torchrun's and deepspeed's name
+    if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
+        return
+    error = ConfigError(
+        f"RANK is {rank} and LOCAL_RANK {local_rank}, of WORLD_SIZE {world_size} with {here} on this node; ranks "
+        "count from 0 to below these sizes. Start through deepspeed, torchrun or srun, or unset them."
+    )
+    error.only_here = True
+    raise error
 
 
 def _started_by_srun(variables: Mapping[str, str]) -> bool:
@@ -83,6 +98,42 @@ def _share_of_cores(variables: Mapping[str, str]) -> int | None:
     return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
 
 
+class LauncherWatch:
+    """Whether the launcher that started this process has ended; never for one started by hand or by srun.
+
+    `deepspeed` is two processes, of which the first ends at SIGTERM or Ctrl-C without a word to the second.
+    """
+
+    def __init__(self) -> None:
+        launched = any(
+            name in os.environ for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+        )  # deepspeed, torchrun
+        self._launchers = _launchers() if launched else None
+
+    def has_ended(self) -> bool:
+        if self._launchers is None:
+            return False
+        # Process 1 takes the children of those that have ended, perhaps before this process looked first.
+        orphaned = self._launchers[-1] == 1 and b"deepspeed" not in _proc(1, "cmdline")
+        return orphaned or _launchers() != self._launchers
+
+
+def _launchers() -> list[int]:
+    """Process ids: this process's parent and, where that is deepspeed's second process, the first."""
+    parent = os.getppid()
+    if b"deepspeed.launcher.launch" not in _proc(parent, "cmdline"):
+        return [parent]
+    after_name = _proc(parent, "stat").rpartition(b")")[2].split()  # state, parent, ...
+    return [parent, int(after_name[1])] if len(after_name) > 1 else [parent]
+
+
+def _proc(process: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
 def is_first_of_node() -> bool:
     """True for the process of each node that reports the mistakes that all ranks find."""
     variables = SLURM_VARIABLES if _started_by_srun(os.environ) else LAUNCHER_VARIABLES
@@ -107,6 +158,11 @@ def free_slurm_port(job_id: int) -> int:
     """The first port from the job's own on that nothing uses on this machine."""
     candidates = range(slurm_port(job_id), FIRST_PORT + NUMBER_OF_PORTS + 100)
     return next(port for port in candidates if _port_error(port) is None)
+
+
+def slurm_attempt() -> tuple[str, int]:
+    """The SLURM job's number, "" outside of one, and how often it was queued again."""
+    return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
 
 
 def check_port_is_free(port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import io
 import json
@@ -113,6 +114,16 @@ def format_duration(seconds: float) -> str:
     seconds = int(seconds)
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     return (f"{days}d" if days else "") + f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}"
+
+
+def keep_aside(directory: Path) -> None:
+    """Give the records of an earlier start another name, where a run begins anew: it ended before it had saved."""
+    old = directory / "metrics.jsonl"
+    with contextlib.suppress(OSError):
+        if old.exists() and old.stat().st_size:
+            kept = directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
+            old.rename(kept)
+            log.warning("no checkpoint to continue from; the records of an earlier start are in %s", kept)
 
 
 class Metrics:

@@ -64,7 +64,7 @@ class Saver:
         start = time.perf_counter()
         self.finish()
         fragments = self._engine.fragments() if self._snapshot is None else self._snapshot.take(self._engine)
-        header = manifest_header(step, self._engine, state)
+        header = manifest_header(step, self._engine.scalar_state(), state)
         self._running_step = step
         self._running = Save(
             self._directory, step, fragments, header, self._context, self._retain, self._watch

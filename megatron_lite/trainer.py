@@ -21,7 +21,7 @@ import yaml
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
 from data_utils.random_streams import derive_seed
-from megatron_lite import checkpoint
+from megatron_lite import checkpoint, version
 from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config
 from megatron_lite.engine import Engine, MicroBatch, StepResult
@@ -32,6 +32,7 @@ from megatron_lite.lr_schedule import learning_rate
 from megatron_lite.metrics import (
     Interval,
     Metrics,
+    keep_aside,
     memory_gib,
     objective_losses,
     peak_tflops,
@@ -41,10 +42,11 @@ from megatron_lite.metrics import (
 from megatron_lite.parallel_context import ParallelContext
 from megatron_lite.parameter_count import parameter_count
 from megatron_lite.replicas import differing_replicas
-from megatron_lite.resume import check_may_continue, checkpoint_directory
-from megatron_lite.run_control import Requests, RunControl
+from megatron_lite.resume import changed_samples, check_may_continue, checkpoint_directory, config_changes
+from megatron_lite.run_control import Phase, Requests, RunControl
 from megatron_lite.saver import Saver
 from megatron_lite.settings import to_tree
+from megatron_lite.trainer_state import TrainerState
 from megatron_lite.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -86,8 +88,10 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
+        self._news: list[str] = []  # events of the start, to be recorded as soon as that is possible
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
+        self._program = version.program() if context.is_main else {}  # for the main rank alone writes it
         self._control = control
         self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
 
@@ -102,13 +106,18 @@ class Trainer:
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         self._resume()
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
-            save_resolved(self.config)
+            save_resolved(self.config, self._program)
             log.info("%s", start_line(self.config, self.context, self.step))
+            if not self.restarts:
+                keep_aside(self.directory)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        for event in self._news:
+            self._record(event, self.step)
         self._record_rewinds()
         stop_after = self.config.training.stop_after_step or self.config.training.steps
         interval = self._new_interval()
         requests = Requests()
+        self.control.enter(Phase.TRAINING)
         while self.step < stop_after and not requests.end:
             self._apply_events()
             result, requests = self._train_step(interval)
@@ -380,17 +389,18 @@ class Trainer:
     # State
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "restarts": self.restarts,
-            "events": self.events.state(),
-            "config": to_tree(self.config),
-            "data": self.train_data.fingerprint(),
-        }
+        return TrainerState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            skipped_in_a_row=self.skipped_in_a_row,
+            restarts=self.restarts,
+            events=self.events.state(),
+            config=to_tree(self.config),
+            data=self.train_data.fingerprint(),
+            program=self._program,
+        ).to_json()
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.beside(Section.CHECKPOINT, what)
@@ -406,27 +416,37 @@ class Trainer:
             if settings.initialize_from is not None:
                 self._initialize(Path(settings.initialize_from), settings.initialize)
             return
-        check_may_continue(self.config, found.step)
-        self._restore(found)
+        check_may_continue(self.config, found)
+        before = self._restore(found)
         self._saver.saved_step = self.step
-        self.restarts = found.state.get("restarts", 0) + 1
+        self.restarts = before.restarts + 1
+        self._news = [
+            f"changed, so that its samples are not those of an unbroken run: {change}"
+            for change in changed_samples(before.config, to_tree(self.config))
+        ]
         if self.context.is_main:
-            for change in config_changes(found.state["config"], to_tree(self.config)):
+            for change in config_changes(before.config, to_tree(self.config)):
                 log.warning("changed since the checkpoint: %s", change)
+            if before.program != self._program:
+                old, new = version.describe(before.program), version.describe(self._program)
+                log.warning("changed since the checkpoint: the program: %s -> %s", old, new)
 
-    def _restore(self, found: checkpoint.Checkpoint) -> None:
+    def _restore(self, found: checkpoint.Checkpoint) -> TrainerState:
+        state = found.trainer_state()
         checkpoint.load(found, self.engine, self.context)
-        for name in ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row"):
-            setattr(self, name, found.state[name])
-        self.events = EventLog.from_state(found.state.get("events", {}))
+        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.consumed_tokens = state.consumed_tokens
+        self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+        self.events = EventLog.from_state(state.events)
         if self.context.is_main:
             log.info(
                 "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
             )
-            if found.state["data"] != self.train_data.fingerprint():
+            if state.data != self.train_data.fingerprint():
                 log.warning(
                     "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
                 )
+        return state
 
     def _initialize(self, path: Path, what: str) -> None:
         found = checkpoint.find_checkpoint(path, self.context)
@@ -464,12 +484,16 @@ def memory_advice(config: Config) -> Iterator[None]:
         raise advised from error
 
 
-def save_resolved(config: Config) -> None:
-    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError."""
+def save_resolved(config: Config, program: dict[str, Any]) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
+
+    Args: program: that trains, for a comment.
+    """
     path = Path(config.run.directory) / "config.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8")
+        text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
@@ -483,15 +507,3 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
         f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
         f"step {step} to {config.training.steps}; the first step on a machine compiles"
     )
-
-
-def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
-    """Dotted keys whose values differ, as `key: old -> new`."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted(set(before) | set(after))
-        return [
-            change
-            for key in keys
-            for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")
-        ]
-    return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]

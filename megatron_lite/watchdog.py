@@ -35,10 +35,12 @@ from typing import Any
 
 from megatron_lite.errors import ExitStatus
 from megatron_lite.launch import report_status
+from megatron_lite.lease import Lease
 
 TICK_SECONDS = 0.5
 BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
 EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpreter
+CLOCKS_DIFFER_SECONDS = 60.0  # of the machines of a run, and their starts
 OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
 
 
@@ -90,12 +92,16 @@ class Watchdog:
         rank: int,
         world_size: int,
         heartbeat_seconds: float,
+        lease: Lease | None = None,
     ):
-        """Args: limits: seconds by section name; directory: the run's, for the heartbeats."""
+        """Args: limits: seconds by section name; directory: the run's, for the heartbeats; lease: to be renewed."""
         self._limits = {**limits, Section.EXIT: EXIT_SECONDS}
         self._directory = heartbeat_directory(directory)
         self._rank, self._world_size = rank, world_size
         self._heartbeat_seconds = heartbeat_seconds
+        self._lease = lease
+        self._has_joined = False
+        self._started = time.time()
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
         self._beside: _Here | None = None
         self._closed = threading.Event()
@@ -109,12 +115,17 @@ class Watchdog:
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
         if section == Section.EXIT:
             self._closed.set()
-            self._beat()  # the watching thread would be stopped before it has written that the run is over
+            if self._has_joined:
+                self._beat()  # the watching thread would be stopped before it has written that the run is over
 
     def at(self, place: str) -> None:
         """Name a place within the section."""
         here = self._here
         self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
+
+    def joined(self) -> None:
+        """All ranks have met: the run's directory is theirs, no other start's, and heartbeats may be written."""
+        self._has_joined = True
 
     @contextlib.contextmanager
     def beside(self, section: Section, place: str) -> Iterator[None]:
@@ -133,7 +144,8 @@ class Watchdog:
             left = self._deadline(here) - now
             if left < 0:
                 self._end(here, now)
-            if now >= next_beat:
+            self._keep_lease()
+            if self._has_joined and now >= next_beat:
                 self._beat()
                 next_beat = now + self._heartbeat_seconds
             if self._closed.wait(TICK_SECONDS):
@@ -142,6 +154,15 @@ class Watchdog:
                 return
             # Every tick sets the timer anew, so it only fires if the ticks stop.
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
+
+    def _keep_lease(self) -> None:
+        holder = self._lease and self._lease.lost_to()
+        if holder:
+            os.write(
+                2, f"error: {self._directory.parent} was taken over by {holder}; this start ends.\n".encode()
+            )
+            report_status(ExitStatus.USER_ERROR)
+            os._exit(ExitStatus.USER_ERROR)
 
     def _deadline(self, here: _Here) -> float:
         return here.since + self._limits[here.section]
@@ -155,13 +176,15 @@ class Watchdog:
             self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
         )
 
-    def _beat(self, parents: bool = False) -> None:
-        """Args: parents: make the run's directory, which a run that is refused at its start must not leave behind."""
+    def _beat(self, at_any_rate: bool = False) -> None:
+        """Args: at_any_rate: also where the run has not begun; one that is refused at its start leaves nothing."""
+        if not at_any_rate and not self._directory.with_name("config.yaml").exists():
+            return
         path = self._directory / f"rank_{self._rank:05d}.json"
         temporary = path.with_suffix(".tmp")
         # A full or broken disk is not the heartbeat's business; and a save that hangs on it must be noticed.
         with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=parents, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(asdict(self._heartbeat(self._here))) + "\n", encoding="utf-8")
             os.replace(temporary, path)
 
@@ -178,9 +201,11 @@ class Watchdog:
         os._exit(ExitStatus.HUNG)
 
     def _compare(self) -> None:
-        self._beat(parents=True)
+        self._beat(at_any_rate=True)
         time.sleep(OTHERS_SECONDS)
-        heartbeats = read_heartbeats(self._directory)
+        # Of this start: a rank that has not joined it may have left one of an earlier start.
+        earliest = self._started - CLOCKS_DIFFER_SECONDS
+        heartbeats = [beat for beat in read_heartbeats(self._directory) if beat.time >= earliest]
         os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
         if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
             time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
@@ -208,6 +233,9 @@ class NoWatchdog(Watchdog):
         pass
 
     def at(self, place: str) -> None:
+        pass
+
+    def joined(self) -> None:
         pass
 
     @contextlib.contextmanager

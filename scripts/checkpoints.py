@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +26,15 @@ import megatron_lite.entry  # noqa: F401
 # isort: split
 from tqdm import tqdm
 
+from data_utils.files import require_directory
 from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, run_command
-from megatron_lite.watchdog import Section, heartbeat_directory, read_heartbeats
+from megatron_lite.lease import held
 
 if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
     from megatron_lite.checkpoint import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
-SILENT_SECONDS = 60  # after which a run without a farewell is taken for dead
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,12 +88,13 @@ def find(directory: Path) -> list[Path]:
 
 
 def rewind(run: Path, step: int) -> None:
-    """Set the checkpoints after `step` aside. Raises CheckpointError, also while the run seems to be training."""
-    refuse_while_training(run)
+    """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
     from megatron_lite import checkpoint
 
     try:
-        aside = checkpoint.rewind(run / "checkpoints", step)
+        require_directory(run, "give the run.directory of a run")
+        with held(run, "rewinds"):
+            aside = checkpoint.rewind(run / "checkpoints", step)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: {error.strerror}; give yourself the right to move it."
@@ -106,16 +106,6 @@ def rewind(run: Path, step: int) -> None:
     print(
         f"{run} continues from step {step}; {count} newer checkpoints are in {aside}: delete it when you like"
     )
-
-
-def refuse_while_training(run: Path) -> None:
-    alive = [beat for beat in read_heartbeats(heartbeat_directory(run)) if beat.section != Section.EXIT]
-    silent = time.time() - max((beat.time for beat in alive), default=0.0)
-    if silent < SILENT_SECONDS:
-        raise CheckpointError(
-            f"{run} seems to be training: its last heartbeat is {silent:.0f} s old; stop it (touch {run / 'STOP'}), "
-            f"or wait until {SILENT_SECONDS} s after its death."
-        )
 
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:

@@ -1,18 +1,16 @@
 """scripts/checkpoints.py as a user runs it."""
 
-import json
 import runpy
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from stub_engine import StubEngine
 
 from megatron_lite import checkpoint
+from megatron_lite.lease import LeaseError, held
 from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.watchdog import Heartbeat
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "checkpoints.py"
 
@@ -101,15 +99,22 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
     assert status == 2 and "verify takes no STEP" in err
 
 
-@pytest.mark.parametrize(
-    "section, age, refused", [("step", 5, True), ("step", 100, False), ("exit", 5, False)]
-)
-def test_rewind_refuses_while_the_run_is_training(directory, run, section, age, refused):
-    beat = Heartbeat(0, "host", 1, section, "", 20, 100, 1.0, time.time() - age)
-    (directory / "heartbeats").mkdir()
-    (directory / "heartbeats/rank_00000.json").write_text(json.dumps(beat.__dict__))
-    status, _, err = run("rewind", directory, 10)
-    assert (status, "seems to be training" in err) == ((2, True) if refused else (0, False))
+def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhile(
+    directory, run, monkeypatch
+):
+    with held(directory, "trains"):
+        status, out, err = run("rewind", directory, 10)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"error: {directory} is in use: process " in err and " trains in it since " in err
+    assert len(checkpoint.list_checkpoints(directory / "checkpoints")) == 2
+
+    def start_meanwhile(*arguments):
+        with pytest.raises(LeaseError, match="rewinds in it since"), held(directory, "trains"):
+            pass
+
+    monkeypatch.setattr(checkpoint, "rewind", start_meanwhile)
+    assert run("rewind", directory, 10)[0] == 0
+    assert not (directory / "LEASE").exists()
 
 
 def test_the_script_starts_from_a_checkout(directory, tmp_path):

@@ -31,6 +31,7 @@ from megatron_lite.hf.weights import PADDING_ROWS, WORDS, open_directory
 from megatron_lite.inference import load_run
 from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import merge, parse_override
+from megatron_lite.trainer_state import TrainerState
 
 ROOT = Path(__file__).resolve().parents[1]
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -93,7 +94,8 @@ def save_layout(context, settings, directory):
         part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
         part.data.copy_(whole[fragment.name].flatten()[positions])
     engine.publish_weights()
-    checkpoint.save(Path(directory) / "checkpoints", 5, engine, {"config": settings, "data": None}, context)
+    state = TrainerState.beginning(settings).to_json()
+    checkpoint.save(Path(directory) / "checkpoints", 5, engine, state, context)
 
 
 def settings_of(vocabulary, parallel):

@@ -81,8 +81,28 @@ def test_a_process_of_a_batch_script_is_alone(environment):
 )
 def test_ranks_of_a_node_share_its_cores(environment, monkeypatch, variables, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(7)))
-    environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables})
+    environment({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", **variables})
     assert Launch.from_environment().threads == threads
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "3", "WORLD_SIZE": "2"},
+        {"RANK": "3"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(environment, variables):
+    environment(variables)
+    with pytest.raises(
+        ConfigError, match=rf"RANK is {variables['RANK']} and .*; ranks count from 0"
+    ) as caught:
+        Launch.from_environment()
+    assert caught.value.only_here
 
 
 def test_a_number_that_is_none_is_named(environment):

@@ -1,10 +1,13 @@
 """The real `deepspeed` launcher on two CPU processes, and what users can get wrong before and at its start."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,23 +18,85 @@ from distributed import free_port
 pytestmark = pytest.mark.launcher
 
 
-def start(settings, directory, *overrides, processes=2, port=None):
+def command_and_environment(settings, directory, overrides, processes=2, port=None):
     config = Path(directory) / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [
-        launcher,
-        "--master_port",
-        str(port or free_port()),
-        "--num_gpus",
-        str(processes),
-        str(ROOT / "pretrain_glm.py"),
-    ]
+    command = [launcher, "--master_port", port or free_port(), "--num_gpus", processes]
+    command += [ROOT / "pretrain_glm.py", "--config", config, *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(
-        [str(x) for x in command] + ["--config", str(config), *overrides],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    return [str(x) for x in command], environment
+
+
+def start(settings, directory, *overrides, **options):
+    command, environment = command_and_environment(settings, directory, overrides, **options)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def ranks_of(config):
+    """Process ids of the ranks, not of their launchers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if str(config).encode() in words and not any(b"deepspeed" in word for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(condition, what, seconds=300):  # a busy machine needs minutes to load torch four times
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(settings, directory):
+    """The launcher of an endless run, in a process group of its own, as in a terminal; its output goes to `output`."""
+    command, environment = command_and_environment(settings, directory, ["training.steps=1000000"])
+    config = Path(directory) / "config.yaml"
+    with (
+        (directory / "output").open("w") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        ) as launcher,
+    ):
+        try:
+            yield launcher, config
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ask", ["SIGTERM to the launcher", "Ctrl-C"])
+def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
+    run = tmp_path / "run"
+    with running(settings, tmp_path) as (launcher, config):
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, "the run trains")
+        assert len(ranks_of(config)) == 2
+        if ask == "Ctrl-C":
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            launcher.terminate()
+        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+    output = (tmp_path / "output").read_text()
+    (last,) = (run / "checkpoints").iterdir()
+    assert last.name == f"step_{losses(run)[-1][0]:08d}"
+    cause = "SIGINT" if ask == "Ctrl-C" else "the launcher has ended"
+    assert output.count(f"{cause}: saving after this step, then ending;") == 1, output
+    assert f"saved {last}" in output and "second signal" not in output
+    assert not (run / "LEASE").exists()
+
+
+def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
+    with running(settings, tmp_path) as (launcher, config):
+        wait_until(lambda: (tmp_path / "run/LEASE").exists(), "rank 0 has begun")
+        launcher.terminate()
+        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+    output = (tmp_path / "output").read_text()
+    assert output.count("the launcher has ended: ending before the first step\n") == 1, output
+    assert not (tmp_path / "run").exists()
 
 
 def losses(run):

@@ -34,8 +34,8 @@ def trained(corpus, tmp_path_factory):
 
 def begin(corpus, directory, **checkpoint):
     """Check what a run in `directory` would begin with; `model` may change it."""
-    model = checkpoint.pop("model", {})
-    tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, "model": model})
+    sections = {name: checkpoint.pop(name, {}) for name in ("model", "training")}
+    tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, **sections})
     config = build(Config, tree)
     check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
 
@@ -67,6 +67,11 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
             "another model, of 29 parameter tensors",
         ),
         (True, {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the config"),
+        (
+            True,
+            {"training": {"seed": 8}},
+            r"seed is 8, but the run of .* has 7, .* Set training.seed=7, or begin",
+        ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],
 )
@@ -83,6 +88,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(corpus, trained, tmp
         (path / "rank_00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid"):
         begin(corpus, copy)
+
+
+def test_a_run_whose_checkpoints_were_removed_is_refused(corpus, trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    for path in (copy / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(small_run(corpus, copy)))
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    result = pretrain("--config", str(config))
+    assert_refused(
+        result, f"{copy}/checkpoints holds no checkpoint, but {copy}/metrics.jsonl is of a run that has"
+    )
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
 
 
 def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, tmp_path):

@@ -1,9 +1,11 @@
 """Stop and save on request: files, signals, and the second signal that does not wait."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from test_trainer import make_trainer
 
 from megatron_lite.checkpoint import list_checkpoints, read_checkpoint
 from megatron_lite.errors import ExitStatus, HaltedError
-from megatron_lite.run_control import SAME_REQUEST_SECONDS, Requests, RunControl
+from megatron_lite.launch import LauncherWatch
+from megatron_lite.run_control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
 
 
 def fit(context, tree):
@@ -74,8 +77,12 @@ def test_requests_of_any_rank_count():
 STUCK = """
 import ctypes, sys
 from pathlib import Path
-from megatron_lite.run_control import RunControl
-RunControl(Path("."), is_main=True)
+from megatron_lite.lease import acquire
+from megatron_lite.launch import LauncherWatch
+from megatron_lite.run_control import Phase, RunControl
+control = RunControl(Path("."), is_main=True)
+control.enter(Phase[sys.argv[1]])
+control.leave = acquire(Path(sys.argv[2]), "trains").release
 print("listening", flush=True)
 mutex = ctypes.create_string_buffer(256)  # a lock that is taken twice: native code that no signal interrupts
 ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -83,17 +90,101 @@ ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
 
 
+@contextmanager
+def stuck(phase, directory):
+    """A process in native code, in a phase of a run."""
+    command = [sys.executable, "-c", STUCK, phase, str(directory)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "listening\n"
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, monkeypatch):
     monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
-    with subprocess.Popen(
-        [sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "listening\n"
+    with stuck("TRAINING", tmp_path / "run") as process:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)  # the same request twice, as launchers do
+        answer = process.stderr.readline()
+        assert answer.startswith("SIGTERM: saving after this step, then ending;")
         time.sleep(SAME_REQUEST_SECONDS + 0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGUSR1)
         assert process.wait(30) == 128 + signal.SIGUSR1
         assert process.stderr.read() == "second signal (SIGUSR1): ending at once\n"
     assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_before_the_first_step_ends_at_once_in_one_line(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
+    with stuck("STARTING", tmp_path / "run") as process:
+        process.send_signal(number)
+        assert process.wait(30) == ExitStatus.STOPPED
+        assert process.stderr.read() == f"{number.name}: ending before the first step\n"
+    assert (tmp_path / "status").read_text() == f"{int(ExitStatus.STOPPED)}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_signals_to_a_rank_that_is_leaving_are_ignored(tmp_path):
+    with stuck("OVER", tmp_path / "run") as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_SECONDS + 0.5)  # what would be a second request, were the run not over
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.kill()
+        assert process.stderr.read() == ""
+
+
+RANK = """
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from megatron_lite.launch import LauncherWatch
+from megatron_lite.run_control import Phase, RunControl
+control = RunControl(Path("."), is_main=True)
+control.enter(Phase.TRAINING)
+print("training", flush=True)
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline and not control.agreed(control.local_requests()).stop:
+    time.sleep(0.02)
+print("asked" if control.agreed(control.local_requests()).stop else "not asked", flush=True)
+"""
+# A launcher of the given depth: each process starts the next, the last one the rank, and waits for it.
+LAUNCHER = """
+import subprocess, sys
+depth, launcher, rank, name = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+if depth > 1:
+    command = [sys.executable, "-c", launcher, str(depth - 1), launcher, rank, name]
+else:
+    command = [sys.executable, "-c", rank]
+sys.exit(subprocess.call(command))
+"""
+
+
+@pytest.mark.parametrize("depth, name", [(1, "torchrun"), (2, "deepspeed.launcher.launch")])
+def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name):
+    environment = {**os.environ, "LOCAL_SIZE": "1"}
+    command = [sys.executable, "-c", LAUNCHER, str(depth), LAUNCHER, RANK, name]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout.readline() == "training\n"
+        launcher.kill()
+        assert launcher.stdout.readline() == "asked\n"
+        assert "the launcher has ended: saving after this step" in launcher.stderr.read()
+
+
+def test_a_run_that_was_started_by_hand_outlives_its_shell(monkeypatch):
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    watch = LauncherWatch()
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert not watch.has_ended()
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    assert LauncherWatch().has_ended()  # before it looked first

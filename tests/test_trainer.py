@@ -1,6 +1,7 @@
 """The loop on a real small corpus: exact resume, evaluation, records, skips."""
 
 import json
+import logging
 import shutil
 import signal
 from pathlib import Path
@@ -14,11 +15,12 @@ from whole_weights import placed_weights
 from data_utils.loader import open_datasets
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
-from megatron_lite.config import Config
+from megatron_lite.config import Config, load_config
 from megatron_lite.errors import DataError, DeviceMemoryError
 from megatron_lite.plain_engine import make_engine
+from megatron_lite.resume import config_changes
 from megatron_lite.settings import build, merge
-from megatron_lite.trainer import Trainer, TrainingError, config_changes, memory_advice
+from megatron_lite.trainer import Trainer, TrainingError, memory_advice
 
 
 def make_trainer(context, tree):
@@ -34,6 +36,14 @@ def fit(context, tree):
     trainer = make_trainer(context, tree)
     trainer.fit()
     return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
+
+
+def warnings_of_fit(context, tree):
+    said = []
+    log = logging.getLogger("megatron_lite.trainer")
+    log.handle = lambda record: said.append(record.getMessage())
+    fit(context, tree)
+    return said
 
 
 def records(directory, kind="train"):
@@ -101,6 +111,43 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
     for kind in ("train", "validation"):
         assert records(tmp_path / "run", kind) == records(tmp_path / "parts", kind)
     assert sorted(records(tmp_path / "run", "validation")) == [2, 4, 6]
+
+
+def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
+    for number, stop in ((1, 1), (1, 2), (2, 3)):
+        new = {"version": str(number), "commit": "abc", "changed": False}
+        monkeypatch.setattr("megatron_lite.version.program", lambda new=new: new)
+        said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": stop}}))
+        assert read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).state["program"] == new
+        resolved = (tmp_path / "run/config.yaml").read_text()
+        assert resolved.startswith(f"# megatron-lite-glm {number}, commit abc\n")
+        change = "changed since the checkpoint: the program: 1, commit abc -> 2, commit abc"
+        assert said.count(change) == (number == 2)
+    load_config([tmp_path / "run/config.yaml"])
+
+
+def test_a_run_without_a_checkpoint_begins_new_records_and_keeps_the_old(settings, tmp_path):
+    """As after a kill before its first save: nothing is lost, and steps are not in one file twice."""
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 4}}))
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 2}}))
+    assert sorted(records(tmp_path / "run")) == [1, 2]
+    (kept,) = (tmp_path / "run").glob("metrics_before_*.jsonl")
+    assert kept.read_bytes() == before
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 3}}))
+    assert sorted(records(tmp_path / "run")) == [1, 2, 3]  # a run that continues goes on in its file
+
+
+def test_a_change_of_the_samples_is_an_event_of_the_run(settings, tmp_path):
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 1}}))
+    changes = {"training": {"stop_after_step": 2}, "data": {"sequence_length": 48}, "optimizer": {"lr": 1e-3}}
+    changes["blank_infilling"] = {"token_prob": 0.25}
+    run_ranks(fit, 1, merge(settings, changes))
+    state = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).trainer_state()
+    why = "changed, so that its samples are not those of an unbroken run: "
+    changed = ["blank_infilling.token_prob: 0.5 -> 0.25", "data.sequence_length: 64 -> 48"]
+    assert [entry["event"] for entry in state.events["history"]] == [why + change for change in changed]
 
 
 def test_another_number_of_ranks_sees_the_same_samples(settings, tmp_path):

@@ -26,6 +26,7 @@ def watch(trainer):
     trainer.watchdog = Watchdog(
         TimeoutsConfig().sections, trainer.directory, trainer.context.rank, trainer.context.world_size, 1
     )
+    trainer.watchdog.joined()
     return trainer.watchdog._limits
 
 
@@ -111,6 +112,7 @@ from megatron_lite import watchdog
 from megatron_lite.watchdog import Section, Watchdog
 watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
 dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
+dog.joined()
 """
     return subprocess.run(
         [sys.executable, "-c", head + program], cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -158,6 +160,7 @@ def test_an_interpreter_that_does_not_end_is_ended(tmp_path):
 
 
 def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
+    (tmp_path / "config.yaml").touch()  # the run has begun
     # 3.6 s in steps of 0.6 s, under a limit of 3 s: it starts again with each section
     program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.6)"
     done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=3.0)

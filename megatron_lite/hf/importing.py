@@ -45,6 +45,7 @@ from megatron_lite.hf.weights import (
 from megatron_lite.inference import load_model
 from megatron_lite.model import parameter_shapes
 from megatron_lite.settings import build, check, merge, to_tree
+from megatron_lite.trainer_state import TrainerState
 
 
 @dataclass(frozen=True)
@@ -272,23 +273,12 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
             pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
     write_safetensors(path / name, _with_moments(weights), shapes, torch.float32, {"format": "pt"})
+    state = TrainerState.beginning(to_tree(config)).to_json()
     manifest = {
-        "format": checkpoint.FORMAT,
-        "version": checkpoint.FORMAT_VERSION,
-        "step": 0,
+        **checkpoint.manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
         "files": {name: describe_file(path / name)},
         "pieces": pieces,
-        "optimizer": {"adam_step": 0.0, "loss_scaler": {}},
-        "state": {
-            "step": 0,
-            "consumed_samples": 0,
-            "consumed_tokens": 0,
-            "skipped_steps": 0,
-            "skipped_in_a_row": 0,
-            "config": to_tree(config),
-            "data": None,
-        },
     }
     checkpoint.write_manifest(path, manifest)
 

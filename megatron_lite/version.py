@@ -1,0 +1,48 @@
+"""Which program this is: its version and, in a checkout, its commit. Never fails, and never takes long."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import tomllib
+from pathlib import Path
+
+NAME = "megatron-lite-glm"
+ROOT = Path(__file__).resolve().parents[1]
+GIT_SECONDS = 5.0  # a large checkout on a slow file system
+
+
+def program(root: Path = ROOT) -> dict[str, str | bool | None]:
+    """{version, commit, changed}: changed says whether files of the commit were edited; null is not known."""
+    commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    changes = None if commit is None else _git(root, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "version": _version(root),
+        "commit": commit,
+        "changed": None if changes is None else bool(changes),
+    }
+
+
+def describe(program: dict[str, str | bool | None]) -> str:
+    """`0.1.0, commit 1234abc with changes`, for people."""
+    changed = " with changes" if program.get("changed") else ""
+    return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}"
+
+
+def _version(root: Path) -> str | None:
+    try:
+        return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+    except (OSError, ValueError, KeyError):  # not a checkout
+        try:
+            return importlib.metadata.version(NAME)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
