@@ -143,14 +143,14 @@ def train_with(
     watchdog.at("building the model")
     try:
         with memory_advice(config):
-            engine = make_engine(config, context, len(data.objective_names))
+            engine = make_engine(config, context, len(data.loss_names))
             status = Trainer(
                 config=config,
                 context=context,
                 engine=engine,
                 train_data=data.train,
                 validation_data=data.validation,
-                objective_names=data.objective_names,
+                loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,
             ).fit()

@@ -34,7 +34,7 @@ from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
 from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
-from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
+from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
 from megatron_lite.attention import CallPlan, plan_attention
 from megatron_lite.attention_layout import Batch
 from megatron_lite.cpu_memory import keep_freed_memory

@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.loader import collate
-from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
+from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from megatron_lite.attention_layout import Batch
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory

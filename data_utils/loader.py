@@ -17,7 +17,7 @@ from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
 from data_utils.objectives import ObjectiveChoice, make_objective
-from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, Objective
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, Objective
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
@@ -115,7 +115,7 @@ def _check_lengths(
 class Datasets:
     train: SampleLoader
     validation: SampleLoader | None
-    objective_names: Sequence[str]
+    loss_names: Sequence[str]
 
 
 def open_datasets(
@@ -135,7 +135,7 @@ def open_datasets(
     if data.validation:
         mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
         validation = SampleLoader(mixture, objective)
-    return Datasets(SampleLoader(train, objective), validation, OBJECTIVE_NAMES)
+    return Datasets(SampleLoader(train, objective), validation, LOSS_NAMES)
 
 
 def _open_mixture(

@@ -1,6 +1,6 @@
 """A batch on the host: who may look at whom, and the structure of that. NumPy only, each fact computed once per batch.
 
-Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/base.py). From them
+Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). From them
 follow, for each token, the four numbers that the rule `may_see` compares:
 
     document     the same number only for tokens of one document in one row of the batch
@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.objectives.base import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
+from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
 
 NEVER = np.int64(1) << 31  # key_time of a ghost
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: rows that see nothing
@@ -193,7 +193,7 @@ class Batch:
     """A batch as it was read, and what follows from it, found once, when it is first asked for.
 
     Args:
-        planes: int32 [B, fields, S] (data_utils/objectives/base.py), not changed from here on.
+        planes: int32 [B, fields, S] (data_utils/objectives/planes.py), not changed from here on.
     """
 
     def __init__(self, planes: np.ndarray):

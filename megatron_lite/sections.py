@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.objectives.base import OBJECTIVE_NAMES
+from data_utils.objectives.planes import LOSS_NAMES
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import REQUIRED, check, checked, choice, fraction, setting, setting_mapping, shown
 
@@ -229,7 +229,7 @@ class TrainingConfig:
             "that to per_objective, or remove the weights.",
         )
         for name, weight in self.loss_weights.items():
-            choice("a name in training.loss_weights", name, OBJECTIVE_NAMES)
+            choice("a name in training.loss_weights", name, LOSS_NAMES)
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),

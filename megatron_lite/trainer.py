@@ -62,7 +62,7 @@ class Trainer:
         engine: Engine,
         train_data: SampleLoader,
         validation_data: SampleLoader | None,
-        objective_names: Sequence[str],
+        loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
     ):
@@ -72,7 +72,7 @@ class Trainer:
         self.engine = engine
         self.train_data = train_data
         self.validation_data = validation_data
-        self.objective_names = list(objective_names)
+        self.loss_names = list(loss_names)
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
@@ -201,7 +201,7 @@ class Trainer:
         return interval > 0 and self.step % interval == 0
 
     def _new_interval(self) -> Interval:
-        return Interval(np.zeros((len(self.objective_names), 2)))
+        return Interval(np.zeros((len(self.loss_names), 2)))
 
     def _outside(self, interval: Interval, action: Any) -> Interval:
         """Run something whose duration is not training time."""
@@ -222,7 +222,7 @@ class Trainer:
         totals, requests = self._totals(batches)
         tokens, visible_keys, loss_rows, *loss_weights = totals
         if self.loss_factors is not None:
-            factors = [self.loss_factors.get(name, 1.0) for name in self.objective_names]
+            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
             batches = [batch.as_means(factors, loss_weights) for batch in batches]
         loss_weight = sum(loss_weights)
         micro_batches = [
@@ -261,7 +261,7 @@ class Trainer:
 
     def _totals(self, batches: list[Batch]) -> tuple[list[float], Requests]:
         """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
-        counts, weights = [0.0] * 3, np.zeros(len(self.objective_names))
+        counts, weights = [0.0] * 3, np.zeros(len(self.loss_names))
         if self.context.counts_samples:
             counts = [
                 sum(batch.tokens for batch in batches),
@@ -351,7 +351,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(interval.objective_sums, self.objective_names, self.loss_factors),
+            **objective_losses(interval.objective_sums, self.loss_names, self.loss_factors),
             "lr": self._learning_rate(self.step),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -380,7 +380,7 @@ class Trainer:
             batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
             batches.append(batch.padded(size))  # all ranks make the same number of passes of the same shape
         sums = self._all_losses(self.engine.evaluate(batches))
-        losses = objective_losses(sums, self.objective_names, self.loss_factors)
+        losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")

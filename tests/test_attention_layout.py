@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recipes import RECIPES, make
 from test_recipes import collate, windows
 
-from data_utils.objectives.base import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
 from megatron_lite import attention_layout
 from megatron_lite.attention_layout import (
     BLIND,

@@ -22,8 +22,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
+from data_utils.objectives.planes import Vocabulary
 from data_utils.special_tokens import SpecialTokens
 from megatron_lite.attention import allowed
 from megatron_lite.boxes import runs

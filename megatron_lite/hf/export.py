@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.base import SpecialTokens
+from data_utils.objectives.planes import SpecialTokens
 from megatron_lite import checkpoint
 from megatron_lite.checkpoint_files import write_file
 from megatron_lite.config import ModelConfig

@@ -19,7 +19,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from data_utils.objectives.base import SpecialTokens
+from data_utils.objectives.planes import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape
