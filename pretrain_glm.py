@@ -124,8 +124,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     watchdog.at("building the model")
     try:
         with memory_advice(config):
-            engine = make_engine(config, context, len(data.objective_names))
-            parts = (data.train, data.validation, data.objective_names)
+            engine = make_engine(config, context, len(data.loss_names))
+            parts = (data.train, data.validation, data.loss_names)
             status = Trainer(config, context, engine, *parts, control, watchdog).fit()
     finally:
         watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all

@@ -31,7 +31,7 @@ import yaml
 from benchmarks.collate import make_vocabulary
 from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, make_one
-from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD, GRP, ORD
+from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD, GRP, ORD
 from megatron_lite.attention import CallPlan, plan_attention
 from megatron_lite.cpu_memory import keep_freed_memory
 from megatron_lite.errors import ConfigError, run_command

@@ -186,7 +186,7 @@ def save_side(
     context: ParallelContext, directory: str, size: str, repeats: int, deepspeed: bool
 ) -> dict[str, Any]:
     root = Path(directory)
-    engine = make_engine(configuration(size, 1, universal=False), context, num_objectives=1)
+    engine = make_engine(configuration(size, 1, universal=False), context, num_losses=1)
     torch.manual_seed(0)
     for values in state_of(engine).values():
         values.uniform_()
@@ -279,9 +279,7 @@ def convert(root: Path) -> float:
 
 def load_side(context: ParallelContext, directory: str, size: str, what: str) -> dict[str, float]:
     root, seconds = Path(directory), []  # type: tuple[Path, list[float]]
-    engine = make_engine(
-        configuration(size, context.world_size, what == "deepspeed"), context, num_objectives=1
-    )
+    engine = make_engine(configuration(size, context.world_size, what == "deepspeed"), context, num_losses=1)
     if context.is_main:
         drop_from_cache(root / what)
     context.barrier()

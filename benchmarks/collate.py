@@ -36,7 +36,7 @@ from data_utils.objectives import (
     Vocabulary,
     make_one,
 )
-from data_utils.objectives.base import FIELDS
+from data_utils.objectives.planes import FIELDS
 from megatron_lite.errors import run_command
 
 SPECIAL = SpecialTokens(

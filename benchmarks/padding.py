@@ -23,7 +23,7 @@ from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.mixture import Mixture
 from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
-from data_utils.objectives.base import DOC, DOCUMENT_OVERHEAD
+from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
 from data_utils.sampler import WindowIndex
 from megatron_lite.errors import ConfigError, run_command
 

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks import train_step  # noqa: E402
-from data_utils.objectives.base import DOC, WEIGHTS  # noqa: E402
+from data_utils.objectives.planes import DOC, WEIGHTS  # noqa: E402
 from megatron_lite.config import Config, ParallelConfig  # noqa: E402
 from megatron_lite.engine import MicroBatch, make_engine  # noqa: E402
 from megatron_lite.errors import ConfigError, run_command  # noqa: E402
@@ -168,7 +168,7 @@ def configuration(layout: Layout, options: argparse.Namespace) -> Config:
 def measure(context: ParallelContext, layout: Layout, options: argparse.Namespace, traffic: Traffic) -> Row:
     """Median step of a layout, the same on every rank."""
     config = configuration(layout, options)
-    engine = make_engine(config, context, num_objectives=64)
+    engine = make_engine(config, context, num_losses=64)
     samples = train_step.make_batch(options.samples)
     factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
     size, dp = options.micro_batch, context.dp

@@ -31,8 +31,8 @@ from torch import nn
 from tqdm import tqdm
 
 from data_utils.collate import Collator
-from data_utils.objectives.base import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
+from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from megatron_lite.config import ModelConfig
 from megatron_lite.cpu_memory import keep_freed_memory
 from megatron_lite.cross_entropy import cross_entropy

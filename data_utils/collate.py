@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.base import FIELDS, Objective
+from data_utils.objectives.planes import FIELDS, Objective
 from megatron_lite.errors import DataError
 
 

@@ -13,7 +13,7 @@ from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
 from data_utils.objectives import ObjectiveChoice, make_objective
-from data_utils.objectives.base import DOCUMENT_OVERHEAD, OBJECTIVE_NAMES
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, LOSS_NAMES
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer
@@ -57,7 +57,7 @@ class SampleLoader:
 class Datasets:
     train: SampleLoader
     validation: SampleLoader | None
-    objective_names: Sequence[str]
+    loss_names: Sequence[str]
 
 
 def open_datasets(
@@ -78,7 +78,7 @@ def open_datasets(
     if data.validation:
         mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
         validation = SampleLoader(mixture, collator)
-    return Datasets(SampleLoader(train, collator), validation, OBJECTIVE_NAMES)
+    return Datasets(SampleLoader(train, collator), validation, LOSS_NAMES)
 
 
 def _open_mixture(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.base import Vocabulary
+from data_utils.objectives.planes import Vocabulary
 from data_utils.tokenizers import Tokenizer
 
 _CONTINUES = "##"  # marks a WordPiece that continues a word

@@ -1,6 +1,6 @@
 """Who may look at whom: one rule over three integer arrays, and the kernel that fits the rule's structure.
 
-Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/base.py):
+Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py):
 
     key_time(k)    =  ord[k]  if ord[k] >= 0 else +infinity      (when the content of k is revealed)
     query_bound(q) =  ord[q]  if ord[q] >= 0 else -ord[q] - 1    (up to when q may look)

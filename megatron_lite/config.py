@@ -16,12 +16,12 @@ from typing import Any
 from data_utils.objectives import ObjectiveChoice, objective_classes
 from data_utils.objectives.albert import AlbertConfig
 from data_utils.objectives.bart import BartConfig
-from data_utils.objectives.base import OBJECTIVE_NAMES
 from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.objectives.causal import CausalConfig
 from data_utils.objectives.ernie import ErnieConfig
 from data_utils.objectives.masked_lm import MaskedLmConfig
 from data_utils.objectives.mass import MassConfig
+from data_utils.objectives.planes import LOSS_NAMES
 from data_utils.objectives.prefix_lm import PrefixLmConfig
 from data_utils.objectives.spanbert import SpanBertConfig
 from data_utils.objectives.t5 import T5Config
@@ -265,7 +265,7 @@ class TrainingConfig:
             "that to per_objective, or remove the weights.",
         )
         for name, weight in self.loss_weights.items():
-            choice("a name in training.loss_weights", name, OBJECTIVE_NAMES)
+            choice("a name in training.loss_weights", name, LOSS_NAMES)
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),

@@ -314,9 +314,9 @@ def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.T
 class PlainEngine(Engine):
     """The whole sequence of layers in every process: data parallelism, ZeRO and tensor parallelism."""
 
-    def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
+    def __init__(self, config: Config, context: ParallelContext, num_losses: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
-        self.model = build_model(config, num_objectives, parallel)
+        self.model = build_model(config, num_losses, parallel)
         super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
@@ -346,13 +346,13 @@ class PlainEngine(Engine):
         )
 
     def _no_sums(self) -> torch.Tensor:
-        return torch.zeros(self.model.num_objectives, 2, dtype=torch.float64, device=self.context.device)
+        return torch.zeros(self.model.num_losses, 2, dtype=torch.float64, device=self.context.device)
 
 
-def make_engine(config: Config, context: ParallelContext, num_objectives: int) -> Engine:
+def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
     """Build, initialise and shard the model of a configuration for its layout."""
     if context.pp.size == 1:
-        return PlainEngine(config, context, num_objectives)
+        return PlainEngine(config, context, num_losses)
     from megatron_lite.pipeline import PipelineEngine
 
-    return PipelineEngine(config, context, num_objectives)
+    return PipelineEngine(config, context, num_losses)

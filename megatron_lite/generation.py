@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from data_utils.objectives.base import SpecialTokens
+from data_utils.objectives.planes import SpecialTokens
 from megatron_lite.attention import attend_all
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.generation_config import GenerationConfig

@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, SENTENCE_LEVEL
+from data_utils.objectives.planes import LOSS_NAMES, SENTENCE_LEVEL
 from megatron_lite.collectives import copy_to_group, gather_tokens
 from megatron_lite.config import SPAN_PLACE_SIZE, ModelConfig
 from megatron_lite.cross_entropy import cross_entropy
 from megatron_lite.linear import linear
 from megatron_lite.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding
 
-_SENTENCE_LEVEL = tuple(OBJECTIVE_NAMES.index(name) for name in SENTENCE_LEVEL)
-_MASKED_SPANS = OBJECTIVE_NAMES.index("masked_spans")
-_SPAN_BOUNDARY = OBJECTIVE_NAMES.index("span_boundary")
+_SENTENCE_LEVEL = tuple(LOSS_NAMES.index(name) for name in SENTENCE_LEVEL)
+_MASKED_SPANS = LOSS_NAMES.index("masked_spans")
+_SPAN_BOUNDARY = LOSS_NAMES.index("span_boundary")
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,10 @@ def row_losses(
 
 
 def sum_losses(
-    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_objectives: int
+    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_losses: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted loss sum; without gradient, fp32 [objectives, 2]: loss sum and weight of each objective."""
     weighted = losses * weights
-    per_objective = torch.zeros(num_objectives, 2, device=losses.device)
+    per_objective = torch.zeros(num_losses, 2, device=losses.device)
     per_objective.index_add_(0, objectives, torch.stack([weighted.detach(), weights], dim=1))
     return weighted.sum(), per_objective

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.objectives.base import DOC, GRP, ORD
+from data_utils.objectives.planes import DOC, GRP, ORD
 from megatron_lite.config import ModelConfig
 from megatron_lite.linear import linear
 

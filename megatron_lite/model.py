@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     GRP,
@@ -77,7 +77,7 @@ class ModelInput:
         kernel: str = "auto",
         keep_padding: bool = False,
     ) -> ModelInput:
-        """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/base.py).
+        """From the collator's int32 [B, fields, S] buffer (data_utils/objectives/planes.py).
 
         Padding is dropped and tokens stand in the order of the attention plan's calls where the plan needs no rows,
         unless `keep_padding` asks for one shape for every batch.
@@ -281,12 +281,12 @@ class GLM(nn.Module):
         config: ModelConfig,
         *,
         recompute: str = "none",
-        num_objectives: int = 1,
+        num_losses: int = 1,
         parallel: TensorParallel | None = None,
     ):
         super().__init__()
         self.config = config
-        self.num_objectives = num_objectives
+        self.num_losses = num_losses
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
@@ -325,15 +325,15 @@ class GLM(nn.Module):
         words = self.embedding.word_embeddings
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
         losses = row_losses(self.heads.vocabulary_logits(vectors, words), classes, batch.targets, words)
-        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_objectives)
+        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
 
 
-def build_model(config: Config, num_objectives: int, parallel: TensorParallel | None = None) -> GLM:
+def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> GLM:
     """The initialised fp32 model of a configuration; DeepSpeed casts it to the training precision."""
     model = GLM(
         config.model,
         recompute=config.training.recompute,
-        num_objectives=num_objectives,
+        num_losses=num_losses,
         parallel=parallel,
     )
     initialize_parameters(model.named_parameters(), config.model, config.training.seed, model.parallel)

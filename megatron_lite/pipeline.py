@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     DOC,
     GRP,
     OBJECTIVE,
@@ -189,9 +189,9 @@ class _Stages(PipelineModule):
 class PipelineEngine(Engine):
     """Pipeline stages, each with data and tensor parallelism, under ZeRO 1."""
 
-    def __init__(self, config: Config, context: ParallelContext, num_objectives: int):
+    def __init__(self, config: Config, context: ParallelContext, num_losses: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
-        self.num_objectives = num_objectives
+        self.num_losses = num_losses
         self.model_config = config.model
         self._sums = self._no_sums(context.device)
         # Without gradients: DeepSpeed broadcasts the tied weight, and autograd would warn of it in every backward pass.
@@ -203,7 +203,7 @@ class PipelineEngine(Engine):
         self._stages = stages
 
     def _no_sums(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.num_objectives, 2, dtype=torch.float64, device=device)
+        return torch.zeros(self.num_losses, 2, dtype=torch.float64, device=device)
 
     def _loss(self, outputs: tuple[torch.Tensor, ...], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; keeps the objectives' sums aside."""
@@ -213,7 +213,7 @@ class PipelineEngine(Engine):
         logits, classes = outputs
         losses = row_losses(logits, classes, targets.long(), self._stages.tied_modules["words"])
         total, per_objective = sum_losses(
-            losses, weights.view(torch.float32), found.objectives, self.num_objectives
+            losses, weights.view(torch.float32), found.objectives, self.num_losses
         )
         self._sums += per_objective
         return total * factor

@@ -20,7 +20,7 @@ import yaml
 
 from data_utils.loader import SampleLoader
 from data_utils.mixture import batch_indices
-from data_utils.objectives.base import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
+from data_utils.objectives.planes import DOC, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.random_streams import derive_seed
 from megatron_lite import checkpoint
 from megatron_lite.config import Config, parameter_count
@@ -60,7 +60,7 @@ class Trainer:
         engine: Engine,
         train_data: SampleLoader,
         validation_data: SampleLoader | None,
-        objective_names: Sequence[str],
+        loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
     ):
@@ -70,7 +70,7 @@ class Trainer:
         self.engine = engine
         self.train_data = train_data
         self.validation_data = validation_data
-        self.objective_names = list(objective_names)
+        self.loss_names = list(loss_names)
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
@@ -192,7 +192,7 @@ class Trainer:
         return interval > 0 and self.step % interval == 0
 
     def _new_interval(self) -> Interval:
-        return Interval(np.zeros((len(self.objective_names), 2)))
+        return Interval(np.zeros((len(self.loss_names), 2)))
 
     def _outside(self, interval: Interval, action: Any) -> Interval:
         """Run something whose duration is not training time."""
@@ -213,7 +213,7 @@ class Trainer:
         totals, requests = self._totals(batches)
         tokens, visible_keys, loss_rows, *loss_weights = totals
         if self.loss_factors is not None:
-            factors = [self.loss_factors.get(name, 1.0) for name in self.objective_names]
+            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
             batches = [weigh_losses(batch, factors, loss_weights) for batch in batches]
         loss_weight = sum(loss_weights)
         micro_batches = [
@@ -252,7 +252,7 @@ class Trainer:
 
     def _totals(self, batches: list[np.ndarray]) -> tuple[list[float], Requests]:
         """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
-        counts, weights = [0.0] * 3, np.zeros(len(self.objective_names))
+        counts, weights = [0.0] * 3, np.zeros(len(self.loss_names))
         if self.context.counts_samples:
             counts = [
                 sum(int((batch[:, DOC] >= 0).sum()) for batch in batches),
@@ -343,7 +343,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(interval.objective_sums, self.objective_names, self.loss_factors),
+            **objective_losses(interval.objective_sums, self.loss_names, self.loss_factors),
             "lr": self._learning_rate(self.step),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -374,7 +374,7 @@ class Trainer:
                 pad_rows(batch, size)
             )  # all ranks make the same number of passes of the same shape
         sums = self._all_losses(self.engine.evaluate(batches))
-        losses = objective_losses(sums, self.objective_names, self.loss_factors)
+        losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")

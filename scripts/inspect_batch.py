@@ -27,7 +27,7 @@ import numpy as np
 from data_utils.collate import Collator
 from data_utils.files import require_writable
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
-from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL, Example
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, SENTENCE_LEVEL, Example
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.settings import build, parse_override
@@ -157,7 +157,7 @@ def role(row: Example, i: int) -> str:
     """What the row token is for; see the top of this file."""
     if row.doc[i] < 0:
         return "padding"
-    if row.weights[i] > 0 and OBJECTIVE_NAMES[row.objective[i]] in SENTENCE_LEVEL:
+    if row.weights[i] > 0 and LOSS_NAMES[row.objective[i]] in SENTENCE_LEVEL:
         return "label"
     if row.ord[i] < 0:
         return "query" if row.weights[i] > 0 else "hidden"
@@ -182,7 +182,7 @@ def table(row: Example, spell: Callable[[int], str]) -> str:
         lines.append(
             f"{i:4} {words[i]:16} {role(row, i):9} {target:16} {row.position_ids[i]:4} "
             f"{row.block_position_ids[i]:4} {row.segment_ids[i]:3} {row.doc[i]:3} {row.ord[i]:4} {row.grp[i]:3}  "
-            f"{OBJECTIVE_NAMES[row.objective[i]]}"
+            f"{LOSS_NAMES[row.objective[i]]}"
         )
     if length < len(row.doc):
         lines.append(f"{'':4} and {len(row.doc) - length} of padding")

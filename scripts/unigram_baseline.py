@@ -24,7 +24,7 @@ import numpy as np
 
 from data_utils.files import require_directory, write_whole
 from data_utils.loader import SampleLoader, open_datasets
-from data_utils.objectives.base import OBJECTIVE, SENTENCE_LEVEL, TARGETS, WEIGHTS
+from data_utils.objectives.planes import OBJECTIVE, SENTENCE_LEVEL, TARGETS, WEIGHTS
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -106,16 +106,16 @@ def unigram_losses(config: Config) -> dict[str, float]:
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
-    shape = (len(data.objective_names), tokenizer.vocab_size)
+    shape = (len(data.loss_names), tokenizer.vocab_size)
     seen = target_counts(data.train, config.training.steps * config.batch.global_batch_size, shape)
     wanted = target_counts(data.validation, config.training.eval_samples, shape)
-    sums = loss_sums(seen, wanted, np.isin(data.objective_names, SENTENCE_LEVEL))
+    sums = loss_sums(seen, wanted, np.isin(data.loss_names, SENTENCE_LEVEL))
     if config.model.span_boundary_places:  # predicts the same targets once more
-        names = list(data.objective_names)
+        names = list(data.loss_names)
         sums[names.index("span_boundary")] = sums[names.index("masked_spans")]
     training = config.training
     factors = training.loss_weights if training.loss_normalization == "per_objective" else None
-    return objective_losses(sums, data.objective_names, factors)
+    return objective_losses(sums, data.loss_names, factors)
 
 
 def loss_sums(seen: np.ndarray, wanted: np.ndarray, is_label: np.ndarray) -> np.ndarray:

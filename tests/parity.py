@@ -34,7 +34,7 @@ import torch
 from batches import prefix_batch
 from distributed import run_ranks
 
-from data_utils.objectives.base import WEIGHTS
+from data_utils.objectives.planes import WEIGHTS
 from megatron_lite.boxes import matrix_shape, whole_shape
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.engine import Engine, Fragment, MicroBatch, make_engine, parameter_groups

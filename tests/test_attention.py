@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recipes import RECIPES, make
 from test_recipes import collate, windows
 
-from data_utils.objectives.base import DOC, GRP, ORD
+from data_utils.objectives.planes import DOC, GRP, ORD
 from megatron_lite import attention_layout
 from megatron_lite.attention import CallPlan, DensePlan, allowed, plan_attention
 

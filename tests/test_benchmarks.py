@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks import attention, padding, parallel, train_step
 from data_utils.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.base import DOC, GRP, ORD, WEIGHTS
+from data_utils.objectives.planes import DOC, GRP, ORD, WEIGHTS
 from megatron_lite import cross_entropy
 from megatron_lite.attention import plan_attention
 from megatron_lite.config import ModelConfig, parameter_count

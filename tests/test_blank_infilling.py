@@ -18,8 +18,8 @@ from mask_rule import allowed, leaks
 
 from data_utils.collate import Collator
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens
-from data_utils.objectives.base import DOCUMENT, DOCUMENT_OVERHEAD, FIELDS, SENTENCE, TOKEN
 from data_utils.objectives.blank_infilling import MOST_CUT
+from data_utils.objectives.planes import DOCUMENT, DOCUMENT_OVERHEAD, FIELDS, SENTENCE, TOKEN
 from megatron_lite import settings as configuration
 from megatron_lite.errors import ConfigError
 

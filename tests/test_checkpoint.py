@@ -28,7 +28,7 @@ ALONE = ParallelContext.alone()
 
 def make_engine(context, settings):
     config = build(Config, settings)
-    return engines.make_engine(config, context, num_objectives=3)
+    return engines.make_engine(config, context, num_losses=3)
 
 
 def fill_and_save(context, settings, directory, steps=(1,)):

@@ -14,7 +14,7 @@ from data_utils.objectives import (
     SpecialTokens,
     objective_classes,
 )
-from data_utils.objectives.base import FIELDS, OBJECTIVE_NAMES
+from data_utils.objectives.planes import FIELDS, LOSS_NAMES
 from megatron_lite.errors import ConfigError, DataError
 
 SPECIAL = SpecialTokens(
@@ -44,7 +44,7 @@ def test_shape_and_dtype():
     assert collate.row_length % 8 == 0
     rows = [Example.from_planes(row) for row in batch]
     assert all(row.weights.dtype == np.float32 and set(row.weights) == {0.0, 1.0} for row in rows)
-    assert all(set(row.objective) == {OBJECTIVE_NAMES.index("token")} for row in rows)
+    assert all(set(row.objective) == {LOSS_NAMES.index("token")} for row in rows)
 
 
 def test_an_example_gives_back_its_documents():

@@ -33,7 +33,7 @@ def tree(**sections):
 def poisoned_steps(context, settings):
     """Three steps, in the second of which one rank's gradients are no numbers: what was skipped, and what changed."""
     config = build(Config, settings)
-    engine = make_engine(config, context, num_objectives=3)
+    engine = make_engine(config, context, num_losses=3)
     size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
     outcome = []
     for step in range(3):
@@ -71,7 +71,7 @@ def test_all_stages_and_tensor_parallel_ranks_skip_together(precision):
 
 
 def optimizer_and_compiled_operations(context, settings):
-    engine = make_engine(build(Config, settings), context, num_objectives=3)
+    engine = make_engine(build(Config, settings), context, num_losses=3)
     return type(engine._zero.optimizer), deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
 
 

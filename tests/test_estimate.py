@@ -68,7 +68,7 @@ def test_one_process_holds_the_whole_model(name):
 def kept_bytes(config, layers):
     """Bytes that autograd keeps of a forward pass in bf16, parameters left out."""
     model_config = build(Config, merge(MODEL, {"model": {"num_layers": layers}})).model
-    model = GLM(model_config, num_objectives=3).to(torch.bfloat16)
+    model = GLM(model_config, num_losses=3).to(torch.bfloat16)
     initialize_parameters(model.named_parameters(), model_config, 0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}

@@ -7,7 +7,6 @@ import pytest
 from mask_rule import allowed, leaks
 from recipes import SPECIAL, encoder_decoder
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, Example
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.fine_tuning import (
     glm_cloze,
@@ -16,6 +15,7 @@ from data_utils.objectives.fine_tuning import (
     pseudo_mask_seq2seq,
     unilm_seq2seq,
 )
+from data_utils.objectives.planes import LOSS_NAMES, Example
 from megatron_lite.errors import DataError
 
 SOURCE, TARGET = list(range(1000, 1006)), list(range(1100, 1104))
@@ -109,6 +109,6 @@ def test_packed_examples_do_not_see_each_other():
     assert (row.tokens[31:] == SPECIAL.pad).all() and (row.doc[31:] == -1).all()
     for packed, example in zip(row.documents(), examples, strict=True):
         assert (packed.tokens == example.tokens).all() and (packed.weights == example.weights).all()
-    assert OBJECTIVE_NAMES[row.objective[0]] == "document"
+    assert LOSS_NAMES[row.objective[0]] == "document"
     with pytest.raises(DataError, match="room for 30"):
         pack(examples, 30, SPECIAL.pad)

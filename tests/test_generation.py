@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,

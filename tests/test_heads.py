@@ -10,12 +10,12 @@ from whole_weights import compare_weights, placed_weights
 
 from data_utils.collate import Collator
 from data_utils.objectives import ObjectiveChoice, make_objective, objective_classes
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
+    LOSS_NAMES,
     OBJECTIVE,
-    OBJECTIVE_NAMES,
     POSITION_IDS,
     SEGMENT_IDS,
     TARGETS,
@@ -55,7 +55,7 @@ def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
 
 def make_model(seed: int = 3, **options) -> GLM:
     config = ModelConfig(**{**SIZES, **OPTIONS, **options})
-    model = GLM(config, num_objectives=len(OBJECTIVE_NAMES))
+    model = GLM(config, num_losses=len(LOSS_NAMES))
     initialize_parameters(model.named_parameters(), config, seed)
     with torch.no_grad():  # zeros and ones would hide a mistake
         for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
     weights = torch.from_numpy(batch[:, WEIGHTS].copy()).flatten().view(torch.float32)
     objectives = torch.from_numpy(batch[:, OBJECTIVE].copy()).flatten()
     found = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
-    names = [OBJECTIVE_NAMES[i] for i in objectives]
+    names = [LOSS_NAMES[i] for i in objectives]
     rows = [i for i in range(len(weights)) if weights[i]]
     sentences = [i for i in rows if names[i] in ("next_sentence", "sentence_order")]
     assert found.sentences.tolist() == sentences and len(sentences) > 3
@@ -78,7 +78,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
     for number, row in enumerate(batch):
         used = int((row[DOC] >= 0).sum())
         example = Example.from_planes(row[:, :used])
-        if OBJECTIVE_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
+        if LOSS_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
             borders = span_boundaries(example)
             borders[:, :3] += number * row.shape[1]
             expected += borders.tolist()
@@ -87,7 +87,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
     assert spans.tolist() == [row for row, *_ in expected]
     # Places count from 1 there; the table has four.
     assert found.borders.tolist() == [[a, b, min(place - 1, 3)] for _, a, b, place in expected]
-    assert {OBJECTIVE_NAMES[i] for i in found.objectives[len(found.tokens) :]} == {
+    assert {LOSS_NAMES[i] for i in found.objectives[len(found.tokens) :]} == {
         "span_boundary", "next_sentence", "sentence_order",
     }  # fmt: skip
 
@@ -126,7 +126,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     example = Example.from_planes(row)
     borders = {r: rest for r, *rest in span_boundaries(example).tolist()}
     for i in np.flatnonzero(example.weights):
-        name, target = OBJECTIVE_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
+        name, target = LOSS_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
         if name in ("next_sentence", "sentence_order"):
             pooled = torch.tanh(
                 F.linear(last[i], p["heads.sentence.dense.weight"], p["heads.sentence.dense.bias"])
@@ -155,7 +155,7 @@ def test_every_head_computes_its_papers_formula():
         loss, sums = model(ModelInput.from_batch(row[None], torch.device("cpu"), model.config))
         assert loss.item() == pytest.approx(sum(map(sum, expected.values())), rel=1e-5)  # fp32 sums
         for name, values in expected.items():
-            total, weight = sums[OBJECTIVE_NAMES.index(name)].tolist()
+            total, weight = sums[LOSS_NAMES.index(name)].tolist()
             assert weight == len(values) and total == pytest.approx(sum(values), rel=1e-5)
         seen |= expected.keys()
     assert seen >= {
@@ -196,13 +196,13 @@ def tree(parallel, **model):
 def train(context, settings):
     """Two steps; the second without rows for the sentence and the boundary head. Losses, norms, weights."""
     config = build(Config, settings)
-    engine = make_engine(config, context, len(OBJECTIVE_NAMES))
+    engine = make_engine(config, context, len(LOSS_NAMES))
     size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
     records = []
     for step, names in enumerate((NAMES, ("masked_lm",))):
         samples = mixed_batch(step, names)
         if step:
-            samples[:, WEIGHTS][samples[:, OBJECTIVE] == OBJECTIVE_NAMES.index("next_sentence")] = 0
+            samples[:, WEIGHTS][samples[:, OBJECTIVE] == LOSS_NAMES.index("next_sentence")] = 0
         weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
         result = engine.train_step([MicroBatch(batch, step, 1.0 / weight) for batch in mine], lr=1e-3)
@@ -246,7 +246,7 @@ def test_losses_become_means_of_their_own_rows():
     batch = mixed_batch(0)
     totals = [
         float(batch[:, WEIGHTS].view(np.float32)[batch[:, OBJECTIVE] == i].sum())
-        for i in range(len(OBJECTIVE_NAMES))
+        for i in range(len(LOSS_NAMES))
     ]
     factors = np.arange(1.0, len(totals) + 1)
     halves = [weigh_losses(half, factors, totals) for half in np.split(batch, 2)]
@@ -265,7 +265,7 @@ def test_sections_say_which_segments_and_labels_they_make():
         piece, ones = text_of(60), np.ones(64, np.int64)
         batch = Collator(made)(np.tile(piece, 64), ones * 60, ones, np.arange(64))
         labels = np.isin(
-            batch[:, OBJECTIVE], [OBJECTIVE_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
+            batch[:, OBJECTIVE], [LOSS_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
         )
         assert bool((labels & (batch[:, WEIGHTS] != 0)).any()) == config.has_sentence_label
         assert batch[:, SEGMENT_IDS].max() < config.segments

@@ -84,7 +84,7 @@ def assert_same_weights(actual, expected):
 
 def save_layout(context, settings, directory):
     config = make_config(settings)
-    engine = make_engine(config, context, num_objectives=3)
+    engine = make_engine(config, context, num_losses=3)
     whole = without_padding(make_model(config))
     for fragment, run, positions in placed(engine):
         part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
@@ -178,7 +178,7 @@ def test_there_and_back_is_bit_equal(run, exports, tmp_path):
 
 def load_and_check(context, settings, directory):
     config = make_config(settings)
-    engine = make_engine(config, context, num_objectives=3)
+    engine = make_engine(config, context, num_losses=3)
     found = checkpoint.newest_valid(Path(directory) / "checkpoints", context)
     checkpoint.load(found, engine, context)
     whole = checkpoint.load_weights(found)

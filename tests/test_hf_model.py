@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from batches import prefix_batch
 from hf_runs import make_config, make_model, tree, write_vocabulary
 
-from data_utils.objectives.base import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.attention import allowed
 from megatron_lite.errors import CheckpointError

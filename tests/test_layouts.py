@@ -8,7 +8,7 @@ import pytest
 from distributed import run_ranks
 from test_trainer import make_trainer
 
-from data_utils.objectives.base import DOC, OBJECTIVE
+from data_utils.objectives.planes import DOC, OBJECTIVE
 from megatron_lite.config import ParallelConfig
 from megatron_lite.metrics import Metrics
 from megatron_lite.run_control import RunControl

@@ -9,7 +9,7 @@ from recipes import RECIPES
 from recipes import make as make_objective
 from test_recipes import collate, windows
 
-from data_utils.objectives.base import DOC, GRP, ORD
+from data_utils.objectives.planes import DOC, GRP, ORD
 from megatron_lite.attention import allowed
 from megatron_lite.config import ModelConfig
 from megatron_lite.metrics import (

@@ -9,8 +9,8 @@ from test_blank_infilling import chi_square, chi_square_limit
 
 from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, Vocabulary, make_objective, objective_classes
-from data_utils.objectives.base import FIELDS, OBJECTIVE, OBJECTIVE_NAMES
 from data_utils.objectives.mixed import Mixed
+from data_utils.objectives.planes import FIELDS, LOSS_NAMES, OBJECTIVE
 from data_utils.random_streams import derive_seed
 from megatron_lite.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_one_objective_needs_no_mixture():
     made = make_objective([choice("causal")], vocabulary(), 7, 40)
     assert not isinstance(made, Mixed)
     batch = Collator(made)(text_of(30), [30], [1], [0])
-    assert OBJECTIVE_NAMES[batch[0, OBJECTIVE, 0]] == "causal"
+    assert LOSS_NAMES[batch[0, OBJECTIVE, 0]] == "causal"
 
 
 def test_weights_that_make_no_sense():

@@ -8,7 +8,7 @@ from recipes import RECIPES
 from recipes import make as make_objective
 from test_recipes import collate, windows
 
-from data_utils.objectives.base import DOC, OBJECTIVE_NAMES, TARGETS, TOKENS, WEIGHTS
+from data_utils.objectives.planes import DOC, LOSS_NAMES, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.config import ModelConfig, parameter_count
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 
@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
 
 
 def make(config=CONFIG, seed=1, **options):
-    model = GLM(config, num_objectives=3, **options)
+    model = GLM(config, num_losses=3, **options)
     initialize_parameters(model.named_parameters(), config, seed)
     return model
 
@@ -79,7 +79,7 @@ def test_every_objective_gives_the_same_with_and_without_padding(recipe):
     """Dense; calls with one shape (sequence and pipeline parallelism); calls without padding, tokens reordered."""
     batch = collate(make_objective(recipe.name, 60, **recipe.config), windows(4, 60, 1))
     model = make(dataclasses.replace(CONFIG, vocab_size=4096)).double()
-    model.num_objectives = len(OBJECTIVE_NAMES)
+    model.num_losses = len(LOSS_NAMES)
     results = []
     for kernel, keep_padding in (("dense", True), ("calls", True), ("calls", False)):
         inputs = ModelInput.from_batch(batch, CPU, model.config, kernel=kernel, keep_padding=keep_padding)

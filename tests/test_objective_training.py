@@ -8,7 +8,7 @@ from distributed import run_ranks
 from test_trainer import fit, records
 
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.base import OBJECTIVE_NAMES
+from data_utils.objectives.planes import LOSS_NAMES
 from megatron_lite.settings import merge
 
 
@@ -23,6 +23,6 @@ def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     run_ranks(fit, 1, merge(settings, mixed))
     losses = records(tmp_path / "run")
     seen = {name for step in losses.values() for name in step}
-    assert seen >= {f"loss/{name}" for name in OBJECTIVE_NAMES}
+    assert seen >= {f"loss/{name}" for name in LOSS_NAMES}
     assert all(math.isfinite(loss) for step in losses.values() for loss in step.values())
     assert losses[8]["loss"] < losses[1]["loss"] - 0.05

@@ -107,8 +107,8 @@ def with_the_whole_norm_on_each_rank(context, case, record):
     """A fault: parameters do not say that they are split, so that the gradient norm counts rank 0's parts only."""
     engine_of = parity.make_engine
 
-    def make(config, context, num_objectives):
-        engine = engine_of(config, context, num_objectives)
+    def make(config, context, num_losses):
+        engine = engine_of(config, context, num_losses)
         for parameter in engine.named_parameters.values():
             parameter.tensor_model_parallel = False
         return engine

@@ -16,8 +16,8 @@ from test_blank_infilling import chi_square, chi_square_limit
 from test_recipes import collate
 
 from data_utils.objectives import Example
-from data_utils.objectives.base import OBJECTIVE_NAMES, Vocabulary
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
+from data_utils.objectives.planes import LOSS_NAMES, Vocabulary
 from data_utils.objectives.spanbert import span_boundaries
 from megatron_lite.errors import ConfigError
 
@@ -37,7 +37,7 @@ def test_half_of_the_labels_are_wrong_and_true_to_the_text(name, label):
     examples = many(make(name, 40, **config), text_of(30), 2000)
     wrong = 0
     for example in examples:
-        assert OBJECTIVE_NAMES[example.objective[0]] == label and example.weights[0] == 1
+        assert LOSS_NAMES[example.objective[0]] == label and example.weights[0] == 1
         text = np.where(example.weights > 0, example.targets, example.tokens)
         middle = int(np.argmax(text[1:] == SPECIAL.sep)) + 1
         in_order = text[1] < text[middle + 1] or text[middle + 1] == SPECIAL.eos
@@ -90,15 +90,15 @@ def test_static_masks_repeat_and_dynamic_ones_do_not():
 
 def test_unilm_mixes_its_four_kinds():
     examples = many(make("unilm", 24), text_of(20), 6000)
-    kinds = Counter(OBJECTIVE_NAMES[example.objective[1]] for example in examples)
+    kinds = Counter(LOSS_NAMES[example.objective[1]] for example in examples)
     names = ("bidirectional", "seq2seq", "left_to_right", "right_to_left")
     counts = np.array([kinds[name] for name in names])
     assert chi_square(counts, np.array([2000, 2000, 1000, 1000])) < chi_square_limit(3)
     segments = {"bidirectional": {0, 1}, "seq2seq": {4, 5}, "left_to_right": {2}, "right_to_left": {3}}
     for example in examples[:500]:
-        kind = OBJECTIVE_NAMES[example.objective[1]]
+        kind = LOSS_NAMES[example.objective[1]]
         assert set(example.segment_ids) == segments[kind]
-        assert (OBJECTIVE_NAMES[example.objective[0]] == "next_sentence") == (kind == "bidirectional")
+        assert (LOSS_NAMES[example.objective[0]] == "next_sentence") == (kind == "bidirectional")
 
 
 # SpanBERT, ERNIE

@@ -15,7 +15,7 @@ from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text
 
 from data_utils.collate import Collator
 from data_utils.objectives import OBJECTIVES, Example
-from data_utils.objectives.base import DOCUMENT_OVERHEAD, FIELDS, OBJECTIVE_NAMES, SENTENCE_LEVEL
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, SENTENCE_LEVEL
 from megatron_lite.errors import ConfigError, DataError
 
 CASES = 2000
@@ -60,10 +60,10 @@ def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
 
 def token_level(example: Example) -> np.ndarray:
     """Weights of the rows that predict text: not a class at CLS, not eos or another special token."""
-    labels = [OBJECTIVE_NAMES.index(name) for name in SENTENCE_LEVEL]
+    labels = [LOSS_NAMES.index(name) for name in SENTENCE_LEVEL]
     special = np.isin(example.objective, labels) | (example.targets < FIRST_TEXT_TOKEN)
     shown = np.zeros_like(special)
-    if (example.objective == OBJECTIVE_NAMES.index("denoising")).any():  # what BART's context shows is copied
+    if (example.objective == LOSS_NAMES.index("denoising")).any():  # what BART's context shows is copied
         shown = np.isin(example.targets, example.tokens[example.ord == 0])
     return np.where(special | shown, 0.0, example.weights)
 

@@ -24,7 +24,7 @@ def test_every_single_flipped_bit_changes_the_fingerprint(dtype):
 
 
 def flip_one_bit(context, settings, name, rank):
-    engine = make_engine(build(Config, settings), context, num_objectives=3)
+    engine = make_engine(build(Config, settings), context, num_losses=3)
     zero_stage = settings["parallel"]["zero_stage"]
     assert differing_replicas(engine.named_parameters, context, zero_stage) == []
     if context.rank == rank and name in engine.named_parameters:

@@ -13,7 +13,7 @@ from test_checkpoint import expected, fill, layout, make_engine, placed, run_lay
 from test_engine import SAMPLES, tree
 from whole_weights import compare_steps, compare_weights, placed_weights
 
-from data_utils.objectives.base import WEIGHTS
+from data_utils.objectives.planes import WEIGHTS
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape
 from megatron_lite.config import Config, ParallelConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     FIELDS,
     OBJECTIVE,
     ORD,

@@ -26,8 +26,8 @@ def make_trainer(context, tree):
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
-    engine = make_engine(config, context, len(data.objective_names))
-    return Trainer(config, context, engine, data.train, data.validation, data.objective_names)
+    engine = make_engine(config, context, len(data.loss_names))
+    return Trainer(config, context, engine, data.train, data.validation, data.loss_names)
 
 
 def fit(context, tree):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_utils.objectives.base import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.objectives.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
 from megatron_lite.errors import DataError
 from scripts.unigram_baseline import (
     last_validation,

@@ -1,4 +1,4 @@
-"""Objectives by name: one file per system, one class per name. See base.py for what a class must offer."""
+"""Objectives by name: one file per system, one class per name. See planes.py for what a class must offer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from data_utils.objectives.albert import Albert, AlbertConfig
 from data_utils.objectives.bart import Bart, BartConfig
-from data_utils.objectives.base import Example, Objective, SpecialTokens, Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.causal import Causal, CausalConfig
 from data_utils.objectives.ernie import Ernie, ErnieConfig
 from data_utils.objectives.masked_lm import MaskedLm, MaskedLmConfig
 from data_utils.objectives.mass import Mass, MassConfig
 from data_utils.objectives.mixed import Mixed
+from data_utils.objectives.planes import Example, Objective, SpecialTokens, Vocabulary
 from data_utils.objectives.prefix_lm import PrefixLm, PrefixLmConfig
 from data_utils.objectives.spanbert import SpanBert, SpanBertConfig
 from data_utils.objectives.t5 import T5, T5Config

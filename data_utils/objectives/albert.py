@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.masked_text import (
     NO_PAIR,
     SENTENCE_ORDER,
@@ -19,6 +18,7 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
+from data_utils.objectives.planes import Vocabulary
 from megatron_lite.settings import check, setting
 
 

@@ -18,14 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.objectives.base import (
-    OBJECTIVE_NAMES,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TOKENS,
-    Vocabulary,
-)
 from data_utils.objectives.masking import (
     FREE,
     PLACES,
@@ -39,6 +31,14 @@ from data_utils.objectives.masking import (
     inlined,
     masked_target,
     run_count_moments,
+)
+from data_utils.objectives.planes import (
+    LOSS_NAMES,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    Vocabulary,
 )
 from data_utils.objectives.rows import (
     RowObjective,
@@ -56,7 +56,7 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
 from megatron_lite.settings import check, setting
 
-_DENOISING = OBJECTIVE_NAMES.index("denoising")
+_DENOISING = LOSS_NAMES.index("denoising")
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
 ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room
 

@@ -26,8 +26,9 @@ import numpy as np
 from numba import njit
 
 from data_utils import random_streams
-from data_utils.objectives import base, masking
-from data_utils.objectives.base import (
+from data_utils.objectives import masking, planes
+from data_utils.objectives.masking import cumulative_table, draw_length, run_count_moments
+from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     DOCUMENT,
@@ -46,7 +47,6 @@ from data_utils.objectives.base import (
     Example,
     SpecialTokens,
 )
-from data_utils.objectives.masking import cumulative_table, draw_length, run_count_moments
 from data_utils.random_streams import (
     below,
     chance,
@@ -678,7 +678,7 @@ def _cached_entry_points(digest: int):
 
 _fill_rows, _write_given = _cached_entry_points(
     random_streams.source_digest(
-        random_streams.__file__, base.__file__, masking.__file__, str(Path(__file__))
+        random_streams.__file__, planes.__file__, masking.__file__, str(Path(__file__))
     )
 )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
 from data_utils.objectives.masking import entry_point, inlined
+from data_utils.objectives.planes import LOSS_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -21,7 +21,7 @@ from data_utils.objectives.rows import (
     predict_range,
 )
 
-_CAUSAL = OBJECTIVE_NAMES.index("causal")
+_CAUSAL = LOSS_NAMES.index("causal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

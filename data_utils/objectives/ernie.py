@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
 from data_utils.objectives.masking import cumulative_table
+from data_utils.objectives.planes import Vocabulary
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import choice, setting
 

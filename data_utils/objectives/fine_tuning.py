@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, Example, SpecialTokens
+from data_utils.objectives.planes import LOSS_NAMES, Example, SpecialTokens
 from megatron_lite.errors import DataError
 
 
@@ -124,7 +124,7 @@ def _example(*, tokens, position_ids, targets, weights, ord, objective, **more) 
     zeros = np.zeros(length, np.int32)
     for name in ("block_position_ids", "grp", "segment_ids", "doc"):
         planes.setdefault(name, zeros)
-    planes["objective"] = np.full(length, OBJECTIVE_NAMES.index(objective), np.int32)
+    planes["objective"] = np.full(length, LOSS_NAMES.index(objective), np.int32)
     assert all(len(plane) == length for plane in planes.values())
     return Example(weights=np.asarray(weights, np.float32), **planes)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     NO_PAIR,
@@ -18,6 +17,7 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
+from data_utils.objectives.planes import Vocabulary
 from megatron_lite.settings import check, setting
 
 

@@ -18,15 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.objectives.base import (
-    OBJECTIVE,
-    OBJECTIVE_NAMES,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TOKENS,
-    Vocabulary,
-)
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -40,6 +31,15 @@ from data_utils.objectives.masking import (
     inlined,
     masked_target,
     treated,
+)
+from data_utils.objectives.planes import (
+    LOSS_NAMES,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    Vocabulary,
 )
 from data_utils.objectives.rows import (
     RowObjective,
@@ -61,8 +61,8 @@ from megatron_lite.settings import check
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)
 _LABELS = {
-    NEXT_SENTENCE: OBJECTIVE_NAMES.index("next_sentence"),
-    SENTENCE_ORDER: OBJECTIVE_NAMES.index("sentence_order"),
+    NEXT_SENTENCE: LOSS_NAMES.index("next_sentence"),
+    SENTENCE_ORDER: LOSS_NAMES.index("sentence_order"),
 }
 
 # Columns of a pair, int64: kind of language model, whether B is to be wrong, start and end of A and of B.
@@ -271,7 +271,7 @@ class MaskedText(RowObjective):
     """An objective of this family.
 
     Args (beyond `RowObjective`):
-        objective: name of the loss in OBJECTIVE_NAMES (of the bidirectional kind, where there are four).
+        objective: name of the loss in LOSS_NAMES (of the bidirectional kind, where there are four).
         cumulative: table of the lengths of runs, units.
         pairing: NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, or PAIR_ONLY (two texts without a label).
         kind_probs: probabilities of the four kinds of language model.
@@ -301,7 +301,7 @@ class MaskedText(RowObjective):
         values = {
             **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
             "masked_ratio": float(config.masked_ratio),
-            "first_objective": OBJECTIVE_NAMES.index(objective),
+            "first_objective": LOSS_NAMES.index(objective),
             "label_objective": _LABELS.get(pairing, 0),
             "pairing": pairing,
             "wrong_below": chance_threshold(0.5),

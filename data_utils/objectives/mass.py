@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import (
+from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
+from data_utils.objectives.planes import (
     GRP,
-    OBJECTIVE_NAMES,
+    LOSS_NAMES,
     ORD,
     POSITION_IDS,
     SEGMENT_IDS,
     TOKENS,
     Vocabulary,
 )
-from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -38,7 +38,7 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below, chance_threshold, next_word
 from megatron_lite.settings import check, setting
 
-_FRAGMENT = OBJECTIVE_NAMES.index("fragment")
+_FRAGMENT = LOSS_NAMES.index("fragment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

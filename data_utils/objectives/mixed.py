@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from data_utils import random_streams
-from data_utils.objectives.base import FIELDS, Objective
+from data_utils.objectives.planes import FIELDS, Objective
 from data_utils.random_streams import new_stream, open_stream, source_digest, uniform
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import check

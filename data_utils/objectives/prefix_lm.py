@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
 from data_utils.objectives.masking import entry_point, inlined
+from data_utils.objectives.planes import LOSS_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -24,7 +24,7 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below
 from megatron_lite.settings import check, setting
 
-_PREFIX = OBJECTIVE_NAMES.index("prefix")
+_PREFIX = LOSS_NAMES.index("prefix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

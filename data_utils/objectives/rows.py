@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from data_utils import random_streams
-from data_utils.objectives import base, masking
-from data_utils.objectives.base import (
+from data_utils.objectives import masking, planes
+from data_utils.objectives.masking import WORK_LINES, compiled, entry_point, inlined
+from data_utils.objectives.planes import (
     DOC,
     DOCUMENT_OVERHEAD,
     FIELDS,
@@ -32,7 +33,6 @@ from data_utils.objectives.base import (
     Example,
     Vocabulary,
 )
-from data_utils.objectives.masking import WORK_LINES, compiled, entry_point, inlined
 from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
 from megatron_lite.errors import DataError
 from megatron_lite.settings import check
@@ -94,7 +94,7 @@ def check_ratios(section: str, config: Any, *names: str) -> None:
 
 def digest_of(*files: str) -> int:
     """Key of a cached entry point: the sources of this machinery and of the objective's own files."""
-    return source_digest(random_streams.__file__, base.__file__, masking.__file__, __file__, *files)
+    return source_digest(random_streams.__file__, planes.__file__, masking.__file__, __file__, *files)
 
 
 @compiled
@@ -242,7 +242,7 @@ def _look_up(table, tokens, found):
 
 
 class RowObjective:
-    """An objective around one compiled entry point (see `Objective` in base.py).
+    """An objective around one compiled entry point (see `Objective` in planes.py).
 
     Args:
         name: its section in the configuration.

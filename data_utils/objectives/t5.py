@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import (
-    OBJECTIVE_NAMES,
+from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
+from data_utils.objectives.planes import (
+    LOSS_NAMES,
     ONE_AS_INT32,
     ORD,
     POSITION_IDS,
@@ -22,7 +23,6 @@ from data_utils.objectives.base import (
     WEIGHTS,
     Vocabulary,
 )
-from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -38,7 +38,7 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below
 from megatron_lite.settings import check, setting
 
-_SPAN_CORRUPTION = OBJECTIVE_NAMES.index("span_corruption")
+_SPAN_CORRUPTION = LOSS_NAMES.index("span_corruption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

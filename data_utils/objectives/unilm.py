@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import Vocabulary
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     PAIR_ONLY,
@@ -19,6 +18,7 @@ from data_utils.objectives.masked_text import (
     check_treatment,
 )
 from data_utils.objectives.masking import cumulative_table
+from data_utils.objectives.planes import Vocabulary
 from data_utils.objectives.rows import check_ratios
 from megatron_lite.settings import check, setting
 

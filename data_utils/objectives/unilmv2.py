@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.objectives.base import GRP, OBJECTIVE_NAMES, TOKENS, Vocabulary
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -26,6 +25,7 @@ from data_utils.objectives.masking import (
     inlined,
     masked_target,
 )
+from data_utils.objectives.planes import GRP, LOSS_NAMES, TOKENS, Vocabulary
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -39,8 +39,8 @@ from data_utils.objectives.rows import (
 )
 from megatron_lite.settings import check, setting
 
-_AUTOENCODING = OBJECTIVE_NAMES.index("autoencoding")
-_PARTIALLY_AUTOREGRESSIVE = OBJECTIVE_NAMES.index("partially_autoregressive")
+_AUTOENCODING = LOSS_NAMES.index("autoencoding")
+_PARTIALLY_AUTOREGRESSIVE = LOSS_NAMES.index("partially_autoregressive")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

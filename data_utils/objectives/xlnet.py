@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.objectives.base import OBJECTIVE_NAMES, ORD, Vocabulary
 from data_utils.objectives.masking import (
     PLACES,
     STARTS,
@@ -27,6 +26,7 @@ from data_utils.objectives.masking import (
     entry_point,
     inlined,
 )
+from data_utils.objectives.planes import LOSS_NAMES, ORD, Vocabulary
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
@@ -40,7 +40,7 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below, shuffle
 from megatron_lite.settings import check, setting
 
-_PERMUTATION = OBJECTIVE_NAMES.index("permutation")
+_PERMUTATION = LOSS_NAMES.index("permutation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from data_utils.files import require_new_directory
-from data_utils.objectives.base import SpecialTokens
+from data_utils.objectives.planes import SpecialTokens
 from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite import checkpoint
 from megatron_lite.boxes import Box, matrix_shape

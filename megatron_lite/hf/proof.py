@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from data_utils.objectives.base import (
+from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,

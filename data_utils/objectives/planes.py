@@ -52,7 +52,7 @@ FIELDS = (
 ) = range(len(FIELDS))
 
 # The `objective` plane holds an index into these names. Append only: the order is part of every log and test.
-OBJECTIVE_NAMES = (
+LOSS_NAMES = (
     *("token", "sentence", "document"),  # blank infilling
     *("causal", "prefix"),
     *("masked", "masked_spans", "masked_ngrams", "masked_units"),  # BERT and RoBERTa, SpanBERT, ALBERT, ERNIE
