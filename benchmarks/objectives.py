@@ -27,8 +27,7 @@ import yaml
 from tqdm import tqdm
 from unigram_baseline import last_validation, unigram_losses
 
-from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import SENTENCE_LEVEL
+from data_utils.objectives import OBJECTIVES, SENTENCE_LEVEL
 from megatron_lite.config import load_config
 from megatron_lite.errors import DataError, run_command
 

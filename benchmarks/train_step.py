@@ -31,6 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 from data_utils.collate import Collator
+from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from megatron_lite.config import ModelConfig
@@ -86,7 +87,7 @@ class Row:
 
 def make_batch(samples: int) -> np.ndarray:
     """Random text through the real collator: int32 [samples, fields, row length], one document per sample."""
-    objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, SEQUENCE_LENGTH)
+    objective = BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 1, SEQUENCE_LENGTH)
     # A window of one fresh document holds sequence_length - 1 tokens; the objective adds CLS in front.
     lengths = np.full(samples, SEQUENCE_LENGTH - 1)
     text = np.random.default_rng(0).integers(1000, 30000, lengths.sum())

@@ -12,8 +12,8 @@ from data_utils.collate import Collator
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
-from data_utils.objectives import ObjectiveChoice, make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, LOSS_NAMES
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer

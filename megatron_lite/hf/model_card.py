@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.tokenizers import Tokenizer
 from megatron_lite.checkpoint import Checkpoint
 from megatron_lite.config import Config
@@ -56,7 +57,8 @@ fill("Paris is the [MASK] of France.")
 
 def model_card(found: Checkpoint, config: Config, tokenizer: Tokenizer) -> str:
     """Markdown; what the checkpoint does not record is said to be not recorded."""
-    state, model, objective = found.state, config.model, config.blank_infilling
+    state, model, objective = found.state, config.model, config.objective_sections["blank_infilling"]
+    assert isinstance(objective, BlankInfillingConfig)
     token, sentence = objective.token_prob, objective.sentence_prob
     objectives = {"token": token, "sentence": sentence, "document": 1 - token - sentence}
     return _CARD.format(
