@@ -67,7 +67,7 @@ def make_batch(objective: str, sequence_length: int, rows: int, packed: bool) ->
     """int32 [rows, fields, row length]: windows of `sequence_length` over documents, as the sampler cuts them."""
     kind, _, recipe = objective.partition(":")
     settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())[kind] if recipe else {}
-    made = make_one(kind, OBJECTIVES[kind][0](**settings), make_vocabulary(), 1, sequence_length)
+    made = make_one(kind, OBJECTIVES[kind].config_class(**settings), make_vocabulary(), 1, sequence_length)
     lengths: list[int] = []
     counts: list[int] = []
     rest = 0

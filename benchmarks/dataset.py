@@ -40,7 +40,7 @@ from data_utils.dataset_tools import adopt_dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
 from data_utils.loader import SampleLoader
 from data_utils.mixture import Mixture
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, SpecialTokens
+from data_utils.objectives import BlankInfilling, BlankInfillingConfig, SpecialTokens, Vocabulary
 from data_utils.sampler import WindowIndex
 from megatron_lite.errors import ArgumentParser, run_command
 
@@ -143,7 +143,7 @@ def measure_warm(prefix: Path) -> dict:
 
 def measure_examples(prefix: Path) -> dict:
     mixture = mixture_of(prefix)
-    objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, WINDOW)
+    objective = BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 1, WINDOW)
     loader = SampleLoader(mixture, objective)
     out = loader.batch(np.arange(BATCH))
     return {

@@ -30,8 +30,7 @@ from tqdm import tqdm
 from unigram_baseline import last_validation, unigram_losses
 
 from benchmarks.arguments import check_at_least
-from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import SENTENCE_LEVEL
+from data_utils.objectives import OBJECTIVES, SENTENCE_LEVEL
 from megatron_lite.config import load_config
 from megatron_lite.errors import ArgumentParser, DataError, run_command
 

@@ -57,7 +57,7 @@ def measure(
 ) -> tuple[int, float, float]:
     """Row length, padded share of the row tokens, and lost share of the text tokens."""
     kind = name.split(",")[0]
-    section = OBJECTIVES[kind][0](**MORE_CASES.get(name, {}))
+    section = OBJECTIVES[kind].config_class(**MORE_CASES.get(name, {}))
     window = Mixture([(WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD), 1.0)], seed=1)
     indices = np.arange(min(samples, window.indexes[0].num_windows))
     arguments = (section, vocabulary_for(dataset), 1, sequence_length)

@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.loader import collate
+from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
 from megatron_lite.attention_layout import Batch
@@ -90,7 +91,7 @@ class Row:
 
 def make_batch(samples: int) -> np.ndarray:
     """Random text through the real collation: int32 [samples, fields, row length], one document per sample."""
-    objective = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, SEQUENCE_LENGTH)
+    objective = BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 1, SEQUENCE_LENGTH)
     # A window of one fresh document holds sequence_length - 1 tokens; the objective adds CLS in front.
     lengths = np.full(samples, SEQUENCE_LENGTH - 1)
     text = np.random.default_rng(0).integers(1000, 30000, lengths.sum())

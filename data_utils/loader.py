@@ -16,8 +16,8 @@ from data_utils.data_config import CorpusConfig, DataConfig
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.local_copy import local_copy
 from data_utils.mixture import Mixture
-from data_utils.objectives import ObjectiveChoice, make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, Objective
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Objective
 from data_utils.random_streams import derive_seed
 from data_utils.sampler import WindowIndex
 from data_utils.tokenizers import Tokenizer

@@ -1,6 +1,7 @@
 """A batch on the host: who may look at whom, and the structure of that. NumPy only, each fact computed once per batch.
 
-Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). From them
+Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). From
+them
 follow, for each token, the four numbers that the rule `may_see` compares:
 
     document     the same number only for tokens of one document in one row of the batch

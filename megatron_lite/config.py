@@ -15,20 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.data_config import DataConfig
-from data_utils.objectives import ObjectiveChoice, objective_classes
-from data_utils.objectives.albert import AlbertConfig
-from data_utils.objectives.bart import BartConfig
-from data_utils.objectives.blank_infilling import BlankInfillingConfig
-from data_utils.objectives.causal import CausalConfig
-from data_utils.objectives.ernie import ErnieConfig
-from data_utils.objectives.masked_lm import MaskedLmConfig
-from data_utils.objectives.mass import MassConfig
-from data_utils.objectives.prefix_lm import PrefixLmConfig
-from data_utils.objectives.spanbert import SpanBertConfig
-from data_utils.objectives.t5 import T5Config
-from data_utils.objectives.unilm import UniLmConfig
-from data_utils.objectives.unilmv2 import UniLmV2Config
-from data_utils.objectives.xlnet import XlnetConfig
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.tokenizers import TokenizerConfig
 from megatron_lite.deepspeed_options import deepspeed_options
 from megatron_lite.errors import ConfigError
@@ -48,6 +36,7 @@ from megatron_lite.settings import (
     REQUIRED,
     build,
     check,
+    inline_sections,
     load_json,
     load_yaml,
     merge,
@@ -78,19 +67,9 @@ class Config:
     objective_starts: dict[str, Any] = setting_mapping(
         "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
     )
-    blank_infilling: BlankInfillingConfig = section(BlankInfillingConfig)
-    causal: CausalConfig = section(CausalConfig)
-    prefix_lm: PrefixLmConfig = section(PrefixLmConfig)
-    masked_lm: MaskedLmConfig = section(MaskedLmConfig)
-    spanbert: SpanBertConfig = section(SpanBertConfig)
-    albert: AlbertConfig = section(AlbertConfig)
-    ernie: ErnieConfig = section(ErnieConfig)
-    t5: T5Config = section(T5Config)
-    bart: BartConfig = section(BartConfig)
-    mass: MassConfig = section(MassConfig)
-    unilm: UniLmConfig = section(UniLmConfig)
-    unilmv2: UniLmV2Config = section(UniLmV2Config)
-    xlnet: XlnetConfig = section(XlnetConfig)
+    objective_sections: dict[str, ObjectiveConfig] = inline_sections(
+        {name: objective.config_class for name, objective in OBJECTIVES.items()}
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
@@ -117,7 +96,9 @@ class Config:
             "shorter data.sequence_length.",
         )
         self._check_row_length()
-        self._check_sentinels()
+        if self.model.vocab_size is not None:
+            for section in chosen:
+                section.check_vocabulary_size(self.model.vocab_size)
         self._check_heads()
         self._check_layout()
         self.deepspeed_options()
@@ -137,7 +118,7 @@ class Config:
 
     def _check_objectives(self) -> None:
         for name, weight in self.objectives.items():
-            objective_classes(name)
+            objective_class(name)
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),
@@ -164,7 +145,9 @@ class Config:
         """The objectives of the run that have a weight, with their sections."""
         weights = self.objectives or {"blank_infilling": 1.0}
         return tuple(
-            ObjectiveChoice(name, getattr(self, name), float(weight), self.objective_starts.get(name, 0))
+            ObjectiveChoice(
+                name, self.objective_sections[name], float(weight), self.objective_starts.get(name, 0)
+            )
             for name, weight in weights.items()
             if weight > 0
         )
@@ -173,6 +156,12 @@ class Config:
         """Heads and the objectives that need them: a head without labels would never get a gradient."""
         model, chosen = self.model, self.objective_choices
         labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
+        with_labels = [
+            name for name, cls in OBJECTIVES.items() if any(loss.sentence_level for loss in cls.losses)
+        ]
+        with_borders = [
+            name for name, section in self.objective_sections.items() if section.has_span_boundaries
+        ]
         check(
             model.sentence_head or not labelled,
             f"model.sentence_head is false, but {', '.join(labelled)} makes next-sentence or sentence-order "
@@ -180,13 +169,13 @@ class Config:
         )
         check(
             not model.sentence_head or bool(labelled),
-            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose "
-            "masked_lm.next_sentence, albert or unilm.",
+            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose one of "
+            f"{', '.join(with_labels)} and switch its labels on.",
         )
         check(
-            not model.span_boundary_places or "spanbert" in [choice.name for choice in chosen],
-            f"model.span_boundary_places is {model.span_boundary_places} without the objective spanbert; set it "
-            "to 0, or add spanbert to objectives.",
+            not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
+            f"model.span_boundary_places is {model.span_boundary_places} without the objective "
+            f"{' or '.join(with_borders)}; set it to 0, or add that to objectives.",
         )
         segments = max(choice.section.segments for choice in chosen)
         check(
@@ -234,17 +223,10 @@ class Config:
             choice.section.row_length_for(self.data.sequence_length) for choice in self.objective_choices
         )
 
-    def _check_sentinels(self) -> None:
-        first, vocab_size = self.blank_infilling.sentinel_first, self.model.vocab_size
-        if first is None or vocab_size is None:
-            return
-        end = first + 2 * self.blank_infilling.sentinel_count
-        check(
-            end <= vocab_size,
-            f"blank_infilling.sentinel_first ({first}) and sentinel_count "
-            f"({self.blank_infilling.sentinel_count}) need ids below {end}, but model.vocab_size is "
-            f"{vocab_size}; lower one of them.",
-        )
+    @property
+    def loss_share(self) -> float:
+        """Part of the row tokens that is predicted, on average and without padding."""
+        return loss_share(self.objective_choices)
 
     def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
         """This configuration with model.vocab_size settled.

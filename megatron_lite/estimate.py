@@ -20,10 +20,6 @@ FILLED = 0.96  # tokens of a row that are no padding (docs/log.md)
 REDUCE_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default
 LOGIT_BYTES = 10  # per loss row and token of the vocabulary: logits, their fp32 copy, gradient
 
-# Part of the rows that carry loss, where it is not about a fifth.
-LOSS_SHARES = {"causal": 1.0, "prefix_lm": 0.5, "mass": 0.25, "bart": 0.5}
-DEFAULT_LOSS_SHARE = 0.2
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -88,7 +84,7 @@ def _shares(config: Config) -> list[tuple[int, bool, bool]]:
         return [(layers, True, True)]
     from megatron_lite.pipeline import layer_costs, stage_bounds  # imports DeepSpeed
 
-    bounds = stage_bounds(layer_costs(config.model), size)
+    bounds = stage_bounds(layer_costs(config.model, config.loss_share), size)
     # Layers: words, positions, the blocks, final norm, words again.
     return [
         (max(0, min(end, 2 + layers) - max(first, 2)), first == 0, end == layers + 4)
@@ -117,16 +113,10 @@ def estimate(config: Config, world_size: int) -> Estimate:
     return Estimate(parameter_count(config.model), rank_parameters, memory, tokens, flops, seconds)
 
 
-def _loss_share(config: Config) -> float:
-    choices = config.objective_choices
-    total = sum(choice.weight for choice in choices)
-    return sum(choice.weight * LOSS_SHARES.get(choice.name, DEFAULT_LOSS_SHARE) for choice in choices) / total
-
-
 def _step_flops(config: Config, tokens: float) -> float:
     from megatron_lite.metrics import step_flops  # imports torch
 
-    loss_rows = tokens * _loss_share(config)
+    loss_rows = tokens * config.loss_share
     visible_keys = tokens * config.row_length * FILLED  # at most: one document that sees all of itself
     return step_flops(config.model, int(tokens), int(loss_rows), int(visible_keys))
 
@@ -142,7 +132,7 @@ def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, 
     gradients = count * (width + (4 if half else 0)) if zero == 1 else count * 4 / dp
     buckets = 0 if zero == 1 else min(REDUCE_BUCKET_ELEMENTS, count) * width
     tokens = config.batch.micro_batch_size * config.row_length
-    head = tokens * _loss_share(config) * LOGIT_BYTES * stage.has_head
+    head = tokens * config.loss_share * LOGIT_BYTES * stage.has_head
     assert config.model.vocab_size is not None
     return {
         "weights": weights,

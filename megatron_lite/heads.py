@@ -20,15 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.objectives.planes import LOSS_NAMES, SENTENCE_LEVEL
+from data_utils.objectives import LOSSES
+from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.collectives import SINGLE, Group, all_reduce, gather_tokens
 from megatron_lite.config import ModelConfig
 from megatron_lite.parameter_count import SPAN_PLACE_SIZE
 from megatron_lite.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
 
-_SENTENCE_LEVEL = tuple(LOSS_NAMES.index(name) for name in SENTENCE_LEVEL)
-_MASKED_SPANS = LOSS_NAMES.index("masked_spans")
-_SPAN_BOUNDARY = LOSS_NAMES.index("span_boundary")
+_SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: Mode
         is_sentence = torch.isin(objective, torch.tensor(_SENTENCE_LEVEL, device=rows.device))
         sentences, rows = rows[is_sentence], rows[~is_sentence]
     if config.span_boundary_places:
-        predicted = (weights != 0) & (objectives == _MASKED_SPANS)
+        predicted = (weights != 0) & (objectives == MASKED_SPANS.number)
         borders, spans = _span_borders(predicted, config.span_boundary_places)
     return LossRows(
         tokens=rows,
@@ -65,7 +64,7 @@ def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: Mode
         objectives=torch.cat(
             [
                 objectives[rows].long(),
-                torch.full_like(spans, _SPAN_BOUNDARY),
+                torch.full_like(spans, SPAN_BOUNDARY.number),
                 objectives[sentences].long(),
             ]
         ),

@@ -30,6 +30,7 @@ from data_utils.objectives.planes import (
     TARGETS,
     TOKENS,
 )
+from data_utils.objectives.registry import TASKS
 from data_utils.random_streams import derive_seed
 from megatron_lite.attention import AttentionPlan, CallPlan, plan_attention
 from megatron_lite.attention_layout import Batch
@@ -37,7 +38,6 @@ from megatron_lite.boxes import whole_shape
 from megatron_lite.collectives import SINGLE
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.heads import Heads, Linear, LossRows, find_loss_rows, row_losses, sum_losses
-from megatron_lite.parameter_count import TASKS
 from megatron_lite.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,

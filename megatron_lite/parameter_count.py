@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from data_utils.objectives.registry import TASKS
 from megatron_lite.sections import ModelConfig
 
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to this; a multiple suits GPU matrix units
-TASKS = 64  # rows of the task embedding: room for more losses than there are
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 
 

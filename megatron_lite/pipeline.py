@@ -42,7 +42,6 @@ from megatron_lite.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _PLANES = (DOC, ORD, GRP, OBJECTIVE)  # what travels with the hidden state, and the weights after them
 _NO_DROPOUT = -1
-_LOSS_SHARE = 0.2  # part of the rows that carry loss, for the cost of the head (token objective: 0.18)
 
 Carried = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
@@ -128,10 +127,10 @@ class _Readout(nn.Module):
         return self.heads, vectors, classes, found, weights[found.labelled]
 
 
-def layer_costs(model: ModelConfig) -> list[float]:
-    """FLOPs of words, positions, each block, final norm and output, in blocks."""
+def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
+    """FLOPs of words, positions, each block, final norm and output, in blocks. The output works on rows with loss."""
     assert model.vocab_size is not None
-    head = _LOSS_SHARE * model.vocab_size / (12 * model.hidden_size)
+    head = loss_share * model.vocab_size / (12 * model.hidden_size)
     return [0.0, 0.05, *[1.0] * model.num_layers, 0.0, head]
 
 
@@ -160,7 +159,7 @@ class _Stages(PipelineModule):
             LayerSpec(_Readout, model, parallel),
             TiedLayerSpec("words", _Words, model, parallel, forward_fn=_Words.project),
         ]
-        self.costs = layer_costs(model)
+        self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
             num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.objectives.planes import LOSS_NAMES
+from data_utils.objectives import LOSS_NAMES
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import REQUIRED, check, checked, choice, fraction, setting, setting_mapping, shown
 

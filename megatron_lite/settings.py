@@ -2,7 +2,7 @@
 
 A section is a frozen dataclass whose fields are made by `setting(default, help)`, with a range where not every value
 makes sense; `checked` checks the ranges, so that a section made in code is checked as well. Parsing knows the field
-types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings and nested sections; anything
+types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings, nested and inline sections; anything
 else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
 the settings mean: see config.py.
 """
@@ -121,6 +121,26 @@ def section(cls: type) -> Any:
 def setting_mapping(help: str) -> Any:
     """A free mapping, empty by default."""
     return dataclasses.field(default_factory=dict, metadata={"help": help})
+
+
+def inline_sections(classes: Mapping[str, type]) -> Any:
+    """A mapping of sections by name, each with its defaults, whose names are keys beside the field and not below it."""
+    return dataclasses.field(default_factory=lambda: _defaults(classes), metadata={"inline": classes})
+
+
+def _defaults(classes: Mapping[str, type]) -> dict[str, Any]:
+    return {name: cls() for name, cls in classes.items()}
+
+
+def _keys(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Key of the section `cls` in a file -> its type and its field."""
+    hints = typing.get_type_hints(cls)
+    keys: dict[str, tuple[Any, dataclasses.Field]] = {}
+    for field in dataclasses.fields(cls):
+        own = field.metadata.get("inline", {field.name: hints[field.name]})
+        assert not keys.keys() & own.keys(), f"{cls.__name__} has the keys {keys.keys() & own.keys()} twice"
+        keys |= {key: (hint, field) for key, hint in own.items()}
+    return keys
 
 
 # Far beyond what a configuration needs: a larger one is a mistake, and could take all memory.
@@ -288,36 +308,39 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
     """
     root = root or cls
-    hints = typing.get_type_hints(cls)
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    values = {}
+    known = _keys(cls)
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
             raise ConfigError(_unknown_key(str(key), path, known, root))
-        values[key] = _convert(value, hints[key], f"{path}{key}", root)
-        _check_range(known[key], values[key], f"{path}{key}")  # here with the place in a list
-    for name, field in known.items():
+        hint, field = known[key]
+        converted = _convert(value, hint, f"{path}{key}", root)
+        if "inline" in field.metadata:
+            values.setdefault(field.name, _defaults(field.metadata["inline"]))[key] = converted
+            continue
+        values[key] = converted
+        _check_range(field, converted, f"{path}{key}")  # here with the place in a list
+    for name, (hint, field) in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if not required or name in values:
             continue
-        if not dataclasses.is_dataclass(hints[name]):
+        if not dataclasses.is_dataclass(hint):
             help = field.metadata.get("help", "")
             raise ConfigError(
                 f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
             )
-        values[name] = _convert({}, hints[name], f"{path}{name}", root)  # names the key that is missing in it
+        values[name] = _convert({}, hint, f"{path}{name}", root)  # names the key that is missing in it
     return cls(**values)
 
 
 def setting_names(cls: type, path: str = "") -> Iterator[str]:
     """The dotted key of every setting below `cls`."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        nested = _section_in(hints[field.name])
+    for key, (hint, _) in _keys(cls).items():
+        nested = _section_in(hint)
         if nested is None:
-            yield f"{path}{field.name}"
+            yield f"{path}{key}"
         else:
-            yield from setting_names(nested, f"{path}{field.name}.")
+            yield from setting_names(nested, f"{path}{key}.")
 
 
 def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
@@ -377,7 +400,11 @@ def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
 def to_tree(config: Any) -> Any:
     """The inverse of `build`: plain mappings, lists and scalars, in field order."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: to_tree(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        tree: dict[str, Any] = {}
+        for field in dataclasses.fields(config):
+            value = to_tree(getattr(config, field.name))
+            tree |= value if "inline" in field.metadata else {field.name: value}
+        return tree
     if isinstance(config, (tuple, list)):
         return [to_tree(item) for item in config]
     if isinstance(config, Mapping):
@@ -387,16 +414,15 @@ def to_tree(config: Any) -> Any:
 
 def describe(cls: type, path: str = "") -> Iterator[str]:
     """One line for every setting below `cls`: dotted key, type, range, default and help."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        nested = _section_in(hints[field.name])
+    for key, (hint, field) in _keys(cls).items():
+        nested = _section_in(hint)
         if nested is not None:
             yield ""
-            yield from describe(nested, f"{path}{field.name}.")
+            yield from describe(nested, f"{path}{key}.")
             continue
         allowed = field.metadata.get("range")
-        facts = [_type_name(hints[field.name]), str(allowed) if allowed else "", _default_text(field)]
-        yield f"  {path}{field.name} ({', '.join(filter(None, facts))})"
+        facts = [_type_name(hint), str(allowed) if allowed else "", _default_text(field)]
+        yield f"  {path}{key} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from data_utils.files import require_directory
 from data_utils.loader import SampleLoader, open_datasets
-from data_utils.objectives.planes import TOKEN, Example, SpecialTokens
+from data_utils.objectives.blank_infilling import TOKEN
+from data_utils.objectives.planes import Example, SpecialTokens
 from data_utils.tokenizers import Tokenizer
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
 from megatron_lite.generation_config import GenerationConfig

@@ -29,8 +29,16 @@ import numpy as np
 
 from data_utils.files import require_writable
 from data_utils.loader import collate
-from data_utils.objectives import OBJECTIVES, ObjectiveChoice, SpecialTokens, Vocabulary, make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, SENTENCE_LEVEL, Example
+from data_utils.objectives import (
+    LOSS_NAMES,
+    OBJECTIVES,
+    SENTENCE_LEVEL,
+    ObjectiveChoice,
+    SpecialTokens,
+    Vocabulary,
+    make_objective,
+)
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
 from megatron_lite.attention_layout import allowed
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -109,7 +117,7 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
                 f"override {override!r}: without --config only settings of {name} are used; write {name}.KEY=VALUE."
             )
         tree.update(parsed[name])
-    section = build(OBJECTIVES[name][0], tree, f"{name}.")
+    section = build(OBJECTIVES[name].config_class, tree, f"{name}.")
     tokens = np.array([ids[word] for word in words] + [special.eos], np.int32)
     rows = rows_of_text(tokens, (ObjectiveChoice(name, section),), vocabulary, 0, arguments.samples)
     return Shown(rows, spelled.__getitem__)

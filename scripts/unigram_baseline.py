@@ -27,7 +27,8 @@ import numpy as np
 
 from data_utils.files import require_directory, write_whole
 from data_utils.loader import SampleLoader, open_datasets
-from data_utils.objectives.planes import OBJECTIVE, SENTENCE_LEVEL, TARGETS, WEIGHTS
+from data_utils.objectives import SENTENCE_LEVEL
+from data_utils.objectives.planes import OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.tokenizers import load_tokenizer
 from megatron_lite.config import Config, load_config
 from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command

@@ -41,7 +41,9 @@ def text_of(length: int, with_eos: bool = True, first: int = FIRST_TEXT_TOKEN) -
 def make(
     name: str, sequence_length: int, seed: int = 5, row_length: int | None = None, **config: Any
 ) -> Objective:
-    return make_one(name, OBJECTIVES[name][0](**config), vocabulary(), seed, sequence_length, row_length)
+    return make_one(
+        name, OBJECTIVES[name].config_class(**config), vocabulary(), seed, sequence_length, row_length
+    )
 
 
 def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:

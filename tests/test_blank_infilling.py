@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from mask_rule import allowed, leaks
 
 from data_utils.loader import collate
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens
-from data_utils.objectives.blank_infilling import MOST_CUT
-from data_utils.objectives.planes import DOCUMENT, DOCUMENT_OVERHEAD, FIELDS, SENTENCE, TOKEN
+from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens, Vocabulary
+from data_utils.objectives.blank_infilling import DOCUMENT, MOST_CUT, SENTENCE, TOKEN
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS
 from megatron_lite import settings as configuration
 from megatron_lite.errors import ConfigError
 
@@ -29,6 +29,7 @@ SPECIAL = SpecialTokens(
 FIRST_TEXT_TOKEN = 1000
 SENTENCE_END = np.zeros(3000, bool)
 SENTENCE_END[FIRST_TEXT_TOKEN::7] = True
+VOCABULARY = Vocabulary(SPECIAL, 3000, SENTENCE_END)
 MIXED = {"token_prob": 0.4, "sentence_prob": 0.3, "document_min_ratio": 0.25}
 PRESETS = sorted((Path(__file__).parents[1] / "configs" / "objectives").glob("*.yaml"))
 
@@ -39,9 +40,7 @@ relaxed = settings(deadline=None, derandomize=True, max_examples=150)
 def objective(
     sequence_length: int = 512, seed: int = 5, row_length: int | None = None, **config
 ) -> BlankInfilling:
-    return BlankInfilling(
-        BlankInfillingConfig(**config), SPECIAL, SENTENCE_END, seed, sequence_length, row_length
-    )
+    return BlankInfilling(BlankInfillingConfig(**config), VOCABULARY, seed, sequence_length, row_length)
 
 
 def text_of(length: int, with_eos: bool = True, first: int = FIRST_TEXT_TOKEN) -> np.ndarray:
@@ -297,7 +296,10 @@ def test_all_punctuation_falls_back_to_one_span_and_still_masks_enough():
 
 def test_a_text_without_sentence_ends_is_one_sentence():
     made = BlankInfilling(
-        BlankInfillingConfig(token_prob=0.0, sentence_prob=1.0), SPECIAL, np.zeros(10, bool), 1, 512
+        BlankInfillingConfig(token_prob=0.0, sentence_prob=1.0),
+        Vocabulary(SPECIAL, 3000, np.zeros(10, bool)),
+        1,
+        512,
     )
     assert masked_positions(made.example(text_of(20), 0)) == [(0, 19)]
     assert masked_positions(made.example(text_of(512, with_eos=False), 0)) == [(1, 512)]  # position limit
@@ -695,7 +697,9 @@ def test_config_errors_name_the_setting(config, part):
 
 def test_sentences_need_sentence_ends():
     with pytest.raises(ConfigError, match="sentence_prob"):
-        BlankInfilling(BlankInfillingConfig(token_prob=0.5, sentence_prob=0.5), SPECIAL, None, 1, 512)
+        BlankInfilling(
+            BlankInfillingConfig(token_prob=0.5, sentence_prob=0.5), Vocabulary(SPECIAL, 3000), 1, 512
+        )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -703,7 +707,7 @@ def test_presets_load_and_make_examples(path):
     tree = configuration.load_yaml(path)
     assert list(tree) == ["blank_infilling"]
     config = configuration.build(BlankInfillingConfig, tree["blank_infilling"], "blank_infilling.")
-    example = BlankInfilling(config, SPECIAL, SENTENCE_END, 1, 512).example(text_of(100), 0)
+    example = BlankInfilling(config, VOCABULARY, 1, 512).example(text_of(100), 0)
     assert example.weights.sum() > 0
 
 

@@ -7,14 +7,16 @@ import pytest
 
 from data_utils.loader import collate
 from data_utils.objectives import (
+    LOSS_NAMES,
     OBJECTIVES,
     BlankInfilling,
     BlankInfillingConfig,
     Example,
     SpecialTokens,
-    objective_classes,
+    Vocabulary,
+    objective_class,
 )
-from data_utils.objectives.planes import FIELDS, LOSS_NAMES
+from data_utils.objectives.planes import FIELDS
 from megatron_lite.errors import ConfigError, DataError
 
 SPECIAL = SpecialTokens(
@@ -24,7 +26,7 @@ TEXT = np.arange(1000, 1060, dtype=np.int32)
 
 
 def objective(sequence_length: int = 64) -> BlankInfilling:
-    return BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 3, sequence_length)
+    return BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 3, sequence_length)
 
 
 class Copies:
@@ -117,7 +119,7 @@ def test_a_wrong_buffer_is_refused(bad):
 
 
 def test_registry():
-    assert objective_classes("blank_infilling") == (BlankInfillingConfig, BlankInfilling)
+    assert objective_class("blank_infilling") is BlankInfilling
     with pytest.raises(ConfigError, match="blank_infilling"):
-        objective_classes("blank_infiling")
+        objective_class("blank_infiling")
     assert all(name.isidentifier() for name in OBJECTIVES)

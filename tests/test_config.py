@@ -121,7 +121,11 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_published_recipe_is_that_of_the_reference(name):
     config = published(name)
-    optimizer, schedule, objective = config.optimizer, config.schedule, config.blank_infilling
+    optimizer, schedule, objective = (
+        config.optimizer,
+        config.schedule,
+        config.objective_sections["blank_infilling"],
+    )
     assert (
         *(optimizer.lr, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
         *(config.training.steps, schedule.kind, schedule.decay_steps, schedule.warmup_steps),

@@ -7,6 +7,7 @@ import pytest
 from mask_rule import allowed, leaks
 from recipes import SPECIAL, encoder_decoder
 
+from data_utils.objectives import LOSS_NAMES, Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.fine_tuning import (
     glm_cloze,
@@ -15,7 +16,7 @@ from data_utils.objectives.fine_tuning import (
     pseudo_mask_seq2seq,
     unilm_seq2seq,
 )
-from data_utils.objectives.planes import LOSS_NAMES, Example
+from data_utils.objectives.planes import Example
 from megatron_lite.errors import DataError
 
 SOURCE, TARGET = list(range(1000, 1006)), list(range(1100, 1104))
@@ -44,7 +45,7 @@ def test_a_cloze_pattern_with_its_verbalizers():
 
 
 def test_a_cloze_has_the_form_of_pretraining():
-    made = BlankInfilling(BlankInfillingConfig(), SPECIAL, None, 1, 64)
+    made = BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 1, 64)
     (cloze,) = glm_cloze([1000, SPECIAL.mask, 1003], [[1001, 1002]], SPECIAL)
     pretraining = made.build(np.arange(1000, 1004), [(1, 3)], [0])
     for name in Example.__dataclass_fields__:

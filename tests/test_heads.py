@@ -11,11 +11,10 @@ from recipes import make, text_of, vocabulary
 from whole_weights import compare_weights, placed_weights
 
 from data_utils.loader import collate
-from data_utils.objectives import ObjectiveChoice, make_objective, objective_classes
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
 from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
-    LOSS_NAMES,
     OBJECTIVE,
     POSITION_IDS,
     SEGMENT_IDS,
@@ -49,7 +48,9 @@ SAMPLES = 8
 
 def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
     """Rows of two documents each, from all objectives that need more than GLM's layers."""
-    choices = [ObjectiveChoice(name, objective_classes(name)[0](**SECTIONS.get(name, {}))) for name in names]
+    choices = [
+        ObjectiveChoice(name, objective_class(name).config_class(**SECTIONS.get(name, {}))) for name in names
+    ]
     made = make_objective(choices, vocabulary(), 5, 72)
     pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
     lengths = np.array([len(piece) for piece in pieces])
@@ -286,7 +287,7 @@ def test_losses_become_means_of_their_own_rows():
 
 
 def test_sections_say_which_segments_and_labels_they_make():
-    for name, (section, _) in ((name, objective_classes(name)) for name in NAMES):
+    for name, section in ((name, objective_class(name).config_class) for name in NAMES):
         config = section(**SECTIONS.get(name, {}))
         made = make(name, 72, **SECTIONS.get(name, {}))
         piece, ones = text_of(60), np.ones(64, np.int64)

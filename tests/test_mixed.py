@@ -8,15 +8,22 @@ from recipes import SPECIAL, make, text_of, vocabulary
 from test_blank_infilling import chi_square, chi_square_limit
 
 from data_utils.loader import collate
-from data_utils.objectives import OBJECTIVES, ObjectiveChoice, Vocabulary, make_objective, objective_classes
+from data_utils.objectives import (
+    LOSS_NAMES,
+    OBJECTIVES,
+    ObjectiveChoice,
+    Vocabulary,
+    make_objective,
+    objective_class,
+)
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.planes import FIELDS, LOSS_NAMES, OBJECTIVE
+from data_utils.objectives.planes import FIELDS, OBJECTIVE
 from data_utils.random_streams import derive_seed
 from megatron_lite.errors import ConfigError
 
 
 def choice(name: str, weight: float = 1.0, first_sample: int = 0) -> ObjectiveChoice:
-    return ObjectiveChoice(name, OBJECTIVES[name][0](), weight, first_sample)
+    return ObjectiveChoice(name, OBJECTIVES[name].config_class(), weight, first_sample)
 
 
 def mixture(*choices: ObjectiveChoice, seed: int = 7, sequence_length: int = 40) -> Mixed:
@@ -78,14 +85,15 @@ def test_weights_that_make_no_sense():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_registry(name):
-    section, cls = objective_classes(name)
+    cls = objective_class(name)
+    section = cls.config_class
     made = make_objective([ObjectiveChoice(name, section())], vocabulary(), 1, 24)
     assert type(made) is cls and made.sequence_length == 24 and made.row_length % 8 == 0
 
 
 def test_an_unknown_objective_is_refused():
     with pytest.raises(ConfigError, match=r"'bert'; it must be one of blank_infilling, causal"):
-        objective_classes("bert")
+        objective_class("bert")
 
 
 @pytest.mark.parametrize("name", ["spanbert", "albert", "ernie"])

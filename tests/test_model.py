@@ -8,7 +8,8 @@ from recipes import RECIPES
 from recipes import make as make_objective
 from test_recipes import collate, windows
 
-from data_utils.objectives.planes import DOC, LOSS_NAMES, TARGETS, TOKENS, WEIGHTS
+from data_utils.objectives import LOSS_NAMES
+from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.attention_layout import Batch
 from megatron_lite.config import ModelConfig
 from megatron_lite.model import GLM, ModelInput, initialize_parameters

@@ -7,8 +7,7 @@ import math
 from distributed import run_ranks
 from test_trainer import fit, records
 
-from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import LOSS_NAMES
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES
 from megatron_lite.settings import merge
 
 

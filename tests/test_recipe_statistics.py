@@ -15,9 +15,9 @@ from recipes import FIRST_TEXT_TOKEN, SPECIAL, make, many, rebuilt_in_place, tex
 from test_blank_infilling import chi_square, chi_square_limit
 from test_recipes import collate
 
-from data_utils.objectives import Example
+from data_utils.objectives import LOSS_NAMES, Example
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
-from data_utils.objectives.planes import LOSS_NAMES, Vocabulary
+from data_utils.objectives.planes import Vocabulary
 from data_utils.objectives.spanbert import span_boundaries
 from megatron_lite.errors import ConfigError
 
@@ -120,7 +120,8 @@ def test_ernie_masks_the_units_of_a_segmenter():
     )
     piece = text_of(40, False)  # c ab c ab: units of four tokens
     assert np.flatnonzero(segmenter(piece)).tolist() == list(range(0, 40, 4))
-    made = Ernie(ErnieConfig(), vocabulary, 5, 60, segmenter=segmenter)
+    made = Ernie(ErnieConfig(), vocabulary, 5, 60)
+    made.units = segmenter
     for example in many(made, piece, 100):
         predicted = (example.weights[1:-1] > 0).reshape(-1, 4)
         assert (predicted.all(1) == predicted.any(1)).all() and predicted.any()

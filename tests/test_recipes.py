@@ -14,8 +14,8 @@ from mask_rule import allowed, leaks
 from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text_of
 
 from data_utils.loader import collate as fill_rows
-from data_utils.objectives import OBJECTIVES, Example
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, LOSS_NAMES, SENTENCE_LEVEL
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, Example
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS
 from megatron_lite.errors import ConfigError, DataError
 
 CASES = 2000
@@ -196,7 +196,7 @@ def test_bart_cuts_the_end_of_a_text_whose_masks_do_not_fit():
 
 @EACH
 def test_rows_that_are_too_short_are_refused(recipe):
-    config = OBJECTIVES[recipe.name][0](**recipe.config)
+    config = OBJECTIVES[recipe.name].config_class(**recipe.config)
     with pytest.raises(ConfigError, match=f"at least {config.least_row_length(64)}"):
         make(recipe.name, 64, row_length=config.least_row_length(64) - 1, **recipe.config)
 

@@ -1,59 +1,54 @@
-"""Objectives by name: one file per system, one class per name. See base.py for what a class must offer."""
+"""Objectives by name. Every module of this folder is imported here, and what it registers can be chosen.
+
+A new objective is one file: see the end of docs/objectives.md.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.objectives.albert import Albert, AlbertConfig
-from data_utils.objectives.bart import Bart, BartConfig
+from data_utils.objectives import registry
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.objectives.causal import Causal, CausalConfig
-from data_utils.objectives.ernie import Ernie, ErnieConfig
-from data_utils.objectives.masked_lm import MaskedLm, MaskedLmConfig
-from data_utils.objectives.mass import Mass, MassConfig
 from data_utils.objectives.mixed import Mixed
 from data_utils.objectives.planes import Example, Objective, SpecialTokens, Vocabulary
-from data_utils.objectives.prefix_lm import PrefixLm, PrefixLmConfig
-from data_utils.objectives.spanbert import SpanBert, SpanBertConfig
-from data_utils.objectives.t5 import T5, T5Config
-from data_utils.objectives.unilm import UniLm, UniLmConfig
-from data_utils.objectives.unilmv2 import UniLmV2, UniLmV2Config
-from data_utils.objectives.xlnet import Xlnet, XlnetConfig
+from data_utils.objectives.registry import TASKS
+from data_utils.objectives.rows import RowObjective
 from data_utils.random_streams import derive_seed
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import shown
 
-# name in the configuration -> (section class, objective class); the section has the same name
-OBJECTIVES: dict[str, tuple[type, type]] = {
-    "blank_infilling": (BlankInfillingConfig, BlankInfilling),
-    "causal": (CausalConfig, Causal),
-    "prefix_lm": (PrefixLmConfig, PrefixLm),
-    "masked_lm": (MaskedLmConfig, MaskedLm),
-    "spanbert": (SpanBertConfig, SpanBert),
-    "albert": (AlbertConfig, Albert),
-    "ernie": (ErnieConfig, Ernie),
-    "t5": (T5Config, T5),
-    "bart": (BartConfig, Bart),
-    "mass": (MassConfig, Mass),
-    "unilm": (UniLmConfig, UniLm),
-    "unilmv2": (UniLmV2Config, UniLmV2),
-    "xlnet": (XlnetConfig, Xlnet),
-}
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+# In the order of their losses' numbers, which depends on no file's name.
+OBJECTIVES = dict(sorted(registry.OBJECTIVES.items(), key=lambda item: item[1].losses[0].number))
+# The `objective` plane holds an index into these.
+LOSSES = registry.losses_by_number(OBJECTIVES.values())
+LOSS_NAMES = tuple(loss.name for loss in LOSSES)
+SENTENCE_LEVEL = tuple(loss.name for loss in LOSSES if loss.sentence_level)
 
 __all__ = [
+    "LOSSES",
+    "LOSS_NAMES",
     "OBJECTIVES",
+    "SENTENCE_LEVEL",
+    "TASKS",
     "BlankInfilling",
     "BlankInfillingConfig",
     "Example",
     "Objective",
     "ObjectiveChoice",
+    "RowObjective",
     "SpecialTokens",
     "Vocabulary",
+    "loss_share",
     "make_objective",
     "make_one",
-    "objective_classes",
+    "objective_class",
 ]
 
 
@@ -67,11 +62,17 @@ class ObjectiveChoice:
     first_sample: int = 0  # it takes part from this sample on
 
 
-def objective_classes(name: str) -> tuple[type, type]:
-    """The configuration section and the objective of a name. Raises ConfigError for an unknown one."""
+def objective_class(name: str) -> type[RowObjective]:
+    """The objective of a name. Raises ConfigError for an unknown one."""
     if name not in OBJECTIVES:
         raise ConfigError(f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]
+
+
+def loss_share(choices: Sequence[ObjectiveChoice]) -> float:
+    """Part of a run's row tokens that is predicted, on average and without padding."""
+    total = sum(choice.weight for choice in choices)
+    return sum(choice.weight * choice.section.loss_share for choice in choices) / total
 
 
 def make_one(
@@ -81,13 +82,9 @@ def make_one(
     seed: int,
     sequence_length: int,
     row_length: int | None = None,
-) -> Objective:
+) -> RowObjective:
     """The objective of a name with its section. Raises ConfigError when they do not go together."""
-    _, cls = objective_classes(name)
-    if cls is BlankInfilling:
-        words = (vocabulary.special, vocabulary.sentence_end)
-        return BlankInfilling(section, *words, seed, sequence_length, row_length)
-    return cls(section, vocabulary, seed, sequence_length, row_length)
+    return objective_class(name)(section, vocabulary, seed, sequence_length, row_length)
 
 
 def make_objective(

@@ -13,12 +13,13 @@ import numpy as np
 from data_utils.objectives.masked_text import (
     NO_PAIR,
     SENTENCE_ORDER,
+    SENTENCE_ORDER_LOSS,
     MaskedSizes,
     MaskedText,
     check_treatment,
 )
-from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.planes import Vocabulary
+from data_utils.objectives.planes import Loss
+from data_utils.objectives.registry import register
 from megatron_lite.settings import checked, fraction, setting
 
 
@@ -35,28 +36,19 @@ class AlbertConfig(MaskedSizes):
     sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
 
     @property
-    def has_sentence_label(self) -> bool:
-        return self.sentence_order
+    def length_weights(self) -> np.ndarray:
+        return 1.0 / np.arange(1, self.max_ngram + 1)
+
+    @property
+    def pairing(self) -> int:
+        return SENTENCE_ORDER if self.sentence_order else NO_PAIR
 
     def __post_init__(self) -> None:
         check_treatment("albert", self)
 
 
+@register
 class Albert(MaskedText):
-    """See `RowObjective` for the arguments."""
-
-    def __init__(
-        self,
-        config: AlbertConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            *("albert", config, vocabulary, seed, sequence_length, row_length),
-            objective="masked_ngrams",
-            cumulative=cumulative_table(1.0 / np.arange(1, config.max_ngram + 1)),
-            units="words" if config.whole_words else None,
-            pairing=SENTENCE_ORDER if config.sentence_order else NO_PAIR,
-        )
+    name = "albert"
+    config_class = AlbertConfig
+    losses = (Loss("masked_ngrams", 7), SENTENCE_ORDER_LOSS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from data_utils.objectives.masking import (
     TAKEN,
     TEXT,
     UNIT,
-    cumulative_table,
     draw_runs,
     entry_point,
     inlined,
@@ -33,19 +33,19 @@ from data_utils.objectives.masking import (
     run_count_moments,
 )
 from data_utils.objectives.planes import (
-    LOSS_NAMES,
     ORD,
     POSITION_IDS,
     SEGMENT_IDS,
     TOKENS,
+    Loss,
     Vocabulary,
 )
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     copy_range,
     count_up,
-    digest_of,
     fill_pieces,
     mark_document,
     maskable_length,
@@ -55,7 +55,6 @@ from data_utils.objectives.rows import (
 from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
 from megatron_lite.settings import check, checked, fraction, setting
 
-_DENOISING = LOSS_NAMES.index("denoising")
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
 ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room
 
@@ -88,6 +87,22 @@ class BartConfig(RowSizes):
         # A matrix product of NumPy, in every batch, would leave the processor slower for a tenth of a millisecond.
         length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
+
+    @property
+    def loss_share(self) -> float:
+        """The target, which is the whole text."""
+        return 1.0 / self.growth
+
+    @property
+    def units(self) -> str | None:
+        return "sentences" if self.permute_sentences else None
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        check(
+            not self.permute_sentences or vocabulary.sentence_end is not None,
+            "bart.permute_sentences needs to know which tokens end a sentence, which is not known for this "
+            "vocabulary; set it to false.",
+        )
 
     @property
     def overhead(self) -> int:
@@ -206,43 +221,21 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         length -= (over + 1) // 2
         rewind(stream)
     end = _write_target(row, part_b, text, start, length, s)
-    mark_document(row, used, end, document, _DENOISING)
+    mark_document(row, used, end, document, s.loss)
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class Bart(RowObjective):
-    """See `RowObjective` for the arguments."""
+    name = "bart"
+    config_class = BartConfig
+    losses = (Loss("denoising", 16),)
+    entry = staticmethod(_fill_rows)
 
-    def __init__(
-        self,
-        config: BartConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        values = {
-            "masked_ratio": float(config.masked_ratio),
-            "permute_sentences": bool(config.permute_sentences),
-            "empty_below": chance_threshold(math.exp(-config.mean_span_length)),
-        }
-        check(
-            not config.permute_sentences or vocabulary.sentence_end is not None,
-            "bart.permute_sentences needs to know which tokens end a sentence, which is not known for this "
-            "vocabulary; set it to false.",
-        )
-        sizes = (sequence_length, row_length)
-        tables = (cumulative_table(config.length_weights), "sentences" if config.permute_sentences else None)
-        super().__init__("bart", config, vocabulary, seed, *sizes, _fill_rows, values, *tables)
+    def values(self) -> dict[str, Any]:
+        return super().values() | {"empty_below": chance_threshold(math.exp(-self.config.mean_span_length))}

@@ -9,24 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data_utils.objectives.masking import entry_point, inlined
-from data_utils.objectives.planes import LOSS_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
+from data_utils.objectives.planes import ORD, POSITION_IDS, TOKENS, Loss
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     copy_range,
     count_up,
-    digest_of,
     fill_pieces,
     mark_document,
     predict_range,
 )
 
-_CAUSAL = LOSS_NAMES.index("causal")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalConfig(RowSizes):
     """There is nothing to choose."""
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0
 
     @property
     def overhead(self) -> int:
@@ -46,32 +48,18 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     count_up(row, POSITION_IDS, used, end, 0)
     count_up(row, ORD, used, end, 0)
     predict_range(row, used, end, text, start)
-    mark_document(row, used, end, document, _CAUSAL)
+    mark_document(row, used, end, document, s.loss)
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class Causal(RowObjective):
-    """See `RowObjective` for the arguments."""
-
-    def __init__(
-        self,
-        config: CausalConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        sizes = (sequence_length, row_length)
-        super().__init__("causal", config, vocabulary, seed, *sizes, _fill_rows, {})
+    name = "causal"
+    config_class = CausalConfig
+    losses = (Loss("causal", 3),)
+    entry = staticmethod(_fill_rows)

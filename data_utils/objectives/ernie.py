@@ -1,8 +1,8 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
 Where units begin is the business of a segmenter: "words" takes whole words from the vocabulary, "jieba" cuts
-the text of a piece with the package of that name (Chinese), and any function of a piece will do. A segmenter
-in Python costs far more than everything else a sample costs; "words" costs nothing.
+the text of a piece with the package of that name (Chinese), and any function of a piece will do (as `units` of an
+`Ernie`). A segmenter in Python costs far more than everything else a sample costs; "words" costs nothing.
 
 ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
-from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.planes import Vocabulary
+from data_utils.objectives.planes import Loss, Vocabulary
+from data_utils.objectives.registry import register
 from megatron_lite.errors import ConfigError
 from megatron_lite.settings import checked, fraction, setting
 
@@ -42,29 +42,16 @@ class ErnieConfig(MaskedSizes):
         check_treatment("ernie", self)
 
 
+@register
 class Ernie(MaskedText):
-    """See `RowObjective` for the arguments; `segmenter` overrules the config's."""
+    name = "ernie"
+    config_class = ErnieConfig
+    losses = (Loss("masked_units", 8),)
 
-    def __init__(
-        self,
-        config: ErnieConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-        segmenter: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> None:
-        units: str | Callable[[np.ndarray], np.ndarray] | None = segmenter
-        if units is None and config.segmenter == "words":
-            units = "words"
-        elif units is None and config.segmenter == "jieba":
-            units = jieba_segmenter(vocabulary)
-        super().__init__(
-            *("ernie", config, vocabulary, seed, sequence_length, row_length),
-            objective="masked_units",
-            cumulative=cumulative_table([1.0]),
-            units=units,
-        )
+    def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
+        if self.config.segmenter == "jieba":
+            return jieba_segmenter(self.vocabulary)
+        return "words" if self.config.segmenter == "words" else None
 
 
 class TextSegmenter:

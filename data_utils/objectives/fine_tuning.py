@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_utils.objectives.planes import LOSS_NAMES, Example, SpecialTokens
+from data_utils.objectives.blank_infilling import DOCUMENT, TOKEN
+from data_utils.objectives.planes import Example, SpecialTokens
+from data_utils.objectives.unilm import SEQ2SEQ_LOSS
 from megatron_lite.errors import DataError
 
 
@@ -33,16 +35,16 @@ def glm_cloze(
     blanks = [i for i, token in enumerate(pattern) if token == special.mask]
     if len(blanks) != 1:
         raise DataError(f"the cloze pattern has {len(blanks)} [MASK] tokens; it must have one.")
-    return [_blank(list(pattern), blanks[0], words, special, "token") for words in verbalizers]
+    return [_blank(list(pattern), blanks[0], words, special, TOKEN) for words in verbalizers]
 
 
 def glm_seq2seq(source: Sequence[int], target: Sequence[int], special: SpecialTokens) -> Example:
     """`[CLS] source [MASK]`, and the target as what fills the blank; the last target is eop."""
-    return _blank([*source, special.mask], len(source), target, special, "document")
+    return _blank([*source, special.mask], len(source), target, special, DOCUMENT)
 
 
 def _blank(
-    context: list[int], at: int, filling: Sequence[int], special: SpecialTokens, objective: str
+    context: list[int], at: int, filling: Sequence[int], special: SpecialTokens, objective: int
 ) -> Example:
     """Context with a blank at position `at`, filled by part B, as in blank infilling."""
     if not len(filling):
@@ -89,7 +91,7 @@ def unilm_seq2seq(
         weights=weights,
         ord=[*[0] * len(first), *range(1, len(second) + 1)],
         segment_ids=[*[4] * len(first), *[5] * len(second)],
-        objective="seq2seq",
+        objective=SEQ2SEQ_LOSS.number,
     )
 
 
@@ -112,7 +114,7 @@ def pseudo_mask_seq2seq(source: Sequence[int], target: Sequence[int], special: S
         ord=[*none, *steps, *-steps],
         grp=[*zeros, *steps],
         segment_ids=[*[4] * len(first), *[5] * (2 * length)],
-        objective="seq2seq",
+        objective=SEQ2SEQ_LOSS.number,
     )
 
 
@@ -124,7 +126,7 @@ def _example(*, tokens, position_ids, targets, weights, ord, objective, **more) 
     zeros = np.zeros(length, np.int32)
     for name in ("block_position_ids", "grp", "segment_ids", "doc"):
         planes.setdefault(name, zeros)
-    planes["objective"] = np.full(length, LOSS_NAMES.index(objective), np.int32)
+    planes["objective"] = np.full(length, objective, np.int32)
     assert all(len(plane) == length for plane in planes.values())
     return Example(weights=np.asarray(weights, np.float32), **planes)
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
+    NEXT_SENTENCE_LOSS,
     NO_PAIR,
     MaskedSizes,
     MaskedText,
     check_treatment,
 )
-from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.planes import Vocabulary
+from data_utils.objectives.planes import Loss
+from data_utils.objectives.registry import register
 from megatron_lite.settings import checked, fraction, setting
 
 
@@ -38,29 +39,15 @@ class MaskedLmConfig(MaskedSizes):
     )
 
     @property
-    def has_sentence_label(self) -> bool:
-        return self.next_sentence
+    def pairing(self) -> int:
+        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
 
     def __post_init__(self) -> None:
         check_treatment("masked_lm", self)
 
 
+@register
 class MaskedLm(MaskedText):
-    """See `RowObjective` for the arguments."""
-
-    def __init__(
-        self,
-        config: MaskedLmConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            *("masked_lm", config, vocabulary, seed, sequence_length, row_length),
-            objective="masked",
-            cumulative=cumulative_table([1.0]),
-            units="words" if config.whole_words else None,
-            pairing=NEXT_SENTENCE if config.next_sentence else NO_PAIR,
-            static_copies=config.static_copies,
-        )
+    name = "masked_lm"
+    config_class = MaskedLmConfig
+    losses = (Loss("masked", 5), NEXT_SENTENCE_LOSS)

@@ -13,7 +13,7 @@ and the batch needs no second document from elsewhere. The label is the target o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,12 @@ from data_utils.objectives.masking import (
     treated,
 )
 from data_utils.objectives.planes import (
-    LOSS_NAMES,
     OBJECTIVE,
     ORD,
     POSITION_IDS,
     SEGMENT_IDS,
     TOKENS,
-    Vocabulary,
+    Loss,
 )
 from data_utils.objectives.rows import (
     RowObjective,
@@ -47,7 +46,6 @@ from data_utils.objectives.rows import (
     begin_row,
     copy_range,
     count_up,
-    digest_of,
     mark_document,
     maskable_length,
     predict,
@@ -59,10 +57,9 @@ from megatron_lite.settings import check
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)
-_LABELS = {
-    NEXT_SENTENCE: LOSS_NAMES.index("next_sentence"),
-    SENTENCE_ORDER: LOSS_NAMES.index("sentence_order"),
-}
+NEXT_SENTENCE_LOSS = Loss("next_sentence", 9, sentence_level=True)
+SENTENCE_ORDER_LOSS = Loss("sentence_order", 10, sentence_level=True)
+_LABELS = {NEXT_SENTENCE: NEXT_SENTENCE_LOSS, SENTENCE_ORDER: SENTENCE_ORDER_LOSS}
 
 # Columns of a pair, int64: kind of language model, whether B is to be wrong, start and end of A and of B.
 KIND, WRONG, A, A_END, B, B_END = range(6)
@@ -204,7 +201,7 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
     if kind == SEQ2SEQ and end == middle:
         kind = BIDIRECTIONAL  # a piece of one token has no second half
     _write_structure(row, used, middle, end, kind, s)
-    mark_document(row, used, end, document, s.first_objective + kind)
+    mark_document(row, used, end, document, s.loss + kind)
     _mask_runs(row, used, end - used, stream, w, cumulative, s)
     if s.label_objective > 0 and kind == BIDIRECTIONAL and end > middle:
         predict(row, used, pair[WRONG])
@@ -212,47 +209,68 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
-        _ = digest  # part of the cache key
-        text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
-        cumulative, stream, w = tables
-        s = settings[0]
-        piece, start = 0, 0
-        for i in range(len(batch)):
-            row, used = batch[i], 0
-            begin_row(row, s.pad)
-            lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
-            sample = sample_indices[i]
-            _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
-            for number in range(len(lengths)):
-                length = lengths[number]
-                if length > 0:
-                    address = _address(text, start, length, sample, s)
-                    open_stream(stream, s.key, address, first_piece + number, 1)
-                    pair = pairs[number]
-                    used = _fill_pair(
-                        row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
-                    )
-                start += length
-            piece += len(lengths)
-
-    return fill_rows
-
-
-_fill_rows = _entry_point(digest_of(__file__))
+@entry_point
+def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
+    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    cumulative, stream, w = tables
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(batch)):
+        row, used = batch[i], 0
+        begin_row(row, s.pad)
+        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+        sample = sample_indices[i]
+        _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        for number in range(len(lengths)):
+            length = lengths[number]
+            if length > 0:
+                address = _address(text, start, length, sample, s)
+                open_stream(stream, s.key, address, first_piece + number, 1)
+                pair = pairs[number]
+                used = _fill_pair(
+                    row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
+                )
+            start += length
+        piece += len(lengths)
 
 
 class MaskedSizes(RowSizes):
-    """Sizes and checks of the sections of this family: CLS, and a SEP after each text."""
+    """Sections of this family: sizes (CLS, and a SEP after each text), and what a recipe may set."""
 
     __slots__ = ()
+
+    masked_ratio: float
+    gap = False  # keep a token between masked runs
+    treat_runs_alike = False  # draw 80/10/10 once per run
+    whole_words = False  # units are words
+    static_copies = 0  # masks depend on the text and on one of so many numbers; 0: on the sample alone
 
     @property
     def overhead(self) -> int:
         """CLS and two SEP."""
         return 3
+
+    @property
+    def loss_share(self) -> float:
+        return self.masked_ratio
+
+    @property
+    def units(self) -> str | None:
+        return "words" if self.whole_words else None
+
+    @property
+    def pairing(self) -> int:
+        """NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, or PAIR_ONLY (two texts without a label)."""
+        return NO_PAIR
+
+    @property
+    def kind_probs(self) -> tuple[float, float, float, float]:
+        """Probabilities of the four kinds of language model."""
+        return 1.0, 0.0, 0.0, 0.0
+
+    @property
+    def has_sentence_label(self) -> bool:
+        return self.pairing in _LABELS
 
 
 def check_treatment(section: str, config: Any) -> None:
@@ -266,55 +284,28 @@ def check_treatment(section: str, config: Any) -> None:
 
 
 class MaskedText(RowObjective):
-    """An objective of this family.
+    """An objective of this family. Its first losses are those of the kinds that it draws, with numbers in a row."""
 
-    Args (beyond `RowObjective`):
-        objective: name of the loss in LOSS_NAMES (of the bidirectional kind, where there are four).
-        cumulative: table of the lengths of runs, units.
-        pairing: NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, or PAIR_ONLY (two texts without a label).
-        kind_probs: probabilities of the four kinds of language model.
-        gap: keep a token between masked runs. treat_runs_alike: draw 80/10/10 once per run.
-        static_copies: masks depend on the text and on one of so many numbers; 0: on the sample alone.
-    """
+    entry = staticmethod(_fill_rows)
 
-    def __init__(
-        self,
-        name: str,
-        config: Any,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None,
-        *,
-        objective: str,
-        cumulative: np.ndarray,
-        units: str | Callable[[np.ndarray], np.ndarray] | None = None,
-        pairing: int = NO_PAIR,
-        kind_probs: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0),
-        gap: bool = False,
-        treat_runs_alike: bool = False,
-        static_copies: int = 0,
-    ) -> None:
-        upto = [min(1.0, sum(kind_probs[: i + 1])) for i in range(3)]
-        values = {
+    def values(self) -> dict[str, Any]:
+        """Alike for all of the family, so that they share what is compiled."""
+        config = self.config
+        upto = [min(1.0, sum(config.kind_probs[: i + 1])) for i in range(3)]
+        label = _LABELS.get(config.pairing)
+        return {
             **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
             "masked_ratio": float(config.masked_ratio),
-            "first_objective": LOSS_NAMES.index(objective),
-            "label_objective": _LABELS.get(pairing, 0),
-            "pairing": pairing,
+            "label_objective": 0 if label is None else label.number,
+            "pairing": config.pairing,
             "wrong_below": chance_threshold(0.5),
             "bidirectional_below": chance_threshold(upto[0]),
             "seq2seq_below": chance_threshold(upto[1]),
             "left_to_right_below": chance_threshold(upto[2]),
-            "gap": gap,
-            "treat_runs_alike": treat_runs_alike,
-            "static_copies": static_copies,
+            "gap": bool(config.gap),
+            "treat_runs_alike": bool(config.treat_runs_alike),
+            "static_copies": int(config.static_copies),
         }
-        super().__init__(
-            name, config, vocabulary, seed, sequence_length, row_length, _fill_rows, values, cumulative, units
-        )
-        ends = vocabulary.sentence_end
-        self._sentence_end = np.zeros(vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
         if not len(batch):
@@ -322,4 +313,9 @@ class MaskedText(RowObjective):
         units = self._unit_starts(tokens, piece_lengths)
         pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
         pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
-        self._entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
+        self.entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
+
+    @functools.cached_property
+    def _sentence_end(self) -> np.ndarray:
+        ends = self.vocabulary.sentence_end
+        return np.zeros(self.vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)

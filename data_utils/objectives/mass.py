@@ -10,23 +10,23 @@ only what was not chosen. Part B predicts the fragment, each row from the token 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.planes import (
     GRP,
-    LOSS_NAMES,
     ORD,
     POSITION_IDS,
     SEGMENT_IDS,
     TOKENS,
-    Vocabulary,
+    Loss,
 )
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     copy_range,
     count_up,
-    digest_of,
     fill_pieces,
     mark_document,
     maskable_length,
@@ -36,8 +36,6 @@ from data_utils.objectives.rows import (
 )
 from data_utils.random_streams import below, chance_threshold, next_word
 from megatron_lite.settings import check, checked, fraction
-
-_FRAGMENT = LOSS_NAMES.index("fragment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +58,10 @@ class MassConfig(RowSizes):
     def growth(self) -> float:
         """The context and the fragment."""
         return 1.0 + self.fragment_ratio
+
+    @property
+    def loss_share(self) -> float:
+        return self.fragment_ratio / self.growth
 
     @property
     def overhead(self) -> int:
@@ -104,38 +106,27 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     count_up(row, ORD, part_b, end, 1)
     predict_range(row, part_b, end, text, start + first)
     set_range(row, SEGMENT_IDS, part_b, end, 1)
-    mark_document(row, used, end, document, _FRAGMENT)
+    mark_document(row, used, end, document, s.loss)
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class Mass(RowObjective):
-    """See `RowObjective` for the arguments."""
+    name = "mass"
+    config_class = MassConfig
+    losses = (Loss("fragment", 17),)
+    entry = staticmethod(_fill_rows)
 
-    def __init__(
-        self,
-        config: MassConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        values = {
+    def values(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            **super().values(),
             **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
-            "fragment_ratio": float(config.fragment_ratio),
             "head_below": chance_threshold(config.head_prob),
             "head_or_tail_below": chance_threshold(min(1.0, config.head_prob + config.tail_prob)),
         }
-        sizes = (sequence_length, row_length)
-        super().__init__("mass", config, vocabulary, seed, *sizes, _fill_rows, values)

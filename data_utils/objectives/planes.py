@@ -11,7 +11,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
     ord                 signed order (see megatron_lite/attention_layout.py)
     grp                 0, or a private group whose members see each other
-    objective           index of the objective that made the token (for per-objective losses)
+    objective           number of the loss that the token belongs to (see `Loss`)
     segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
 
 A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader hands over a single buffer.
@@ -51,21 +51,6 @@ FIELDS = (
     SEGMENT_IDS,
 ) = range(len(FIELDS))
 
-# The `objective` plane holds an index into these names. Append only: the order is part of every log and test.
-LOSS_NAMES = (
-    *("token", "sentence", "document"),  # blank infilling
-    *("causal", "prefix"),
-    *("masked", "masked_spans", "masked_ngrams", "masked_units"),  # BERT and RoBERTa, SpanBERT, ALBERT, ERNIE
-    *("next_sentence", "sentence_order"),  # the row of CLS: its target is a class, 0 or 1, and not a token
-    *("bidirectional", "seq2seq", "left_to_right", "right_to_left"),  # UniLM
-    *("span_corruption", "denoising", "fragment"),  # T5, BART, MASS
-    *("autoencoding", "partially_autoregressive"),  # UniLMv2
-    "permutation",  # XLNet
-    "span_boundary",  # SpanBERT's second loss; no token has it in its plane (megatron_lite/heads.py)
-)
-TOKEN, SENTENCE, DOCUMENT = range(3)
-# Objectives whose rows go to a two-class head on CLS instead of the vocabulary.
-SENTENCE_LEVEL = ("next_sentence", "sentence_order")
 PADDING_DOC = -1
 # Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling
 # need 3; every objective keeps to it.
@@ -82,6 +67,52 @@ class Vocabulary:
     sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
     word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
     token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A loss as it is reported. Objectives that share one name the same object."""
+
+    name: str
+    number: int  # in the `objective` plane, and its row of the task embedding: it never changes
+    sentence_level: bool = False  # predicted by a two-class head on CLS instead of the vocabulary
+
+
+class ObjectiveConfig:
+    """What a run asks of the section of an objective."""
+
+    __slots__ = ()
+
+    segments = 2  # segment ids are below this
+    has_span_boundaries = False  # whether spans are predicted once more, from the tokens around them
+
+    @property
+    def has_sentence_label(self) -> bool:
+        """Whether some rows of CLS carry a class, for which the model needs a sentence head."""
+        return False
+
+    @property
+    def loss_share(self) -> float:
+        """Part of the row tokens that is predicted, on average, in long documents and without padding."""
+        raise NotImplementedError
+
+    def least_row_length(self, sequence_length: int) -> int:
+        """A row length that every window fits, tokens."""
+        raise NotImplementedError
+
+    def row_length_for(self, sequence_length: int) -> int:
+        """Row length for windows of `sequence_length` tokens where the configuration gives none, a multiple of 8."""
+        raise NotImplementedError
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Largest position id that can occur; the model needs one row more."""
+        raise NotImplementedError
+
+    def check_vocabulary_size(self, size: int) -> None:
+        """Raise ConfigError for token ids of the section that are not below `size`."""
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Raise ConfigError unless the vocabulary has what the section asks for."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +145,7 @@ class Example:
 
 
 class Objective(Protocol):
-    """What collation needs of an objective. One file each; see blank_infilling.py."""
+    """What collation needs of an objective. Most are a `RowObjective` (rows.py)."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most

@@ -9,21 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data_utils.objectives.masking import entry_point, inlined
-from data_utils.objectives.planes import LOSS_NAMES, ORD, POSITION_IDS, TOKENS, Vocabulary
+from data_utils.objectives.planes import ORD, POSITION_IDS, TOKENS, Loss
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     copy_range,
     count_up,
-    digest_of,
     fill_pieces,
     mark_document,
     predict_range,
 )
 from data_utils.random_streams import below
 from megatron_lite.settings import check, checked, fraction
-
-_PREFIX = LOSS_NAMES.index("prefix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +37,10 @@ class PrefixLmConfig(RowSizes):
         check(
             low <= high, f"prefix_lm.min_prefix_ratio ({low}) exceeds max_prefix_ratio ({high}); swap them."
         )
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0 - (self.min_prefix_ratio + self.max_prefix_ratio) / 2
 
     @property
     def overhead(self) -> int:
@@ -59,36 +61,18 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     count_up(row, POSITION_IDS, used, end, 0)
     count_up(row, ORD, rest, end, 1)
     predict_range(row, rest, end, text, start + prefix)
-    mark_document(row, used, end, document, _PREFIX)
+    mark_document(row, used, end, document, s.loss)
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class PrefixLm(RowObjective):
-    """See `RowObjective` for the arguments."""
-
-    def __init__(
-        self,
-        config: PrefixLmConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        values = {
-            "min_prefix_ratio": float(config.min_prefix_ratio),
-            "max_prefix_ratio": float(config.max_prefix_ratio),
-        }
-        sizes = (sequence_length, row_length)
-        super().__init__("prefix_lm", config, vocabulary, seed, *sizes, _fill_rows, values)
+    name = "prefix_lm"
+    config_class = PrefixLmConfig
+    losses = (Loss("prefix", 4),)
+    entry = staticmethod(_fill_rows)

@@ -10,14 +10,16 @@ own.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from data_utils import random_streams
 from data_utils.objectives import masking, planes
-from data_utils.objectives.masking import WORK_LINES, compiled, entry_point, inlined
+from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
 from data_utils.objectives.planes import (
     DOC,
     DOCUMENT_OVERHEAD,
@@ -31,6 +33,8 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
     Example,
+    Loss,
+    ObjectiveConfig,
     Vocabulary,
 )
 from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
@@ -38,21 +42,14 @@ from megatron_lite.errors import DataError
 from megatron_lite.settings import check
 
 
-class RowSizes:
-    """Mixin of config sections: row lengths from the bound `growth * tokens + overhead` of a piece.
+class RowSizes(ObjectiveConfig):
+    """Sections with row lengths from the bound `growth * tokens + overhead` of a piece.
 
     A window holds pieces whose tokens, and DOCUMENT_OVERHEAD more for each but a continuing first one, fit
     sequence_length; with `overhead <= DOCUMENT_OVERHEAD * growth` one long piece is then the worst case.
     """
 
     __slots__ = ()
-
-    segments = 2  # segment ids are below this
-
-    @property
-    def has_sentence_label(self) -> bool:
-        """Whether some rows of CLS carry a class, for which the model needs a sentence head."""
-        return False
 
     @property
     def growth(self) -> float:
@@ -73,20 +70,29 @@ class RowSizes:
         return int(self.tokens_needed(length))
 
     def least_row_length(self, sequence_length: int) -> int:
-        """A row length that every window fits, tokens."""
+        assert self.overhead <= DOCUMENT_OVERHEAD * self.growth
         return int(self.tokens_needed(sequence_length))
 
     def row_length_for(self, sequence_length: int) -> int:
-        """The same as a multiple of 8."""
         return -(-self.least_row_length(sequence_length) // 8) * 8
 
     def max_position_needed(self, sequence_length: int) -> int:
-        """Largest position id that can occur; the model needs one row more."""
         return sequence_length + self.overhead - 1
 
+    @property
+    def length_weights(self) -> Sequence[float] | np.ndarray:
+        """Weights of runs of 1, 2, ... units (see masking.py), where the objective draws any."""
+        return (1.0,)
 
-def digest_of(*files: str) -> int:
-    """Key of a cached entry point: the sources of this machinery and of the objective's own files."""
+    @property
+    def units(self) -> str | None:
+        """Where units begin: "words", "sentences", or None: every token."""
+        return None
+
+
+@functools.cache
+def _digest_of(*files: str) -> int:
+    """Of the sources of this machinery and of the objective's own files."""
     return source_digest(random_streams.__file__, planes.__file__, masking.__file__, __file__, *files)
 
 
@@ -204,13 +210,23 @@ def fill_pieces(fill_piece, batch, pieces, tables, settings):
             start += length
 
 
-def settings_record(values: dict[str, Any]) -> np.ndarray:
+def numbers_of(config: Any) -> dict[str, Any]:
+    """The settings of a section that are numbers or true and false."""
+    hints = typing.get_type_hints(type(config))
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(config)}
+    return {name: kind(getattr(config, name)) for name, kind in kinds.items() if kind in (bool, int, float)}
+
+
+def _settings_record(values: dict[str, Any], digest: int) -> np.ndarray:
     """Settings as compiled code reads them: a record array of one, types from the values.
 
-    A record and not a tuple: it is passed as one pointer. An np.uint64 stays one (keys and thresholds).
+    A record and not a tuple: it is passed as one pointer. An np.uint64 stays one (keys and thresholds). numba's cache
+    on disk notices changes only in the file of the entry point itself, but it tells types apart: so the digest of all
+    sources is the name of a field.
     """
     dtypes = {bool: np.bool_, int: np.int64, float: np.float64, np.uint64: np.uint64}
-    record = np.recarray(1, np.dtype([(k, dtypes[type(v)]) for k, v in values.items()], align=True))
+    fields = [(f"sources_{digest:x}", np.bool_), *((k, dtypes[type(v)]) for k, v in values.items())]
+    record = np.recarray(1, np.dtype(fields, align=True))
     for name, value in values.items():
         record[name] = value
     return record
@@ -237,58 +253,71 @@ def _look_up(table, tokens, found):
 class RowObjective:
     """An objective around one compiled entry point (see `Objective` in base.py).
 
+    A subclass names its section, its losses and its entry point, which is `fill_pieces` with a function of its own.
+    (These lines stand in each file: numba can not cache a function that is given another one.) `values` are the
+    settings that it reads, beside the special tokens.
+
     Args:
-        name: its section in the configuration.
-        fill_rows: the entry point: `fill_pieces` with the objective's own function.
-        values: its settings; the special tokens, the vocabulary size and the key are added here.
-        cumulative: table of run lengths, see `masking.cumulative_table`.
-        units: where units begin: None: every token; "words" and "sentences": by the vocabulary; or a
-            function of one piece (int32 tokens) that returns a bool for each token.
+        config: its section. seed: 64-bit key of all draws.
+        sequence_length: source tokens per sample, at most.
         row_length: tokens per row of the batch; None: the config's.
     Raises: ConfigError when they do not go together.
     """
 
+    name: ClassVar[str]  # of the objective and of its section in the configuration
+    config_class: ClassVar[type[ObjectiveConfig]]
+    losses: ClassVar[tuple[Loss, ...]]  # compiled code reads the number of the first as `s.loss`
+    entry: ClassVar[Callable[..., Any]]
+    compiled_files: ClassVar[tuple[str, ...]] = ()  # with code of the entry point, beside the file it is in
+
     def __init__(
         self,
-        name: str,
         config: Any,
         vocabulary: Vocabulary,
         seed: int,
         sequence_length: int,
-        row_length: int | None,
-        fill_rows: Callable[..., None],
-        values: dict[str, Any],
-        cumulative: np.ndarray | None = None,
-        units: str | Callable[[np.ndarray], np.ndarray] | None = None,
+        row_length: int | None = None,
     ) -> None:
         check(sequence_length >= 2, f"sequence_length is {sequence_length}; it must be at least 2.")
-        assert config.overhead <= DOCUMENT_OVERHEAD * config.growth
-        least = config.least_row_length(sequence_length)
-        self.name = name
+        least, usual = config.least_row_length(sequence_length), config.row_length_for(sequence_length)
         self.config = config
         self.vocabulary = vocabulary
         self.sequence_length = sequence_length
-        self.row_length = config.row_length_for(sequence_length) if row_length is None else row_length
+        self.row_length = usual if row_length is None else row_length
         check(
             self.row_length >= least,
             f"row_length {self.row_length} is too short for sequence_length {sequence_length} with "
-            f"{name}; it must be at least {least}.",
+            f"{self.name}; it must be at least {least} ({usual} is recommended).",
         )
+        config.check_vocabulary(vocabulary)
+        self.units = self.choose_units()
         check(
-            units != "words" or vocabulary.word_start is not None,
-            f"{name} masks whole words, but which tokens begin a word is not known for this vocabulary; "
+            self.units != "words" or vocabulary.word_start is not None,
+            f"{self.name} masks whole words, but which tokens begin a word is not known for this vocabulary; "
             "choose a setting that masks tokens.",
         )
-        self._units = units
-        self._entry = fill_rows
-        self._cumulative = np.zeros(1, np.int64) if cumulative is None else cumulative
-        special = {
+        self._cumulative = self.length_table()
+        special: dict[str, Any] = {
             field.name: int(getattr(vocabulary.special, field.name))
             for field in dataclasses.fields(vocabulary.special)
         }
-        record = special | {"vocabulary_size": int(vocabulary.size), "key": np.uint64(seed)}
-        record |= {"growth": float(config.growth), "overhead": int(config.overhead)} | values
-        self._settings = settings_record(record)
+        record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": sequence_length}
+        record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
+        own_file = getattr(self.entry, "py_func", self.entry).__code__.co_filename
+        self._settings = _settings_record(record, _digest_of(own_file, *self.compiled_files))
+
+    def values(self) -> dict[str, Any]:
+        """What the entry point reads as `s`: all numbers of the section, and the bound that `fill_pieces` needs."""
+        bound = {"growth": float(self.config.growth), "overhead": int(self.config.overhead)}
+        return bound | numbers_of(self.config)
+
+    def length_table(self) -> np.ndarray:
+        """Run lengths, see `masking.cumulative_table`."""
+        return cumulative_table(self.config.length_weights)
+
+    def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
+        """As `RowSizes.units`, or a function of one piece (int32 tokens) that returns a bool for each token."""
+        return self.config.units
 
     def fill(
         self,
@@ -321,10 +350,10 @@ class RowObjective:
         self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
         return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> Any:
         units = self._unit_starts(tokens, piece_lengths)
         pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        self._entry(batch, pieces, self._tables(batch), self._settings)
+        self.entry(batch, pieces, self._tables(batch), self._settings)
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
         """What an entry point works with beside the text: run lengths, room for a stream and for `masking`'s lines."""
@@ -332,17 +361,17 @@ class RowObjective:
 
     def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:
         """Bool for each token: does a unit begin there?"""
-        if self._units is None:
+        if self.units is None:
             return np.ones(len(tokens), np.bool_)
-        if isinstance(self._units, str):
+        if isinstance(self.units, str):
             return self._unit_starts_by_vocabulary(tokens)
-        assert callable(self._units)
+        assert callable(self.units)
         pieces = np.split(tokens, np.cumsum(piece_lengths)[:-1])
-        return np.concatenate([np.zeros(0, np.bool_), *map(self._units, pieces)])
+        return np.concatenate([np.zeros(0, np.bool_), *map(self.units, pieces)])
 
     def _unit_starts_by_vocabulary(self, tokens: np.ndarray) -> np.ndarray:
         starts = np.ones(len(tokens), np.bool_)
-        if self._units == "words":
+        if self.units == "words":
             known = _look_up(self.vocabulary.word_start, tokens, starts)
         else:  # the first token of a piece begins a sentence, whatever stands here
             known = _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:])

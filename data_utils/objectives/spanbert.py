@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
-from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.planes import Example, Vocabulary
+from data_utils.objectives.planes import Example, Loss
+from data_utils.objectives.registry import register
 from megatron_lite.settings import checked, fraction, setting
 
 
@@ -22,6 +22,10 @@ from megatron_lite.settings import checked, fraction, setting
 @checked("spanbert")
 class SpanBertConfig(MaskedSizes):
     """Spans and treatment. A single text, no next-sentence label."""
+
+    has_span_boundaries = True
+    gap = True
+    treat_runs_alike = True
 
     masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
     mask_token_prob: float = fraction(0.8, "probability that a span becomes [MASK]s")
@@ -41,25 +45,15 @@ class SpanBertConfig(MaskedSizes):
         return (1 - self.geometric_p) ** np.arange(self.max_span_length)
 
 
-class SpanBert(MaskedText):
-    """See `RowObjective` for the arguments."""
+MASKED_SPANS = Loss("masked_spans", 6)
+SPAN_BOUNDARY = Loss("span_boundary", 21)  # no token has it in its plane (megatron_lite/heads.py)
 
-    def __init__(
-        self,
-        config: SpanBertConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            *("spanbert", config, vocabulary, seed, sequence_length, row_length),
-            objective="masked_spans",
-            cumulative=cumulative_table(config.length_weights),
-            units="words" if config.whole_words else None,
-            gap=True,
-            treat_runs_alike=True,
-        )
+
+@register
+class SpanBert(MaskedText):
+    name = "spanbert"
+    config_class = SpanBertConfig
+    losses = (MASKED_SPANS, SPAN_BOUNDARY)
 
 
 def span_boundaries(example: Example) -> np.ndarray:

@@ -10,10 +10,10 @@ it is a text of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.planes import (
-    LOSS_NAMES,
     ONE_AS_INT32,
     ORD,
     POSITION_IDS,
@@ -21,14 +21,14 @@ from data_utils.objectives.planes import (
     TARGETS,
     TOKENS,
     WEIGHTS,
-    Vocabulary,
+    Loss,
 )
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     copy_range,
     count_up,
-    digest_of,
     fill_pieces,
     mark_document,
     maskable_length,
@@ -36,8 +36,6 @@ from data_utils.objectives.rows import (
 )
 from data_utils.random_streams import below
 from megatron_lite.settings import check, checked, fraction, setting
-
-_SPAN_CORRUPTION = LOSS_NAMES.index("span_corruption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +64,11 @@ class T5Config(RowSizes):
     def growth(self) -> float:
         """Every noise span adds two sentinels."""
         return 1.0 + 2.0 * self.noise_ratio / self.mean_span_length
+
+    @property
+    def loss_share(self) -> float:
+        """Noise, and a sentinel for each span of it."""
+        return self.noise_ratio * (1.0 + 1.0 / self.mean_span_length) / self.growth
 
     @property
     def overhead(self) -> int:
@@ -141,40 +144,25 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     count_up(row, POSITION_IDS, used, part_b, 0)
     if spans > 0:
         end = _write_target(row, part_b, text, start, spans, w, s)
-    mark_document(row, used, end, document, _SPAN_CORRUPTION)
+    mark_document(row, used, end, document, s.loss)
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class T5(RowObjective):
-    """See `RowObjective` for the arguments."""
+    name = "t5"
+    config_class = T5Config
+    losses = (Loss("span_corruption", 15),)
+    entry = staticmethod(_fill_rows)
 
-    def __init__(
-        self,
-        config: T5Config,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        first = config.sentinel_first
-        values = {
-            "noise_ratio": float(config.noise_ratio),
-            "mean_span_length": float(config.mean_span_length),
-            "sentinel_first": int(vocabulary.special.mask if first is None else first),
+    def values(self) -> dict[str, Any]:
+        first = self.config.sentinel_first
+        return super().values() | {
+            "sentinel_first": int(self.vocabulary.special.mask if first is None else first),
             "sentinel_step": int(first is not None),
-            "sentinel_count": int(config.sentinel_count),
         }
-        sizes = (sequence_length, row_length)
-        super().__init__("t5", config, vocabulary, seed, *sizes, _fill_rows, values)

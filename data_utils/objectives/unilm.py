@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
+    NEXT_SENTENCE_LOSS,
     PAIR_ONLY,
     MaskedSizes,
     MaskedText,
     check_treatment,
 )
-from data_utils.objectives.masking import cumulative_table
-from data_utils.objectives.planes import Vocabulary
+from data_utils.objectives.planes import Loss
+from data_utils.objectives.registry import register
 from megatron_lite.settings import check, checked, fraction, setting
 
 
@@ -39,8 +40,13 @@ class UniLmConfig(MaskedSizes):
     segments = 6
 
     @property
-    def has_sentence_label(self) -> bool:
-        return self.next_sentence
+    def length_weights(self) -> tuple[float, float, float]:
+        rest = 1 - self.single_token_prob
+        return self.single_token_prob, rest / 2, rest / 2
+
+    @property
+    def pairing(self) -> int:
+        return NEXT_SENTENCE if self.next_sentence else PAIR_ONLY
 
     def __post_init__(self) -> None:
         check_treatment("unilm", self)
@@ -59,22 +65,17 @@ class UniLmConfig(MaskedSizes):
         return (*given, max(0.0, 1.0 - sum(given)))
 
 
-class UniLm(MaskedText):
-    """See `RowObjective` for the arguments."""
+SEQ2SEQ_LOSS = Loss("seq2seq", 12)
 
-    def __init__(
-        self,
-        config: UniLmConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        single = config.single_token_prob
-        super().__init__(
-            *("unilm", config, vocabulary, seed, sequence_length, row_length),
-            objective="bidirectional",
-            cumulative=cumulative_table([single, (1 - single) / 2, (1 - single) / 2]),
-            pairing=NEXT_SENTENCE if config.next_sentence else PAIR_ONLY,
-            kind_probs=config.kind_probs,
-        )
+
+@register
+class UniLm(MaskedText):
+    name = "unilm"
+    config_class = UniLmConfig
+    losses = (
+        Loss("bidirectional", 11),
+        SEQ2SEQ_LOSS,
+        Loss("left_to_right", 13),
+        Loss("right_to_left", 14),
+        NEXT_SENTENCE_LOSS,
+    )

@@ -13,23 +13,23 @@ order in which blocks are drawn is the order of factorisation. One pass holds th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
     STARTS,
     UNIT,
-    cumulative_table,
     draw_runs,
     entry_point,
     inlined,
     masked_target,
 )
-from data_utils.objectives.planes import GRP, LOSS_NAMES, TOKENS, Vocabulary
+from data_utils.objectives.planes import GRP, TOKENS, Loss
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    digest_of,
     fill_pieces,
     mark_document,
     maskable_length,
@@ -37,9 +37,6 @@ from data_utils.objectives.rows import (
     put,
 )
 from megatron_lite.settings import checked, fraction, setting
-
-_AUTOENCODING = LOSS_NAMES.index("autoencoding")
-_PARTIALLY_AUTOREGRESSIVE = LOSS_NAMES.index("partially_autoregressive")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +58,10 @@ class UniLmV2Config(RowSizes):
     def growth(self) -> float:
         """An original and a pseudo mask for each chosen token."""
         return 1.0 + 2.0 * self.masked_ratio
+
+    @property
+    def loss_share(self) -> float:
+        return 2.0 * self.masked_ratio / self.growth
 
     @property
     def overhead(self) -> int:
@@ -87,8 +88,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     for block in range(blocks):
         chosen += w[ENDS, block] - w[STARTS, block]
     end = used + size + 2 * chosen
-    mark_document(row, used, used + size, document, _AUTOENCODING)
-    mark_document(row, used + size, end, document, _PARTIALLY_AUTOREGRESSIVE)
+    mark_document(row, used, used + size, document, s.loss)
+    mark_document(row, used + size, end, document, s.second_loss)
     original, pseudo = used + size, used + size + chosen
     for block in range(blocks):
         step = block + 1
@@ -105,30 +106,17 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     return end
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class UniLmV2(RowObjective):
-    """See `RowObjective` for the arguments."""
+    name = "unilmv2"
+    config_class = UniLmV2Config
+    losses = (Loss("autoencoding", 18), Loss("partially_autoregressive", 19))
+    entry = staticmethod(_fill_rows)
 
-    def __init__(
-        self,
-        config: UniLmV2Config,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        values = {"masked_ratio": float(config.masked_ratio)}
-        table = cumulative_table(config.length_weights)
-        sizes = (sequence_length, row_length)
-        super().__init__("unilmv2", config, vocabulary, seed, *sizes, _fill_rows, values, table)
+    def values(self) -> dict[str, Any]:
+        return super().values() | {"second_loss": self.losses[1].number}

@@ -21,16 +21,15 @@ from data_utils.objectives.masking import (
     STARTS,
     TAKEN,
     compiled,
-    cumulative_table,
     draw_length,
     entry_point,
     inlined,
 )
-from data_utils.objectives.planes import LOSS_NAMES, ORD, Vocabulary
+from data_utils.objectives.planes import ORD, Loss
+from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
-    digest_of,
     fill_pieces,
     mark_document,
     maskable_length,
@@ -39,8 +38,6 @@ from data_utils.objectives.rows import (
 )
 from data_utils.random_streams import below, shuffle
 from megatron_lite.settings import checked, setting
-
-_PERMUTATION = LOSS_NAMES.index("permutation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +55,14 @@ class XlnetConfig(RowSizes):
     def growth(self) -> float:
         """A query row for each target."""
         return 1.0 + 1.0 / self.tokens_per_target
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0 / (self.tokens_per_target + 1)
+
+    @property
+    def length_weights(self) -> np.ndarray:
+        return 1.0 / np.arange(1, self.max_ngram + 1)
 
     @property
     def overhead(self) -> int:
@@ -132,37 +137,18 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         done += count
         order += count + 1
         begin = end
-    mark_document(row, used, query, document, _PERMUTATION)
+    mark_document(row, used, query, document, s.loss)
     return query
 
 
-def _entry_point(digest: int):
-    @entry_point
-    def fill_rows(batch, pieces, tables, settings):
-        _ = digest  # part of the cache key
-        fill_pieces(_fill_piece, batch, pieces, tables, settings)
-
-    return fill_rows
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
 
 
-_fill_rows = _entry_point(digest_of(__file__))
-
-
+@register
 class Xlnet(RowObjective):
-    """See `RowObjective` for the arguments."""
-
-    def __init__(
-        self,
-        config: XlnetConfig,
-        vocabulary: Vocabulary,
-        seed: int,
-        sequence_length: int,
-        row_length: int | None = None,
-    ) -> None:
-        values = {
-            "tokens_per_target": int(config.tokens_per_target),
-            "orders": int(config.orders),
-        }
-        table = cumulative_table(1.0 / np.arange(1, config.max_ngram + 1))
-        sizes = (sequence_length, row_length)
-        super().__init__("xlnet", config, vocabulary, seed, *sizes, _fill_rows, values, table)
+    name = "xlnet"
+    config_class = XlnetConfig
+    losses = (Loss("permutation", 20),)
+    entry = staticmethod(_fill_rows)

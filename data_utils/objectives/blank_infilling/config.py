@@ -1,0 +1,198 @@
+"""The section `blank_infilling`: what is masked, how often, and how long rows are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.objectives.masking import cumulative_table, run_count_moments
+from data_utils.objectives.planes import ObjectiveConfig, Vocabulary
+from megatron_lite.settings import check, checked, fraction, setting
+
+TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
+ROOM_DEVIATIONS = 1.0  # of the number of spans, beyond its mean, for which a row has room
+EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than real text, only sizes rows without the token objective
+SHORTEST_CROP = 32  # tokens
+PLACEMENTS = ("uniform", "reference")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("blank_infilling")
+class BlankInfillingConfig(ObjectiveConfig):
+    """What is masked, and how. Probabilities are per Example; ratios are of n, the text with its CLS."""
+
+    segments = 1
+
+    token_prob: float = fraction(
+        1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
+    )
+    sentence_prob: float = fraction(
+        0.0, "probability of the sentence objective (whole sentences, [sMASK]); the rest is document"
+    )
+    masked_ratio: float = fraction(0.15, "token objective: at least this part of the tokens is masked")
+    sentence_ratio: float = fraction(0.15, "sentence objective: at least this part of the tokens is masked")
+    mean_span_length: float = setting(
+        3.0,
+        "token objective: mean of the Poisson distribution of span lengths, before truncation, tokens",
+        above=0,
+    )
+    max_span_length: int = setting(
+        39, "token objective: the Poisson is truncated to 1..this, tokens", at_least=1
+    )
+    placement: str = setting(
+        "uniform",
+        "token objective: 'uniform' over all placements with a token between spans; 'reference' sorts "
+        "independent offsets, which favours spans a single token apart",
+        one_of=PLACEMENTS,
+    )
+    document_min_ratio: float = fraction(
+        0.5, "document objective: shortest span as a part of n; gpt_min_ratio in the reference"
+    )
+    document_max_ratio: float = fraction(1.0, "document objective: longest span as a part of n")
+    document_min_context: int = setting(
+        2,
+        "document objective: tokens, CLS included, that are never masked (reference 2; paper 1)",
+        at_least=1,
+    )
+    document_tail_prob: float = fraction(
+        0.5,
+        "document objective: probability that the span is the tail of the text (ends with eos, no eop) and "
+        "not placed anywhere; gpt_infill_prob in the reference, which despite its name selects the tail",
+    )
+    single_span_prob: float = fraction(
+        0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
+    )
+    short_seq_prob: float = fraction(
+        0.0,
+        f"probability of cropping the text to a uniform length from {SHORTEST_CROP} tokens, anywhere in it",
+    )
+    block_mask_prob: float = fraction(
+        0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
+    )
+    context_mask_ratio: float = fraction(
+        0.0, "token objective: replace int(this x n) part-A tokens near masks by dBLOCK, no loss on them"
+    )
+    context_mask_range: int = setting(3, "how near to a mask context_mask_ratio acts, tokens", at_least=1)
+    random_position: bool = setting(
+        False, "shift the position ids of an Example by a uniform offset that keeps them <= sequence_length"
+    )
+    sentinel_first: int | None = setting(
+        None,
+        "ablation: id of the first of sentinel_count token pairs (mask, start). The k-th span of part B uses "
+        "pair k - 1 instead of [MASK] and sop; the first keeps those. Part-B positions are sequence_length",
+        at_least=0,
+    )
+    sentinel_count: int = setting(
+        100, "pairs from sentinel_first on; more spans start again at the first", at_least=1
+    )
+    masked_lm: bool = setting(
+        False, "ablation: BERT-style, spans are replaced by [MASK] in place and predicted there; no part B"
+    )
+    shuffle_spans: bool = setting(True, "false (ablation): part B keeps the order of the text")
+    cross_document_attention: bool = setting(
+        False, "true (reference): the pieces of a row are one text, masked and attended to as a whole"
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
+            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
+            "1; lower one of them (the rest is the document objective).",
+        )
+        check(
+            self.document_min_ratio <= self.document_max_ratio,
+            f"blank_infilling.document_min_ratio ({self.document_min_ratio}) exceeds document_max_ratio "
+            f"({self.document_max_ratio}); swap them.",
+        )
+        check(
+            not self.masked_lm or self.token_prob == 1.0,
+            f"blank_infilling.masked_lm needs token_prob 1.0, not {self.token_prob}; set it to 1.",
+        )
+
+    @property
+    def document_prob(self) -> float:
+        """Probability of the document objective."""
+        return max(0.0, 1.0 - self.token_prob - self.sentence_prob)
+
+    def least_row_length(self, sequence_length: int) -> int:
+        """A row length that every valid window fits when each piece has the fewest spans, tokens.
+
+        A piece of t tokens needs at most t + 3 + 2 * masked_ratio * (t + 1) / longest span. Documents
+        that begin in the window have `DOCUMENT_OVERHEAD` = 4 reserved, a continuing one nothing.
+        """
+        longest = min(self.max_span_length, max(1, sequence_length - 1))
+        return sequence_length + 3 + int(2 * self.masked_ratio * (sequence_length + 1) / longest)
+
+    def row_length_for(self, sequence_length: int) -> int:
+        """Row length for windows of `sequence_length` source tokens, a multiple of 8: see `ROOM_DEVIATIONS`."""
+        length = max(
+            sequence_length + 1 + self._room(sequence_length + 1), self.least_row_length(sequence_length)
+        )
+        return -(-length // 8) * 8
+
+    def _room(self, n: int) -> int:
+        """Tokens that the spans of a text of n tokens add, mean + ROOM_DEVIATIONS, for the busiest objective."""
+        room = 2
+        if self.sentence_prob > 0:
+            room = 2 * (int(self.sentence_ratio * n) // EXPECTED_SENTENCE_LENGTH + 1)
+        if self.token_prob > 0 and not self.masked_lm:
+            weights = np.diff(length_table(self.mean_span_length, self.max_span_length)) / 2.0**32
+            mean, deviation = run_count_moments(weights, int(self.masked_ratio * n))
+            room = max(room, math.ceil(2 * (mean + ROOM_DEVIATIONS * deviation)))
+        return room
+
+    def most_tokens(self, length: int) -> int:
+        """Row tokens of a piece of `length` tokens where there is room for any draw."""
+        return 3 * length + 8
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Part A counts at most CLS + sequence_length tokens from 0. A block position is at most the span
+        with its sop, and no span but a document's tail (which has no eop) exceeds sequence_length - 1.
+        """
+        return sequence_length
+
+    @property
+    def loss_share(self) -> float:
+        """Of the three objectives, weighted by the lengths of their rows."""
+        weights = np.diff(length_table(self.mean_span_length, self.max_span_length))
+        lengths = {TOKEN: float(np.average(np.arange(1, len(weights) + 1), weights=weights))}
+        lengths[SENTENCE] = float(EXPECTED_SENTENCE_LENGTH)
+        masked = {TOKEN: self.masked_ratio, SENTENCE: self.sentence_ratio}
+        probabilities = {TOKEN: self.token_prob, SENTENCE: self.sentence_prob}
+        document = (self.document_min_ratio + self.document_max_ratio) / 2
+        loss, rows = self.document_prob * document, self.document_prob
+        for kind, probability in probabilities.items():
+            spans = 0.0 if self.masked_lm else masked[kind] / lengths[kind]
+            loss += probability * (masked[kind] + spans)
+            rows += probability * (1.0 + 2.0 * spans)
+        kept = 1.0 - self.single_span_prob  # a single short span masks next to nothing
+        return kept * loss / (kept * rows + self.single_span_prob)
+
+    def check_vocabulary_size(self, size: int) -> None:
+        if self.sentinel_first is None:
+            return
+        end = self.sentinel_first + 2 * self.sentinel_count
+        check(
+            end <= size,
+            f"blank_infilling.sentinel_first ({self.sentinel_first}) and sentinel_count ({self.sentinel_count}) "
+            f"need ids below {end}, but model.vocab_size is {size}; lower one of them.",
+        )
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        check(
+            vocabulary.sentence_end is not None or self.sentence_prob == 0,
+            f"blank_infilling.sentence_prob is {self.sentence_prob}, but no sentence ends are known for "
+            "this vocabulary; set it to 0.",
+        )
+
+
+def length_table(mean: float, longest: int) -> np.ndarray:
+    """Truncated Poisson of span lengths, cumulative in units of 2**-32: int64 `[longest + 1]`, from 0.
+
+    See `cumulative_table`. Every length keeps a weight, or nothing could be drawn where only it fits.
+    """
+    lengths = np.arange(1, longest + 1)
+    log_weights = lengths * math.log(mean) - np.array([math.lgamma(length + 1) for length in lengths])
+    return cumulative_table(np.exp(log_weights - log_weights.max()))

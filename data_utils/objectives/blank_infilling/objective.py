@@ -1,0 +1,269 @@
+"""GLM's autoregressive blank infilling (arXiv:2103.10360): token, sentence and document objectives, mixed.
+
+An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in
+shuffled order, each as `sop + span` predicting `span + eop`. Everything random about it is a pure
+function of (seed, sample index, piece index, attempt), so it does not depend on batch size, position in
+the batch, worker or history. docs/objectives.md explains the options and the differences from the
+reference implementation.
+
+A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the
+spans of a piece do not fit, its last tokens give way to them, a few in one row of ten; so spans keep their
+distribution and rows are full, at the price of about one token of text in 2,500. Where that would cost more than
+1 / MOST_CUT of the piece, spans are drawn again; after `ATTEMPTS` draws the fewest spans that still mask enough
+are used, and those always fit. A longer `row_length` loses nothing and pads more.
+
+The compiled part works on flat integer arrays, one pass per row, no allocation per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.objectives.blank_infilling import config, draw, write
+from data_utils.objectives.blank_infilling.config import (
+    DOCUMENT,
+    SENTENCE,
+    SHORTEST_CROP,
+    TOKEN,
+    BlankInfillingConfig,
+    length_table,
+)
+from data_utils.objectives.blank_infilling.draw import (
+    ENDS,
+    ORDER,
+    STARTS,
+    draw_document_span,
+    draw_sentences,
+    draw_token_spans,
+    inlined,
+    least_tokens,
+    new_work,
+    set_line,
+    tokens_to_cut,
+)
+from data_utils.objectives.blank_infilling.write import write_example
+from data_utils.objectives.planes import (
+    DOC,
+    DOCUMENT_OVERHEAD,
+    FIELDS,
+    PADDING_DOC,
+    POSITION_IDS,
+    TOKENS,
+    Example,
+    Loss,
+)
+from data_utils.objectives.registry import register
+from data_utils.objectives.rows import RowObjective, numbers_of
+from data_utils.random_streams import (
+    below,
+    chance,
+    chance_threshold,
+    new_stream,
+    next_word,
+    open_stream,
+    shuffle,
+)
+from megatron_lite.errors import DataError
+from megatron_lite.settings import check
+
+ATTEMPTS = 16  # draws of spans before falling back to the fewest
+
+
+@inlined
+def _fill_example(
+    row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+):
+    """Draw and write the Example of one piece at row[used:limit]. Returns the new end.
+
+    What is decided once (attempt 0) does not depend on whether the spans fit, so a crowded row does not
+    change the mix of objectives.
+    """
+    open_stream(stream, s.key, sample, piece, 0)
+    short = chance(stream, s.short_below)
+    single = chance(stream, s.single_below)
+    mode = next_word(stream)
+    tail = chance(stream, s.tail_below)
+    objective = TOKEN
+    if not single and mode >= s.token_below:
+        objective = SENTENCE if mode < s.token_or_sentence_below else DOCUMENT
+    tail = tail and objective == DOCUMENT
+    if short and length > SHORTEST_CROP:
+        crop = SHORTEST_CROP + below(stream, length - SHORTEST_CROP + 1)
+        start += below(stream, length - crop + 1)
+        length = crop
+    n = length + 1
+    maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
+    available = 3 * n if s.masked_lm else limit - used
+    count, cut = 0, 0
+    for attempt in range(1, ATTEMPTS + 2):
+        open_stream(stream, s.key, sample, piece, attempt)
+        fewest, cut = attempt > ATTEMPTS, 0
+        if objective == DOCUMENT:
+            count = draw_document_span(stream, w, n, length, maskable, tail, s)
+        elif maskable == 0:
+            count = 0
+        elif objective == SENTENCE:
+            count = draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
+        else:
+            count = draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s)
+            cut = tokens_to_cut(n, count, available)
+        if count >= 0 and n + 2 * count - cut <= available:
+            break
+    length -= cut
+    for i in range(count):
+        w[ORDER, i] = i
+    if s.shuffle_spans:
+        shuffle(stream, w[ORDER], count)
+    return write_example(row, used, piece, text, start, length, count, objective, tail, stream, w, s)
+
+
+@inlined
+def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
+    """Write one sample, its pieces from number `first_piece` on, then padding. False: it can not fit."""
+    needed = 0
+    for length in lengths:
+        needed += least_tokens(length, s)
+    row_length = row.shape[1]
+    if needed > row_length or lengths.sum() > s.sequence_length:
+        return False
+    for plane in range(len(FIELDS)):
+        if plane != TOKENS and plane != POSITION_IDS:  # those are written everywhere
+            set_line(row, plane, 0, row_length, 0)
+    used = 0
+    piece = first_piece
+    for length in lengths:
+        needed -= least_tokens(length, s)  # what the pieces after this one need
+        limit = row_length - needed
+        used = _fill_example(
+            row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+        )
+        piece += 1
+        start += length
+    set_line(row, TOKENS, used, row_length, s.pad)
+    set_line(row, POSITION_IDS, used, row_length, 0)
+    set_line(row, DOC, used, row_length, PADDING_DOC)
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _fill_rows(batch, pieces, tables, settings):
+    """Returns the index of the first sample that can not fit, or -1."""
+    text, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    sentence_end, cumulative, stream = tables
+    w, s = new_work(batch.shape[2]), settings[0]
+    piece, start = 0, 0
+    joined = np.zeros(1, np.int64)
+    for i in range(len(batch)):
+        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+        total = lengths.sum()
+        if s.cross_document_attention and len(lengths) > 0:
+            lengths = joined
+            joined[0] = total
+        sample = sample_indices[i]
+        row = batch[i]
+        if not _fill_row(
+            row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
+        ):
+            return i
+        piece += pieces_per_sample[i]
+        start += total
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _write_given(row, text, starts, ends, order, objective, tail, settings, stream):
+    w, s = new_work(row.shape[1]), settings[0]
+    count = len(starts)
+    for i in range(count):
+        w[STARTS, i] = starts[i]
+        w[ENDS, i] = ends[i]
+        w[ORDER, i] = order[i]
+    open_stream(stream, s.key, 0, 0, 1)
+    return write_example(row, 0, 0, text, 0, len(text), count, objective, tail, stream, w, s)
+
+
+@register
+class BlankInfilling(RowObjective):
+    name = "blank_infilling"
+    config_class = BlankInfillingConfig
+    losses = (Loss("token", TOKEN), Loss("sentence", SENTENCE), Loss("document", DOCUMENT))
+    entry = staticmethod(_fill_rows)
+    compiled_files = (config.__file__, draw.__file__, write.__file__)
+
+    def values(self) -> dict[str, Any]:
+        config = self.config
+        return numbers_of(config) | {
+            "token_below": chance_threshold(config.token_prob),
+            "token_or_sentence_below": chance_threshold(1.0 - config.document_prob),
+            "tail_below": chance_threshold(config.document_tail_prob),
+            "single_below": chance_threshold(config.single_span_prob),
+            "short_below": chance_threshold(config.short_seq_prob),
+            "block_mask_below": chance_threshold(config.block_mask_prob),
+            "longest_span": self.sequence_length - 1,
+            "longest_token_span": self._longest_token_span,
+            "sentinel_first": -1 if config.sentinel_first is None else config.sentinel_first,
+            "uniform_placement": config.placement == "uniform",
+        }
+
+    @property
+    def _longest_token_span(self) -> int:
+        return min(self.config.max_span_length, self.sequence_length - 1)
+
+    def length_table(self) -> np.ndarray:
+        return length_table(self.config.mean_span_length, self._longest_token_span)
+
+    def choose_units(self) -> None:
+        """Tokens: sentences are found by the compiled code."""
+
+    def fill(
+        self,
+        batch: np.ndarray,
+        tokens: np.ndarray,
+        piece_lengths: np.ndarray,
+        pieces_per_sample: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> None:
+        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
+        if failed >= 0:
+            first = int(pieces_per_sample[:failed].sum())
+            lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
+            raise DataError(
+                f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too "
+                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window "
+                f"must keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+            )
+
+    def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
+        """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
+        check(
+            len(piece) <= self.sequence_length,
+            f"the piece has {len(piece)} tokens; a sample may have sequence_length {self.sequence_length}.",
+        )
+        return super().example(piece, sample_index, piece_index)
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
+        """Fill the rows; returns the index of the first sample that can not fit, or -1."""
+        ends = self.vocabulary.sentence_end
+        ends = np.ascontiguousarray([] if ends is None else ends, np.bool_)
+        pieces = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        return self.entry(batch, pieces, (ends, self._cumulative, new_stream()), self._settings)
+
+    def build(
+        self,
+        piece: np.ndarray,
+        spans: list[tuple[int, int]],
+        order: list[int],
+        objective: int = TOKEN,
+        tail: bool = False,
+    ) -> Example:
+        """The Example for given spans of `piece` (`[start, end)`, in text order) in a given part-B order."""
+        text = np.ascontiguousarray(piece, np.int32)
+        starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
+        row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
+        given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
+        end = _write_given(row, text, *given, objective, tail, self._settings, new_stream())
+        return Example.from_planes(row[:, :end])

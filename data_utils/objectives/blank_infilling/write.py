@@ -1,0 +1,143 @@
+"""Part A and part B of an Example, written from the spans that draw.py placed: compiled."""
+
+from __future__ import annotations
+
+from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
+from data_utils.objectives.blank_infilling.draw import (
+    ENDS,
+    MARKS,
+    MASK_AT,
+    ORDER,
+    STARTS,
+    compiled,
+    copy_line,
+    count_line,
+    inlined,
+    set_line,
+)
+from data_utils.objectives.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    OBJECTIVE,
+    ONE_AS_INT32,
+    ORD,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.random_streams import below, chance
+
+
+@compiled
+def _write_in_place(row, used, text, start, length, count, w, s):
+    """masked_lm: CLS + text with the spans masked and predicted where they stand. Returns the new end."""
+    row[TOKENS, used] = s.cls
+    first = used + 1
+    copy_line(row, TOKENS, first, text, start, length)
+    for span in range(count):
+        begin, end = w[STARTS, span], w[ENDS, span]
+        set_line(row, TOKENS, first + begin, first + end, s.mask)
+        copy_line(row, TARGETS, first + begin, text, start + begin, end - begin)
+        set_line(row, WEIGHTS, first + begin, first + end, ONE_AS_INT32)
+    return first + length
+
+
+@compiled
+def _write_part_a(row, used, text, start, length, count, objective, w, s):
+    """CLS and the text with one mask per span; notes where each mask is. Returns the end of part A."""
+    mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
+    row[TOKENS, used] = s.cls
+    at, last = used + 1, 0
+    for i in range(count):
+        between = w[STARTS, i] - last
+        copy_line(row, TOKENS, at, text, start + last, between)
+        at += between
+        row[TOKENS, at] = mask
+        w[MASK_AT, i] = at - used
+        at += 1
+        last = w[ENDS, i]
+    copy_line(row, TOKENS, at, text, start + last, length - last)
+    return at + length - last
+
+
+@compiled
+def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s):
+    """The spans in `w[ORDER]`: sop + span -> span + eop; a tail has no eop. Returns the end."""
+    tokens = row[TOKENS]
+    at = part_b
+    for k in range(count):
+        span = w[ORDER, k]
+        begin = start + w[STARTS, span]
+        length = w[ENDS, span] - w[STARTS, span]
+        position = w[MASK_AT, span]
+        sop = s.sop
+        if s.sentinel_first >= 0:
+            position = s.sequence_length
+            if k > 0:
+                pair = s.sentinel_first + 2 * ((k - 1) % s.sentinel_count)
+                tokens[used + w[MASK_AT, span]] = pair
+                sop = pair + 1
+        tokens[at] = sop
+        copy_line(
+            row, TOKENS, at + 1, text, begin, length
+        )  # of a tail the last one is overwritten: not an input
+        copy_line(row, TARGETS, at, text, begin, length)
+        end = at + length
+        if not tail:
+            row[TARGETS, end] = s.eop
+            end += 1
+        set_line(row, POSITION_IDS, at, end, position)
+        count_line(row, BLOCK_POSITION_IDS, at, end, 1)
+        at = end
+        if objective == TOKEN and s.block_mask_below > 0:
+            for j in range(at - length, at):
+                if chance(stream, s.block_mask_below):
+                    tokens[j] = s.dblock
+    set_line(row, WEIGHTS, part_b, at, ONE_AS_INT32)
+    count_line(row, ORD, part_b, at, 1)
+    return at
+
+
+@compiled
+def _mask_context(row, used, part_b, count, stream, w, s, n):
+    """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
+    size = part_b - used
+    near = w[MARKS]
+    set_line(w, MARKS, 0, size, 0)
+    for i in range(count):
+        at = w[MASK_AT, i]
+        set_line(w, MARKS, max(1, at - s.context_mask_range), min(size, at + s.context_mask_range + 1), 1)
+    for i in range(count):
+        near[w[MASK_AT, i]] = 0
+    candidates = w[STARTS]  # no longer needed: the spans are written
+    found = 0
+    for i in range(size):
+        if near[i] and row[TOKENS, used + i] != s.eos:
+            candidates[found] = i
+            found += 1
+    for i in range(min(found, int(s.context_mask_ratio * n))):
+        j = i + below(stream, found - i)
+        row[TOKENS, used + candidates[j]] = s.dblock
+        candidates[j] = candidates[i]
+
+
+@inlined
+def write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
+    """Write the Example with the spans in hand to `row` from `used` on, but for what is 0. Returns the new end."""
+    if s.masked_lm:
+        part_b = end = _write_in_place(row, used, text, start, length, count, w, s)
+    else:
+        part_b = _write_part_a(row, used, text, start, length, count, objective, w, s)
+        end = _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s)
+        if objective == TOKEN and s.context_mask_ratio > 0:
+            _mask_context(row, used, part_b, count, stream, w, s, length + 1)
+    count_line(row, POSITION_IDS, used, part_b, 0)
+    if s.random_position:
+        shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
+        stop = part_b if s.sentinel_first >= 0 else end
+        for i in range(used, stop):
+            row[POSITION_IDS, i] += shift
+    set_line(row, DOC, used, end, document)
+    set_line(row, OBJECTIVE, used, end, objective)
+    return end
