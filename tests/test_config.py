@@ -234,7 +234,7 @@ def test_objectives_are_chosen_and_mixed():
         "causal",
         2.0,
         0,
-        config.causal,
+        config.objective_sections["causal"],
     )
     assert (t5.name, t5.weight, t5.first_sample, t5.section.noise_ratio) == ("t5", 1.0, 100, 0.2)
 

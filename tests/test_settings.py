@@ -17,6 +17,7 @@ from megatron_lite.settings import (
     checked,
     describe,
     fraction,
+    inline_sections,
     load_json,
     load_yaml,
     merge,
@@ -372,3 +373,43 @@ def test_every_setting_is_described_with_type_default_and_help():
 @given(st.integers() | st.booleans() | st.none() | st.text())
 def test_a_printed_default_can_be_pasted_as_an_override(value):
     assert parse_override(f"inner.label={to_yaml_scalar(value)}") == {"inner": {"label": value}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithInline:
+    size: int = setting(REQUIRED, "how large, tokens")
+    parts: dict[str, Inner] = inline_sections({"left": Inner, "right": Inner})
+
+
+def test_inline_sections_are_keys_beside_their_field():
+    made = build(WithInline, {"size": 1, "right": {"count": 5}})
+    assert made.parts == {"left": Inner(), "right": Inner(count=5)}
+    assert list(to_tree(made)) == ["size", "left", "right"]
+    assert build(WithInline, to_tree(made)) == made
+    assert [name for name in setting_names(WithInline) if "count" in name] == ["left.count", "right.count"]
+    assert "  left.count (int, default 3)" in describe(WithInline)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"parts": {"left": {}}}, "unknown setting parts; valid keys here are left, right, size"),
+        ({"rigth": {}}, "unknown setting rigth; the nearest valid key is right"),
+        ({"left": {"cuont": 1}}, "unknown setting left.cuont; the nearest valid key is left.count"),
+        ({"left": 3}, "left is a section"),
+        ({"left": {}}, "size is required"),
+    ],
+)
+def test_mistakes_in_inline_sections(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        build(WithInline, tree)
+
+
+def test_an_inline_section_has_no_name_of_another_key():
+    @dataclass(frozen=True, kw_only=True)
+    class Twice:
+        size: int = setting(1, "how large, tokens")
+        parts: dict[str, Inner] = inline_sections({"size": Inner})
+
+    with pytest.raises(AssertionError, match=r"Twice has the keys \{'size'\} twice"):
+        build(Twice, {})

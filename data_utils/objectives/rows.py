@@ -10,7 +10,6 @@ own.)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -88,12 +87,6 @@ class RowSizes(ObjectiveConfig):
     def units(self) -> str | None:
         """Where units begin: "words", "sentences", or None: every token."""
         return None
-
-
-@functools.cache
-def _digest_of(*files: str) -> int:
-    """Of the sources of this machinery and of the objective's own files."""
-    return source_digest(random_streams.__file__, planes.__file__, masking.__file__, __file__, *files)
 
 
 @compiled
@@ -269,6 +262,13 @@ class RowObjective:
     losses: ClassVar[tuple[Loss, ...]]  # compiled code reads the number of the first as `s.loss`
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # with code of the entry point, beside the file it is in
+    _digest: ClassVar[int]
+
+    def __init_subclass__(cls) -> None:
+        """Note the digest of the sources now, while the files are those that are being imported."""
+        own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
+        files = (random_streams.__file__, planes.__file__, masking.__file__, __file__)
+        cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     def __init__(
         self,
@@ -303,8 +303,7 @@ class RowObjective:
         }
         record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": sequence_length}
         record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
-        own_file = getattr(self.entry, "py_func", self.entry).__code__.co_filename
-        self._settings = _settings_record(record, _digest_of(own_file, *self.compiled_files))
+        self._settings = _settings_record(record, self._digest)
 
     def values(self) -> dict[str, Any]:
         """What the entry point reads as `s`: all numbers of the section, and the bound that `fill_pieces` needs."""
