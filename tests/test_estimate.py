@@ -11,7 +11,7 @@ from distributed import run_ranks
 
 from megatron_lite.attention_layout import Batch
 from megatron_lite.config import Config, ParallelConfig, load_config
-from megatron_lite.estimate import _block_bytes, estimate, stages
+from megatron_lite.estimate import LOGIT_BYTES, _block_bytes, estimate, stages
 from megatron_lite.model import GLM, ModelInput, initialize_parameters
 from megatron_lite.plain_engine import make_engine
 from megatron_lite.settings import build, merge
@@ -148,3 +148,14 @@ def test_the_command_answers_without_gpu_or_data():
 def test_what_cannot_run_is_refused_in_one_line(arguments, message):
     done = dry_run(*arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("objectives", "share"), [({"causal": 1}, 1.0), ({"causal": 1, "xlnet": 3}, 5 / 14)])
+def test_the_head_costs_what_the_objectives_predict(objectives, share):
+    """Memory of the logits, and the cost by which pipeline stages are balanced."""
+    from megatron_lite.pipeline import layer_costs  # imports DeepSpeed
+
+    config = build(Config, merge(MODEL, {"objectives": objectives, "model": {"max_position": 80}}))
+    tokens = config.batch.micro_batch_size * config.row_length
+    assert estimate(config, 1).memory["logits"] == pytest.approx(tokens * share * LOGIT_BYTES * 300)
+    assert layer_costs(config.model, config.loss_share)[-1] == pytest.approx(share * 300 / (12 * 64))

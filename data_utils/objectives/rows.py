@@ -282,7 +282,7 @@ class RowObjective:
         least, usual = config.least_row_length(sequence_length), config.row_length_for(sequence_length)
         self.config = config
         self.vocabulary = vocabulary
-        self.sequence_length = sequence_length
+        self.sequence_length = int(sequence_length)
         self.row_length = usual if row_length is None else row_length
         check(
             self.row_length >= least,
@@ -301,7 +301,7 @@ class RowObjective:
             field.name: int(getattr(vocabulary.special, field.name))
             for field in dataclasses.fields(vocabulary.special)
         }
-        record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": sequence_length}
+        record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": self.sequence_length}
         record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
         self._settings = _settings_record(record, self._digest)
 
