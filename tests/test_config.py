@@ -452,6 +452,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("blank_infilling.sentinel_first=200"),
         ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
     ),
+    "sentinels of t5": (
+        over("objectives={t5: 1}", "t5.sentinel_first=300"),
+        ("sentinel_first (300)", "below model.vocab_size (300)", "lower it"),
+    ),
     "unknown objective": (over("objectives.bert=1"), ("'bert'", "one of blank_infilling, causal")),
     "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
     "objective start without objective": (

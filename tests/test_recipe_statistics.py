@@ -120,7 +120,7 @@ def test_ernie_masks_the_units_of_a_segmenter():
     )
     piece = text_of(40, False)  # c ab c ab: units of four tokens
     assert np.flatnonzero(segmenter(piece)).tolist() == list(range(0, 40, 4))
-    made = Ernie(ErnieConfig(), vocabulary, 5, 60)
+    made = Ernie(ErnieConfig(segmenter="tokens"), vocabulary, 5, 60)
     made.units = segmenter
     for example in many(made, piece, 100):
         predicted = (example.weights[1:-1] > 0).reshape(-1, 4)

@@ -1,10 +1,9 @@
-"""Rows of packed documents: what every objective but blank infilling shares around its own `fill_piece`.
+"""Rows of packed documents: what objectives share around a compiled `fill_piece` of their own.
 
-An objective of this kind is three things: a config section, a compiled function that writes the Example of
-one piece, and a bound on the row tokens a piece can need. The bound is linear in the piece and holds for
-every draw, so rows never overflow and nothing is ever drawn again. (Where the number of spans varies, in BART and blank
-infilling, rows are near the mean length, and the last tokens of a piece give way; blank infilling has a loop of its
-own.)
+An objective is a config section, a compiled function that writes the Example of one piece, and a bound on the
+row tokens a piece can need. The bound is linear in the piece and holds for every draw, so rows never overflow
+and nothing is ever drawn again. (Where the number of spans varies, in BART and blank infilling, rows are near
+the mean length, and the last tokens of a piece give way. Blank infilling has a loop and a bound of its own.)
 """
 
 from __future__ import annotations

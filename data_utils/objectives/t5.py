@@ -79,6 +79,13 @@ class T5Config(RowSizes):
         """Neither part is longer than the text and its sop."""
         return sequence_length
 
+    def check_vocabulary_size(self, size: int) -> None:
+        first = self.sentinel_first
+        check(
+            first is None or first < size,
+            f"t5.sentinel_first ({first}) must be below model.vocab_size ({size}): it is a token's id; lower it.",
+        )
+
 
 @compiled
 def _divide(stream, w, line, total, parts):
