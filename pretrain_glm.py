@@ -108,8 +108,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     require_start(directory, config.checkpoint)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
-    config.data.require_train()
-    tokenizer = load_tokenizer(config.tokenizer)  # a mistake up to here is answered before torch is imported
+    tokenizer = load_tokenizer(config.tokenizer)
+    config.data.require_train()  # a mistake up to here is answered before torch is imported
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
     # Rank 0 for all: the others meet it before they write anything.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
