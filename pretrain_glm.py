@@ -136,7 +136,7 @@ def train_with(
         keep_freed_memory()
     watchdog.at("building the model")
     try:
-        with memory_advice(config):
+        with memory_advice(config), watchdog.name_dead_ranks():
             engine = make_engine(config, context, len(data.objective_names))
             parts = (data.train, data.validation, data.objective_names)
             status = Trainer(config, context, engine, *parts, control, watchdog).fit()
