@@ -142,7 +142,7 @@ def train_with(
         keep_freed_memory()
     watchdog.at("building the model")
     try:
-        with memory_advice(config):
+        with memory_advice(config), watchdog.name_dead_ranks():
             engine = make_engine(config, context, len(data.loss_names))
             status = Trainer(
                 config=config,

@@ -49,7 +49,6 @@ from megatron_lite.trainer_state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 1: SHA-256 of whole files, none of the manifest
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 _NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
@@ -455,12 +454,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path}: manifest.json is not of format {FORMAT}.")
     version = manifest.get("version")
-    if version not in READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path}: manifest.json has version {version!r} of the format; this program reads "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}: use a newer one, unless the file is damaged."
+            f"checkpoint {path}: manifest.json has version {version!r} of the format and this program reads "
+            f"{FORMAT_VERSION}; use the program that wrote it, unless the file is damaged."
         )
-    if version > 1 and _read_small(path, "manifest.json.sha256") != _checksum_line(content):
+    if _read_small(path, "manifest.json.sha256") != _checksum_line(content):
         raise CheckpointError(
             f"checkpoint {path}: manifest.json does not match manifest.json.sha256; one of them is damaged."
         )

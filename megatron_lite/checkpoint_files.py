@@ -9,7 +9,6 @@ safetensors library reads the same files, but maps them, which counts against a 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
@@ -157,8 +156,6 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def block_sizes(described: dict[str, Any]) -> list[int]:
     """Bytes of each part of a file that has a checksum of its own. Raises KeyError, TypeError or ValueError."""
-    if "sha256" in described:  # format version 1: one for the whole file
-        return [int(described["bytes"])]
     size, block = int(described["bytes"]), int(described["block_bytes"])
     if block < 1 or size < 0 or len(described["crc32"]) != -(-size // block):
         raise ValueError(f"{len(described['crc32'])} checksums for {size} bytes")
@@ -168,13 +165,8 @@ def block_sizes(described: dict[str, Any]) -> list[int]:
 def check_block(path: Path, described: dict[str, Any], number: int) -> None:
     """Compare one part of a file with its checksum. Raises CheckpointError naming file and place; OSError."""
     size = block_sizes(described)[number]
-    start = number * described.get("block_bytes", 0)
-    if "sha256" in described:
-        with path.open("rb") as file:
-            good = hashlib.file_digest(file, "sha256").hexdigest() == described["sha256"]
-    else:
-        good = _crc32(path, start, size) == described["crc32"][number]
-    if not good:
+    start = number * described["block_bytes"]
+    if _crc32(path, start, size) != described["crc32"][number]:
         raise CheckpointError(
             f"checkpoint {path.parent}: {path.name} does not match its checksum in bytes {start} to {start + size}; "
             "the file is damaged."

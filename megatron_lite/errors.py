@@ -16,7 +16,7 @@ class ExitStatus(IntEnum):
     """How an entry point ended. docs/cluster.md says what a job script makes of each."""
 
     FINISHED = 0  # training.steps, or training.stop_after_step, is reached and saved
-    CRASHED = 1  # Python's own, after a traceback
+    CRASHED = 1  # Python's own, after a traceback; or another rank died, in one line
     USER_ERROR = 2  # a mistake in configuration, data or checkpoint; the same start fails again
     STOPPED = 75  # a signal asked for it; all is saved, start again to continue (sysexits' EX_TEMPFAIL)
     HALTED = 76  # the file STOP asked for it; all is saved, remove the file to continue
@@ -57,6 +57,12 @@ class TrainingError(UserError):
     """The run cannot go on, for example because its gradients stay non-finite."""
 
     status = ExitStatus.UNSOUND
+
+
+class RankError(UserError):
+    """Another rank has died."""
+
+    status = ExitStatus.CRASHED
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -22,6 +22,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,7 +34,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import ExitStatus
+from megatron_lite.errors import ExitStatus, RankError
 from megatron_lite.launch import report_status
 from megatron_lite.lease import Lease
 
@@ -41,6 +42,11 @@ TICK_SECONDS = 0.5
 BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
 EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpreter
 CLOCKS_DIFFER_SECONDS = 60.0  # of the machines of a run, and their starts
+DEATH_SECONDS = 5.0  # from a broken connection until the process at its other end is seen to be dead
+# What gloo, NCCL and torch's store say of one.
+_CONNECTION = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
+)
 OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
 
 
@@ -145,8 +151,7 @@ class Watchdog:
             if left < 0:
                 self._end(here, now)
             self._keep_lease()
-            if self._has_joined and now >= next_beat:
-                self._beat()
+            if self._has_joined and now >= next_beat and self._beat():
                 next_beat = now + self._heartbeat_seconds
             if self._closed.wait(TICK_SECONDS):
                 # The interpreter stops this thread before it ends; the timer goes on.
@@ -176,10 +181,13 @@ class Watchdog:
             self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
         )
 
-    def _beat(self, at_any_rate: bool = False) -> None:
-        """Args: at_any_rate: also where the run has not begun; one that is refused at its start leaves nothing."""
+    def _beat(self, at_any_rate: bool = False) -> bool:
+        """Write where we are, unless the run has not begun: one that is refused at its start leaves nothing.
+
+        Args: at_any_rate: do so all the same. Returns: whether it has begun.
+        """
         if not at_any_rate and not self._directory.with_name("config.yaml").exists():
-            return
+            return False
         path = self._directory / f"rank_{self._rank:05d}.json"
         temporary = path.with_suffix(".tmp")
         # A full or broken disk is not the heartbeat's business; and a save that hangs on it must be noticed.
@@ -187,6 +195,40 @@ class Watchdog:
             self._directory.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(asdict(self._heartbeat(self._here))) + "\n", encoding="utf-8")
             os.replace(temporary, path)
+        return True
+
+    def dead_ranks(self) -> list[Heartbeat]:
+        """The last heartbeats of those ranks on this machine whose processes have died, of this start."""
+        host, earliest = socket.gethostname(), self._started - CLOCKS_DIFFER_SECONDS
+        return [
+            beat
+            for beat in read_heartbeats(self._directory)
+            if beat.host == host and beat.time >= earliest and beat.rank < self._world_size
+            if beat.section != Section.EXIT and not _lives(beat.pid)
+        ]
+
+    @contextlib.contextmanager
+    def name_dead_ranks(self) -> Iterator[None]:
+        """Where a collective fails because a rank has died: raises RankError with its name instead."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _CONNECTION.search(str(error)):
+                raise
+            deadline = time.monotonic() + DEATH_SECONDS
+            while not (dead := self.dead_ranks()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            ended = RankError(
+                f"rank {self._rank} lost the connection to another rank: "
+                + (
+                    "; ".join(f"{beat}, process {beat.pid}, has died" for beat in dead)
+                    or "which one, others say"
+                )
+                + ". Its own last lines, or the system's log where memory ran out, say why; start again to continue."
+            )
+            living = set(range(self._world_size)) - {beat.rank for beat in dead}
+            ended.only_here = self._rank == min(living) or not dead
+            raise ended from error
 
     def _end(self, here: _Here, now: float) -> None:
         rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
@@ -209,6 +251,17 @@ class Watchdog:
         os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
         if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
             time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
+
+
+def _lives(process: int) -> bool:
+    """False also for one that has ended and whose parent has not asked for its status yet."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
 
 
 def _stacks() -> bytes:
@@ -237,6 +290,9 @@ class NoWatchdog(Watchdog):
 
     def joined(self) -> None:
         pass
+
+    def dead_ranks(self) -> list[Heartbeat]:
+        return []
 
     @contextlib.contextmanager
     def beside(self, section: Section, place: str) -> Iterator[None]:

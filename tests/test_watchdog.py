@@ -4,18 +4,20 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from distributed import _FORK, free_port, initialize
 from test_trainer import make_trainer
 
 from megatron_lite import checkpoint
 from megatron_lite.config import ParallelConfig, TimeoutsConfig
-from megatron_lite.errors import ExitStatus
+from megatron_lite.errors import ExitStatus, RankError
 from megatron_lite.launch import Launch
 from megatron_lite.settings import merge
 from megatron_lite.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
@@ -69,6 +71,47 @@ def test_a_hang_of_one_rank_is_named_by_all_and_ends_all(settings, capfd):
         (0, 3, "summing totals of all ranks"),
         (1, 3, "reading data"),
     ]
+
+
+def train_until_a_rank_is_killed(rank, port, tree):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3")
+    context = initialize(Launch(rank, 3, rank), ParallelConfig(), timeout_seconds=60)
+    trainer = make_trainer(context, tree)
+    watch(trainer)
+    with pytest.raises(RankError) as caught, trainer.watchdog.name_dead_ranks():
+        trainer.fit()
+    trainer.watchdog.enter(Section.EXIT)  # as pretrain_glm.py does
+    print(f"{rank} {caught.value.only_here} {caught.value}", flush=True)
+    os._exit(int(caught.value.status))
+
+
+def test_a_rank_that_is_killed_is_named(settings, capfd):
+    port, tree = free_port(), merge(settings, {"training": {"steps": 1_000_000}})
+    tree["batch"]["global_batch_size"] = 12
+    ranks = [_FORK.Process(target=train_until_a_rank_is_killed, args=(rank, port, tree)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    heartbeats = Path(settings["run"]["directory"]) / "heartbeats"
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_heartbeats(heartbeats)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks[0].kill()
+        for process in ranks:
+            process.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.exitcode for process in ranks] == [
+        -signal.SIGKILL,
+        ExitStatus.CRASHED,
+        ExitStatus.CRASHED,
+    ]
+    lines = sorted(line for line in capfd.readouterr().out.splitlines() if "lost the connection" in line)
+    assert [line.split()[:2] for line in lines] == [["1", "True"], ["2", "False"]]  # one of them reports it
+    assert all(f"rank 0 on {socket.gethostname()} (" in line for line in lines)
+    assert all(f"process {ranks[0].pid}, has died" in line for line in lines), lines
 
 
 def train_while_writing_hangs(tree):
