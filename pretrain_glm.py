@@ -12,21 +12,21 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import yaml
 
-from data_utils.files import require_directory, require_writable
-from data_utils.loader import open_datasets
-from data_utils.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.config import CheckpointConfig, Config, load_config
-from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
-from megatron_lite.launch import Launch, is_first_of_node, report_status
-from megatron_lite.lease import held
-from megatron_lite.run_control import Phase, RunControl
-from megatron_lite.settings import describe, to_tree
-from megatron_lite.watchdog import Section, Watchdog
+from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
+from data_utils.base.files import require_directory, require_writable
+from data_utils.base.settings import describe, to_tree
+from data_utils.samples.loader import open_datasets
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.config.tree import CheckpointConfig, Config, load_config
+from megatron_lite.parallel.launch import Launch, is_first_of_node, report_status
+from megatron_lite.train.control import Phase, RunControl
+from megatron_lite.train.lease import held
+from megatron_lite.train.watchdog import Section, Watchdog
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,7 +89,7 @@ def dry_run(config: Config, processes: int) -> None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.estimate import report
+    from megatron_lite.train.estimate import report
 
     print(report(config, processes))
 
@@ -125,11 +125,11 @@ def train_with(
     config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
-    from megatron_lite.cpu_memory import keep_freed_memory
-    from megatron_lite.parallel_context import initialize
-    from megatron_lite.plain_engine import make_engine
-    from megatron_lite.resume import check_beginning
-    from megatron_lite.trainer import Trainer, memory_advice
+    from data_utils.base.memory import keep_freed_memory
+    from megatron_lite.parallel.context import initialize
+    from megatron_lite.train.plain import make_engine
+    from megatron_lite.train.resume import check_beginning
+    from megatron_lite.train.trainer import Trainer, memory_advice
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before minutes are spent on copying corpora and on building the model

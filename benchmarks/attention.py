@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -32,13 +32,13 @@ import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
-from data_utils.loader import collate
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.memory import keep_freed_memory
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
-from megatron_lite.attention import CallPlan, plan_attention
-from megatron_lite.attention_layout import Batch
-from megatron_lite.cpu_memory import keep_freed_memory
-from megatron_lite.errors import ArgumentParser, ConfigError, run_command
+from data_utils.samples.loader import collate
+from megatron_lite.model.attention import CallPlan, plan_attention
+from megatron_lite.model.batch import Batch
 
 HEAD_DIM = 64
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal

@@ -30,21 +30,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import torch
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from megatron_lite import checkpoint
-from megatron_lite.config import CheckpointConfig, Config, ParallelConfig
-from megatron_lite.engine import Engine
-from megatron_lite.errors import ArgumentParser, run_command
-from megatron_lite.launch import Launch
-from megatron_lite.parallel_context import ParallelContext, initialize
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.saver import Saver
-from megatron_lite.settings import build
+from data_utils.base.errors import ArgumentParser, run_command
+from data_utils.base.settings import build
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import CheckpointConfig, Config, ParallelConfig
+from megatron_lite.parallel.context import ParallelContext, initialize
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.train.engine import Engine
+from megatron_lite.train.plain import make_engine
 
 SIZES = {"tiny": (2, 64, 2), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, hidden size, heads
 STEP, WRITE_BYTES = 1, 16 << 20

@@ -24,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.loader import collate
+from data_utils.base.errors import ArgumentParser, run_command
 from data_utils.objectives import (
     OBJECTIVES,
     BlankInfilling,
@@ -39,7 +39,7 @@ from data_utils.objectives import (
     make_one,
 )
 from data_utils.objectives.planes import FIELDS
-from megatron_lite.errors import ArgumentParser, run_command
+from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=30522, eop=30523, eos=0, pad=0, unk=100, dblock=99

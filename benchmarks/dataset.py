@@ -30,19 +30,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places
-from data_utils.dataset_tools import adopt_dataset
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
-from data_utils.loader import SampleLoader
-from data_utils.mixture import Mixture
+from data_utils.base.errors import ArgumentParser, run_command
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
+from data_utils.dataset.tools import adopt_dataset
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, SpecialTokens, Vocabulary
-from data_utils.sampler import WindowIndex
-from megatron_lite.errors import ArgumentParser, run_command
+from data_utils.samples.loader import SampleLoader
+from data_utils.samples.mixture import Mixture
+from data_utils.samples.sampler import WindowIndex
 
 WINDOW = 512  # tokens
 BATCH = 64  # samples

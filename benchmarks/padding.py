@@ -15,20 +15,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
 from benchmarks.arguments import check_at_least
 from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
-from data_utils.indexed_dataset import IndexedDataset
-from data_utils.loader import collate
-from data_utils.mixture import Mixture
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
 from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
-from data_utils.sampler import WindowIndex
-from megatron_lite.errors import ArgumentParser, ConfigError, run_command
+from data_utils.samples.loader import collate
+from data_utils.samples.mixture import Mixture
+from data_utils.samples.sampler import WindowIndex
 
 # name: config of blank infilling, beside the objectives with their defaults
 MORE_CASES = {

@@ -45,7 +45,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -56,8 +56,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least
-from data_utils.files import require_writable
-from megatron_lite.errors import ArgumentParser, DataError, run_command
+from data_utils.base.errors import ArgumentParser, DataError, run_command
+from data_utils.base.files import require_writable
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -285,7 +285,7 @@ def tiktoken_encode(path: Path):
     """tiktoken's encode function for the byte-level BPE of a tokenizer.json."""
     import tiktoken
 
-    from data_utils.encoders import byte_symbols
+    from data_utils.text.fast.encoders import byte_symbols
 
     tree = orjson.loads(path.read_bytes())
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
@@ -348,7 +348,9 @@ def library(family: str, path: Path, threads: int):
 
 def equal_documents(dataset_prefix: Path, ids_path: Path) -> tuple[int, int]:
     """How many of the yardstick's documents, and of how many, have the same ids in the dataset."""
-    from data_utils.indexed_dataset import IndexedDataset  # not above: yardsticks would pay for numba too
+    from data_utils.dataset.indexed_dataset import (
+        IndexedDataset,  # not above: yardsticks would pay for numba too
+    )
 
     dataset = IndexedDataset(dataset_prefix)
     expected = np.load(ids_path)

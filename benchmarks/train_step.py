@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -33,18 +33,18 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.loader import collate
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.memory import keep_freed_memory
 from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import ModelConfig
-from megatron_lite.cpu_memory import keep_freed_memory
-from megatron_lite.errors import ArgumentParser, ConfigError, run_command
-from megatron_lite.heads import cross_entropy
-from megatron_lite.metrics import GPU_PEAK_TFLOPS, step_flops
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
-from megatron_lite.tensor_parallel import linear
+from data_utils.samples.loader import collate
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.heads import cross_entropy
+from megatron_lite.model.tensor_parallel import linear
+from megatron_lite.train.reports import GPU_PEAK_TFLOPS, step_flops
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 from tqdm import tqdm
 
-from data_utils.files import require_directory
-from megatron_lite.errors import ArgumentParser, CheckpointError, ConfigError, run_command
-from megatron_lite.lease import held
+from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
+from data_utils.base.files import require_directory
+from megatron_lite.train.lease import held
 
 if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
-    from megatron_lite.checkpoint import Checkpoint
+    from megatron_lite.checkpoint.store import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
@@ -74,7 +74,7 @@ def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
     paths = []
     if directory.is_dir():
-        from megatron_lite import checkpoint
+        from megatron_lite.checkpoint import store as checkpoint
 
         if checkpoint.is_checkpoint(directory):
             return [directory]
@@ -89,7 +89,7 @@ def find(directory: Path) -> list[Path]:
 
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
-    from megatron_lite import checkpoint
+    from megatron_lite.checkpoint import store as checkpoint
 
     try:
         require_directory(run, "give the run.directory of a run")
@@ -110,7 +110,7 @@ def rewind(run: Path, step: int) -> None:
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
     """A row of the table, and what is wrong with the checkpoint if anything is."""
-    from megatron_lite import checkpoint
+    from megatron_lite.checkpoint import store as checkpoint
 
     try:
         found = checkpoint.read_checkpoint(path)
@@ -137,7 +137,7 @@ def layout(found: Checkpoint) -> str:
 
 def verify(found: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
-    from megatron_lite import checkpoint
+    from megatron_lite.checkpoint import store as checkpoint
 
     with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=found.path.name, disable=None) as bar:
         for block in checkpoint.blocks(found):

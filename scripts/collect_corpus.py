@@ -34,13 +34,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 from tqdm import tqdm
 
-from data_utils.files import require_writable, write_whole
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_writable, write_whole
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}

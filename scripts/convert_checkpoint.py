@@ -14,12 +14,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
-from data_utils.files import require_directory, require_new_directory
-from megatron_lite.errors import ArgumentParser, ConfigError, run_command
-from megatron_lite.settings import load_yaml, merge, parse_override
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.files import require_directory, require_new_directory
+from data_utils.base.settings import load_yaml, merge, parse_override
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

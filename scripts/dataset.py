@@ -16,21 +16,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.dataset_tools import (
+from data_utils.base.errors import ArgumentParser, DataError, run_command
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.tools import (
     adopt_dataset,
     length_statistics,
     merge_datasets,
     token_counts,
     upgrade_dataset,
 )
-from data_utils.indexed_dataset import IndexedDataset
-from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import ArgumentParser, DataError, run_command
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 
 TEXT_CHARACTERS = 600  # of a sample document
 

@@ -16,18 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.files import require_directory
-from data_utils.loader import SampleLoader, open_datasets
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_directory
 from data_utils.objectives.blank_infilling import TOKEN
 from data_utils.objectives.planes import Example, SpecialTokens
-from data_utils.tokenizers import Tokenizer
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
-from megatron_lite.generation_config import GenerationConfig
+from data_utils.samples.loader import SampleLoader, open_datasets
+from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.generate.config import GenerationConfig
 
 MOST_BLANKS = 8
 MOST_TOKENS = 150  # of a text, so that it stays readable
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     generation = GenerationConfig(max_length=args.max_length)
     require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments should not wait for torch.
-    from megatron_lite.generation import BlankFiller
-    from megatron_lite.inference import load_run
+    from megatron_lite.generate.filling import BlankFiller
+    from megatron_lite.generate.open_run import load_run
 
     run = load_run(args.checkpoint)
     config, tokenizer = run.config, run.tokenizer
@@ -95,7 +95,7 @@ def render(
     tokenizer: Tokenizer, context: list[int], originals: Sequence[list[int]], fillings: Sequence[list[int]]
 ) -> str:
     """The text with numbered blanks, then a line for each blank."""
-    from megatron_lite.generation import insert_spans
+    from megatron_lite.generate.filling import insert_spans
 
     hidden = {tokenizer.special.cls, tokenizer.special.eos}
     parts = insert_spans([token for token in context if token not in hidden], originals, tokenizer.special)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
-from data_utils.files import require_directory
-from data_utils.tokenizers import PROMPT_MARKERS
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
-from megatron_lite.generation_config import GenerationConfig
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_directory
+from data_utils.text.tokenizers import PROMPT_MARKERS
+from megatron_lite.generate.config import GenerationConfig
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,8 +59,8 @@ def main() -> None:
             )
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments should not wait for torch.
-    from megatron_lite.generation import BlankFiller, blank_context, insert_spans
-    from megatron_lite.inference import open_run
+    from megatron_lite.generate.filling import BlankFiller, blank_context, insert_spans
+    from megatron_lite.generate.open_run import open_run
 
     opened = open_run(arguments.checkpoint, arguments.tokenizer)
     opened.require_blank_infilling({blank for blank in PROMPT_MARKERS for text in texts if blank in text})

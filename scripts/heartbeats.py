@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
-from megatron_lite.errors import ArgumentParser, DataError, run_command
-from megatron_lite.watchdog import heartbeat_directory, read_heartbeats
+from data_utils.base.errors import ArgumentParser, DataError, run_command
+from megatron_lite.train.watchdog import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:

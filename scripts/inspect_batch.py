@@ -22,13 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.files import require_writable
-from data_utils.loader import collate
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_writable
+from data_utils.base.settings import build, parse_override
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -39,10 +40,9 @@ from data_utils.objectives import (
     make_objective,
 )
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
-from megatron_lite.attention_layout import allowed
-from megatron_lite.config import Config, load_config
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
-from megatron_lite.settings import build, parse_override
+from data_utils.samples.loader import collate
+from megatron_lite.config.tree import Config, load_config
+from megatron_lite.model.batch import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
 MOST_COLUMNS = 100  # of the mask in the terminal; a longer row is thinned
@@ -125,9 +125,9 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
 
 def rows_of_config(arguments: argparse.Namespace) -> Shown:
     """Samples of a run's corpora, or one text in the run's tokens."""
-    from data_utils.loader import open_datasets
-    from data_utils.tokenizers import load_tokenizer
-    from data_utils.vocabulary import vocabulary_of
+    from data_utils.samples.loader import open_datasets
+    from data_utils.text.tokenizers import load_tokenizer
+    from data_utils.text.vocabulary import vocabulary_of
 
     overrides = list(arguments.overrides)
     if arguments.objective:

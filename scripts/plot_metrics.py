@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import matplotlib
@@ -26,8 +26,8 @@ matplotlib.use("Agg")  # writes files, needs no display
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from data_utils.files import require_writable
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_writable
 from scripts.unigram_baseline import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]

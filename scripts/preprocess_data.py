@@ -18,17 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
-from data_utils.build import build_corpus
-from data_utils.build_config import DEFAULT_SHARD_BYTES, BuildConfig
-from data_utils.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
-from data_utils.indexed_dataset import IndexedDataset
-from data_utils.ranks import Ranks
-from data_utils.tokenizer_readers import KINDS
-from data_utils.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.errors import (
+from data_utils.base.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
     ConfigError,
@@ -36,6 +29,13 @@ from megatron_lite.errors import (
     UserError,
     run_command,
 )
+from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.build.ranks import Ranks
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
+from data_utils.text.tokenizer_readers import KINDS
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 INTERRUPTED = "interrupted before the output was complete; run the command again to go on"
 

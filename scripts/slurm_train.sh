@@ -33,7 +33,7 @@ rm -f "$GLM_STATUS_FILE"
 # This script runs on the first node, where rank 0 will listen.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}}
-export MASTER_PORT=${MASTER_PORT:-$("$python" -c 'import sys; from megatron_lite.launch import free_slurm_port
+export MASTER_PORT=${MASTER_PORT:-$("$python" -c 'import sys; from megatron_lite.parallel.launch import free_slurm_port
 print(free_slurm_port(int(sys.argv[1])))' "$SLURM_JOB_ID")}
 
 arguments=("${@//%a/${SLURM_ARRAY_TASK_ID:-}}")
@@ -79,7 +79,7 @@ end_chain() { # nothing is left to do for the tasks behind this one, or they wou
     scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
 }
 
-case $status in # megatron_lite/errors.py: ExitStatus
+case $status in # data_utils/base/errors.py: ExitStatus
     0) end_chain ;;
     75)
         rm -f "$logs/failures"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import sentencepiece
@@ -29,7 +29,9 @@ import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from data_utils.documents import (
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, UserError, run_command
+from data_utils.base.files import require_writable, write_whole
+from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
     TEXT_SPLITS,
@@ -40,9 +42,7 @@ from data_utils.documents import (
     parse_block,
     read_blocks,
 )
-from data_utils.files import require_writable, write_whole
-from data_utils.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, UserError, run_command
+from data_utils.text.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries cannot be given just any number
 MIN_FREQUENCY = 2  # a pair that occurs once is not worth a token

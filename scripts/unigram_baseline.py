@@ -20,18 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import megatron_lite.entry  # noqa: F401
+import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.files import require_directory, write_whole
-from data_utils.loader import SampleLoader, open_datasets
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_directory, write_whole
 from data_utils.objectives import SENTENCE_LEVEL
 from data_utils.objectives.planes import OBJECTIVE, TARGETS, WEIGHTS
-from data_utils.tokenizers import load_tokenizer
-from megatron_lite.config import Config, load_config
-from megatron_lite.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.samples.loader import SampleLoader, open_datasets
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.config.tree import Config, load_config
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -102,7 +102,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
-    from megatron_lite.metrics import objective_losses  # here: it loads torch, which takes seconds
+    from megatron_lite.train.reports import objective_losses  # here: it loads torch, which takes seconds
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")

@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import byte_tokenizer
 
-from data_utils.build import build_corpus
-from data_utils.build_config import BuildConfig
-from data_utils.ranks import Ranks
-from megatron_lite.errors import UserError, run_command
+from data_utils.base.errors import UserError, run_command
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.build.ranks import Ranks
 
 
 def main() -> int:

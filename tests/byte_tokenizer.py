@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_lite.errors import DataError
+from data_utils.base.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ WORDS = [f"word{i}" for i in range(60)]
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with vocab.txt and the datasets corpus_train, corpus_validation: 1 to 60 random words a document."""
-    from data_utils.build import BuildConfig, build_corpus
-    from data_utils.tokenizers import TokenizerConfig, load_tokenizer
+    from data_utils.build.corpus import BuildConfig, build_corpus
+    from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
     directory = tmp_path_factory.mktemp("corpus")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

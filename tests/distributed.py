@@ -23,9 +23,9 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
 import torch
 
-from megatron_lite.config import ParallelConfig
-from megatron_lite.launch import Launch
-from megatron_lite.parallel_context import initialize
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.parallel.context import initialize
+from megatron_lite.parallel.launch import Launch
 
 _FORK = multiprocessing.get_context("fork")
 

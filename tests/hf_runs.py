@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from data_utils.tokenizers import load_tokenizer
-from megatron_lite.config import Config
+from data_utils.base.settings import build
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.config.tree import Config
 from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model import GLM, initialize_parameters, parameter_shapes
-from megatron_lite.settings import build
+from megatron_lite.model.glm import GLM, initialize_parameters, parameter_shapes
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 

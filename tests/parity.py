@@ -34,17 +34,17 @@ import torch
 from batches import prefix_batch
 from distributed import run_ranks
 
+from data_utils.base.errors import ConfigError, run_command
+from data_utils.base.settings import build
 from data_utils.objectives.planes import WEIGHTS
-from megatron_lite.attention_layout import Batch
-from megatron_lite.boxes import matrix_shape, whole_shape
-from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import Engine, Fragment, MicroBatch, parameter_groups
-from megatron_lite.errors import ConfigError, run_command
-from megatron_lite.model import ModelInput, build_model
-from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import build
-from megatron_lite.trainer import DTYPES
+from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine import Engine, Fragment, MicroBatch, parameter_groups
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.trainer import DTYPES
 
 MAX_RANKS = 8
 SAMPLES = 32  # of a step: 8 data-parallel ranks x 4 micro-batches

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.loader import collate
 from data_utils.objectives import OBJECTIVES, Example, Objective, SpecialTokens, Vocabulary, make_one
+from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=106, eop=107, eos=0, pad=1, unk=100, dblock=99

@@ -11,9 +11,9 @@ from recipes import RECIPES, make
 from test_recipes import collate, windows
 
 from data_utils.objectives.planes import DOC, GRP, ORD
-from megatron_lite import attention_layout
-from megatron_lite.attention import CallPlan, DensePlan, plan_attention
-from megatron_lite.attention_layout import allowed, make_layout
+from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
+from megatron_lite.model.batch import allowed, make_layout
+from megatron_lite.model.glm import batch as attention_layout
 
 CPU = torch.device("cpu")
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

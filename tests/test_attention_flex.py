@@ -9,9 +9,9 @@ from mask_rule import allowed
 from recipes import RECIPES
 from test_attention import CPU, draw, mask_of, random_arrays, recipe_arrays, reference_attention
 
-from megatron_lite.attention import plan_attention
-from megatron_lite.attention_flex import FlexPlan, block_lists
-from megatron_lite.attention_layout import make_layout
+from megatron_lite.model.attention import plan_attention
+from megatron_lite.model.batch import make_layout
+from megatron_lite.model.flex import FlexPlan, block_lists
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -66,7 +66,7 @@ def test_block_lists_serve_any_arrays(seed):
 
 def test_a_block_list_that_lacks_a_block_is_noticed(monkeypatch):
     """The check above fires."""
-    import megatron_lite.attention_flex as module
+    import megatron_lite.model.flex as module
 
     whole = module._pairs_within
     monkeypatch.setattr(module, "_pairs_within", lambda document: tuple(x[1:] for x in whole(document)))

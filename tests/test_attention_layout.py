@@ -12,8 +12,7 @@ from recipes import RECIPES, make
 from test_recipes import collate, windows
 
 from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
-from megatron_lite import attention_layout
-from megatron_lite.attention_layout import (
+from megatron_lite.model.batch import (
     BLIND,
     CAUSAL,
     FULL,
@@ -23,6 +22,7 @@ from megatron_lite.attention_layout import (
     make_layout,
     make_units,
 )
+from megatron_lite.model.glm import batch as attention_layout
 
 
 def calls(doc, order, grp=None, square_causal_only=False):

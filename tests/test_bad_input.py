@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from megatron_lite.settings import merge
+from data_utils.base.settings import merge
 
 
 def run(script, *arguments):
@@ -126,7 +126,7 @@ EARLY_MISTAKES = {
 }
 RUN_ALL = """
 import importlib, sys
-from megatron_lite.errors import UserError
+from data_utils.base.errors import UserError
 for module, arguments in {}.items():
     sys.argv = [module, *arguments]
     try:

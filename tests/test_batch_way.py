@@ -9,7 +9,7 @@ import sys
 import yaml
 from conftest import ROOT, small_run
 
-from megatron_lite.settings import merge
+from data_utils.base.settings import merge
 
 MOST_FILES = 16
 

@@ -17,16 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import attention, padding, parallel, train_step
-from data_utils.indexed_dataset import IndexedDatasetWriter
+from data_utils.base.errors import ConfigError
+from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import DOC, GRP, ORD, WEIGHTS
-from megatron_lite import heads
-from megatron_lite.attention import plan_attention
-from megatron_lite.attention_layout import Batch, make_layout
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import ConfigError
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
-from megatron_lite.parameter_count import parameter_count
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.attention import plan_attention
+from megatron_lite.model.batch import Batch, make_layout
+from megatron_lite.model.glm import GLM, ModelInput, heads, initialize_parameters
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,7 +295,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/attention_layout.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/model/batch.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
@@ -391,7 +390,7 @@ def test_keep_freed_memory(keep):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import resource, torch\n"
-        "from megatron_lite.cpu_memory import keep_freed_memory\n"
+        "from data_utils.base.memory import keep_freed_memory\n"
         "if sys.argv[2] == 'True': keep_freed_memory()\n"
         "for _ in range(40): torch.ones(1 << 24)\n"  # the heap settles
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_rule import allowed, leaks
 
-from data_utils.loader import collate
+from data_utils.base import settings as configuration
+from data_utils.base.errors import ConfigError
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens, Vocabulary
 from data_utils.objectives.blank_infilling import DOCUMENT, MOST_CUT, SENTENCE, TOKEN
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS
-from megatron_lite import settings as configuration
-from megatron_lite.errors import ConfigError
+from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=30522, eop=30523, eos=0, pad=1, unk=100, dblock=99

@@ -7,11 +7,11 @@ from byte_tokenizer import ByteTokenizer, NarrowTokenizer, SilentTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.build import BuildConfig, build_corpus
-from data_utils.build_config import parse_split, split_rule
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data_utils.manifest import SUFFIXES
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.build.config import parse_split, split_rule
+from data_utils.build.corpus import BuildConfig, build_corpus
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.manifest import SUFFIXES
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"
 SPLIT_NAMES = ("train", "validation", "test")

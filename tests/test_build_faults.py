@@ -31,11 +31,11 @@ from byte_tokenizer import (
 )
 from test_build import files, make, texts_of, to_jsonl
 
-from data_utils.build import build_corpus
-from data_utils.build_config import BuildConfig
-from data_utils.documents import Block, parse_block
-from data_utils.indexed_dataset import IndexedDataset
-from megatron_lite.errors import DataError
+from data_utils.base.errors import DataError
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.text.documents import Block, parse_block
 
 DRIVER = Path(__file__).resolve().parent / "build_driver.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")

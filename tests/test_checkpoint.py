@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_engine import tree
 
-from megatron_lite import checkpoint, checkpoint_files
-from megatron_lite.boxes import Box, matrix_shape, runs, whole_shape
-from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.plain_engine import make_engine as make
-from megatron_lite.settings import build
-from megatron_lite.tensor_parallel import Partition, local_shard, partition_of
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build
+from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs, whole_shape
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.store import tensor_files as checkpoint_files
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.plain import make_engine as make
 
 ALONE = ParallelContext.alone()
 

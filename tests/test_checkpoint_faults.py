@@ -15,11 +15,12 @@ from crash_shim import Disk, record_and_kill
 from distributed import run_ranks, start_ranks
 from stub_engine import StubEngine, whole_state_is
 
-from megatron_lite import checkpoint, checkpoint_files
-from megatron_lite.config import CheckpointConfig
-from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.saver import Saver
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.store import tensor_files as checkpoint_files
+from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from stub_engine import StubEngine
 
-from megatron_lite import checkpoint
-from megatron_lite.lease import LeaseError, held
-from megatron_lite.parallel_context import ParallelContext
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.lease import LeaseError, held
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "checkpoints.py"
 

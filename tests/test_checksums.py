@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_indexed_dataset import build, damage
 
-from data_utils import checksums
-from data_utils.checksums import FileChecksums, damaged_block, difference, identity
-from data_utils.indexed_dataset import IndexedDataset
-from data_utils.manifest import manifest_bytes
-from megatron_lite.errors import DataError
+from data_utils.base import checksums
+from data_utils.base.checksums import FileChecksums, damaged_block, difference, identity
+from data_utils.base.errors import DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import manifest_bytes
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_utils.loader import collate
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -17,7 +17,7 @@ from data_utils.objectives import (
     objective_class,
 )
 from data_utils.objectives.planes import FIELDS
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=302, eop=303, eos=0, pad=1, unk=100, dblock=99

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.base.errors import ConfigError, DataError
 from scripts.collect_corpus import (
     collect,
     english_paragraphs,

@@ -14,21 +14,21 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from data_utils.tokenizers import assign_special_tokens, sentencepiece_special_tokens
-from megatron_lite import config as config_module
-from megatron_lite import deepspeed_options as deepspeed_module
-from megatron_lite import events as events_module
-from megatron_lite import sections as sections_module
-from megatron_lite.config import (
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import build, merge, parse_override, to_tree
+from data_utils.text.tokenizers import assign_special_tokens, sentencepiece_special_tokens
+from megatron_lite.config.deepspeed_options import DEFAULTS, REFUSED
+from megatron_lite.config.parameter_count import padded_vocab_size, parameter_count
+from megatron_lite.config.tree import (
     BatchConfig,
     Config,
     ParallelConfig,
     load_config,
 )
-from megatron_lite.deepspeed_options import DEFAULTS, REFUSED
-from megatron_lite.errors import ConfigError
-from megatron_lite.parameter_count import padded_vocab_size, parameter_count
-from megatron_lite.settings import build, merge, parse_override, to_tree
+from megatron_lite.config.tree import deepspeed_options as deepspeed_module
+from megatron_lite.config.tree import events as events_module
+from megatron_lite.config.tree import sections as sections_module
+from megatron_lite.config.tree import tree as config_module
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "configs"
@@ -102,8 +102,8 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
 
-    from megatron_lite.estimate import stages
-    from megatron_lite.model import GLM
+    from megatron_lite.model.glm import GLM
+    from megatron_lite.train.estimate import stages
 
     config = load_config([path])
     if config.model.vocab_size is None:

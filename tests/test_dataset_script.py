@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data_utils.manifest import SUFFIXES
+from data_utils.dataset.manifest import SUFFIXES
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "dataset.py"
 

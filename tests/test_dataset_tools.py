@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from test_build import make, to_jsonl
 from test_indexed_dataset import build
 
-from data_utils.build import build_corpus
-from data_utils.build_config import BuildConfig
-from data_utils.checksums import identity
-from data_utils.dataset_tools import (
+from data_utils.base.checksums import identity
+from data_utils.base.errors import DataError
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.tools import (
     LengthStatistics,
     adopt_dataset,
     length_statistics,
@@ -21,8 +23,6 @@ from data_utils.dataset_tools import (
     token_counts,
     upgrade_dataset,
 )
-from data_utils.indexed_dataset import IndexedDataset
-from megatron_lite.errors import DataError
 
 
 def build_bytes(tmp_path, name, texts, tokenizer=ByteTokenizer):

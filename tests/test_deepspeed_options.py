@@ -7,9 +7,9 @@ import typing
 
 import pytest
 
-from megatron_lite import deepspeed_options as ours
-from megatron_lite.deepspeed_options import REFUSED, Options
-from megatron_lite.settings import setting_names
+from data_utils.base.settings import setting_names
+from megatron_lite.config.deepspeed_options import REFUSED, Options
+from megatron_lite.config.tree import deepspeed_options as ours
 
 
 def deepspeed_models():

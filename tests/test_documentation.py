@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from megatron_lite.config import Config
-from megatron_lite.settings import setting_names
+from data_utils.base.settings import setting_names
+from megatron_lite.config.tree import Config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 SETTINGS = set(setting_names(Config))
@@ -19,7 +19,7 @@ ROOMS = ("megatron_lite", "megatron_lite/hf", "data_utils")
 COMMANDS = re.compile(
     r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:scripts/|benchmarks/|tests/)?\w+\.py)((?:\\\n|.)*)"
 )
-ENVIRONMENT_READERS = {"megatron_lite/launch.py", "megatron_lite/parallel_context.py"}
+ENVIRONMENT_READERS = {"megatron_lite/parallel/launch.py", "megatron_lite/parallel/context.py"}
 
 
 def sources():
@@ -95,7 +95,7 @@ def test_options_of_documented_commands_exist():
     for script, options in found.items():
         text = (ROOT / script).read_text(encoding="utf-8")
         if script == "scripts/generate.py":
-            text += (ROOT / "megatron_lite/generation_config.py").read_text(encoding="utf-8")
+            text += (ROOT / "megatron_lite/generate/config.py").read_text(encoding="utf-8")
         for option in options - {"--help"}:
             assert f'"{option}"' in text or re.search(rf"\b{option[2:].replace('-', '_')}:", text), (
                 script,
@@ -132,7 +132,7 @@ def test_the_default_group_of_all_processes_is_used_in_one_place():
     found = {name: calls.findall(text) for name, text in sources().items()}
     assert sum(map(len, found.values())) > 5
     default = {name for name, made in found.items() if any("group=" not in call for call in made)}
-    assert default == {"megatron_lite/parallel_context.py"}
+    assert default == {"megatron_lite/parallel/context.py"}
 
 
 def test_nothing_is_evaluated():

@@ -9,7 +9,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.documents import (
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.text.documents import (
     Piece,
     RecordCounts,
     expand_inputs,
@@ -19,7 +20,6 @@ from data_utils.documents import (
     read_blocks,
     read_documents,
 )
-from megatron_lite.errors import ConfigError, DataError
 
 
 def texts_of(path, **options):
@@ -269,7 +269,7 @@ def test_inputs(tmp_path):
 
 
 def test_a_huge_record_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_utils.documents.MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr("data_utils.text.documents.MAX_RECORD_BYTES", 1000)
     path = write(tmp_path / "a.jsonl", b"{}\n" + b"x" * 2000)
     with pytest.raises(DataError, match=r"a\.jsonl:2: a record is longer than 1000 bytes"):
         list(read_blocks([Piece(path)], block_bytes=100))

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from data_utils import compiled_encoders, encoder_kernels, encoders
-from data_utils.compiled_encoders import ByteLevelEncoder, WordPieceEncoder
-from data_utils.encoders import (
+from data_utils.text.fast import compiled_encoders, encoder_kernels, encoders
+from data_utils.text.fast.compiled_encoders import ByteLevelEncoder, WordPieceEncoder
+from data_utils.text.fast.encoders import (
     SAMPLE,
     CheckedEncoder,
     LibraryEncoder,

@@ -7,13 +7,13 @@ import torch
 from batches import prefix_batch
 from distributed import run_ranks
 
-from megatron_lite import checkpoint
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import MicroBatch
-from megatron_lite.errors import ConfigError
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import build, merge
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import build, merge
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.train.engine import MicroBatch
+from megatron_lite.train.plain import make_engine
 
 SAMPLES = 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lite.errors import (
+from data_utils.base.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
     CheckpointError,

@@ -9,12 +9,12 @@ from batches import prefix_batch
 from conftest import ROOT
 from distributed import run_ranks
 
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import Config, ParallelConfig, load_config
-from megatron_lite.estimate import LOGIT_BYTES, _block_bytes, estimate, stages
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import build, merge
+from data_utils.base.settings import build, merge
+from megatron_lite.config.tree import Config, ParallelConfig, load_config
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.train.estimate import LOGIT_BYTES, _block_bytes, estimate, stages
+from megatron_lite.train.plain import make_engine
 
 MODEL = {
     "model": {"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "max_position": 64},
@@ -90,8 +90,8 @@ def kept_bytes(config, layers):
 
 def test_activations_of_a_block_are_what_autograd_keeps(monkeypatch):
     # Linear layers and attention of CPUs without bf16 instructions work on fp32 copies: here as on a GPU.
-    monkeypatch.setattr("megatron_lite.tensor_parallel.widens", lambda *tensors: False)
-    monkeypatch.setattr("megatron_lite.attention.widens", lambda *tensors: False)
+    monkeypatch.setattr("megatron_lite.model.tensor_parallel.widens", lambda *tensors: False)
+    monkeypatch.setattr("megatron_lite.model.attention.widens", lambda *tensors: False)
     config = build(Config, merge(MODEL, {"training": {"precision": "bf16"}}))
     block = (kept_bytes(config, 6) - kept_bytes(config, 2)) / 4
     # 34 bytes an element, of which 2 are for dropout masks, which this run has not. A tenth for what a narrow model
@@ -153,7 +153,7 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message):
 @pytest.mark.parametrize(("objectives", "share"), [({"causal": 1}, 1.0), ({"causal": 1, "xlnet": 3}, 5 / 14)])
 def test_the_head_costs_what_the_objectives_predict(objectives, share):
     """Memory of the logits, and the cost by which pipeline stages are balanced."""
-    from megatron_lite.pipeline import layer_costs  # imports DeepSpeed
+    from megatron_lite.train.pipeline import layer_costs  # imports DeepSpeed
 
     config = build(Config, merge(MODEL, {"objectives": objectives, "model": {"max_position": 80}}))
     tokens = config.batch.micro_batch_size * config.row_length

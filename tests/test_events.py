@@ -8,9 +8,9 @@ import torch
 from distributed import run_ranks
 from test_trainer import fit, make_trainer
 
-from megatron_lite.checkpoint import list_checkpoints, read_checkpoint
-from megatron_lite.events import EventLog, EventsConfig
-from megatron_lite.settings import build, merge
+from data_utils.base.settings import build, merge
+from megatron_lite.checkpoint.store import list_checkpoints, read_checkpoint
+from megatron_lite.config.events import EventLog, EventsConfig
 
 
 def events(**lists):

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from data_utils.files import (
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.files import (
     require_directory,
     require_new_directory,
     require_prefix,
     require_writable,
     write_whole,
 )
-from megatron_lite.errors import ConfigError, DataError
 
 
 def test_a_file_is_written_whole(tmp_path):

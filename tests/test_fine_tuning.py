@@ -7,6 +7,7 @@ import pytest
 from mask_rule import allowed, leaks
 from recipes import SPECIAL, encoder_decoder
 
+from data_utils.base.errors import DataError
 from data_utils.objectives import LOSS_NAMES, Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.fine_tuning import (
@@ -17,7 +18,6 @@ from data_utils.objectives.fine_tuning import (
     unilm_seq2seq,
 )
 from data_utils.objectives.planes import Example
-from megatron_lite.errors import DataError
 
 SOURCE, TARGET = list(range(1000, 1006)), list(range(1100, 1104))
 

@@ -8,8 +8,8 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from data_utils.dataset_tools import adopt_dataset
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.tools import adopt_dataset
 
 VOCABULARIES = [5000, 70000]  # uint16 and int32
 

@@ -13,12 +13,12 @@ import yaml
 from conftest import ROOT
 from hf_runs import tree, write_run, write_vocabulary
 
-from megatron_lite.errors import DataError
-from megatron_lite.generation import BlankFiller, GenerationConfig
+from data_utils.base.errors import DataError
+from data_utils.base.settings import merge
+from megatron_lite.generate.filling import BlankFiller, GenerationConfig
+from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.inference import load_run
-from megatron_lite.settings import merge
 
 
 def script(directory, name, *arguments):
@@ -83,7 +83,9 @@ def test_more_beams_than_memory_are_refused(run, monkeypatch):
     opened = load_run(run)
     config = GenerationConfig(strategy="beam", num_beams=8)
     filler = BlankFiller(opened.model, opened.tokenizer.special, config)
-    monkeypatch.setattr("megatron_lite.generation.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
+    monkeypatch.setattr(
+        "megatron_lite.generate.filling.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72)
+    )
     with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
         filler.fill([2, 10, 4, 3])
     three = dataclasses.replace(config, num_beams=3)

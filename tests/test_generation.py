@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
@@ -14,11 +15,16 @@ from data_utils.objectives.planes import (
     WEIGHTS,
     SpecialTokens,
 )
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import DataError
-from megatron_lite.generation import BlankFiller, CachedPlan, GenerationConfig, blank_context, insert_spans
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.generate.filling import (
+    BlankFiller,
+    CachedPlan,
+    GenerationConfig,
+    blank_context,
+    insert_spans,
+)
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]

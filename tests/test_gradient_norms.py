@@ -12,10 +12,10 @@ from distributed import run_ranks
 from parity import Case
 from test_trainer import fit
 
-from megatron_lite.config import ParallelConfig
-from megatron_lite.gradient_norms import GradientNorms, layer_names
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import merge
+from data_utils.base.settings import merge
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.train.gradient_norms import GradientNorms, layer_names
+from megatron_lite.train.plain import make_engine
 
 LAYERS = ("embedding.", "layers.", "final_layernorm")
 

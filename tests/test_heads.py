@@ -10,7 +10,7 @@ from distributed import run_ranks
 from recipes import make, text_of, vocabulary
 from whole_weights import compare_weights, placed_weights
 
-from data_utils.loader import collate
+from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
 from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
@@ -24,15 +24,15 @@ from data_utils.objectives.planes import (
     Example,
 )
 from data_utils.objectives.spanbert import span_boundaries
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import Config, ModelConfig, ParallelConfig
-from megatron_lite.engine import MicroBatch
-from megatron_lite.gradient_norms import GradientNorms
-from megatron_lite.heads import find_loss_rows
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
-from megatron_lite.parameter_count import parameter_count
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import build
+from data_utils.samples.loader import collate
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.heads import find_loss_rows
+from megatron_lite.train.engine import MicroBatch
+from megatron_lite.train.gradient_norms import GradientNorms
+from megatron_lite.train.plain import make_engine
 
 NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}

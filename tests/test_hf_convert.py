@@ -20,18 +20,18 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import layout, placed
 from test_trainer import fit
 
-from megatron_lite import checkpoint
-from megatron_lite.config import ParallelConfig
-from megatron_lite.errors import CheckpointError, ConfigError, DataError, UserError
+from data_utils.base.errors import CheckpointError, ConfigError, DataError, UserError
+from data_utils.base.settings import merge, parse_override
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.weights import PADDING_ROWS, WORDS, open_directory
-from megatron_lite.inference import load_run
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.settings import merge, parse_override
-from megatron_lite.trainer_state import TrainerState
+from megatron_lite.train.plain import make_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -623,7 +623,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model import parameter_shapes
+from megatron_lite.model.glm import parameter_shapes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from batches import prefix_batch
 from hf_runs import make_config, make_model, tree, write_vocabulary
 
+from data_utils.base.errors import CheckpointError
 from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
-from data_utils.tokenizers import load_tokenizer
-from megatron_lite.attention_layout import Batch, allowed
-from megatron_lite.errors import CheckpointError
-from megatron_lite.generation import BlankFiller, blank_context
-from megatron_lite.generation import GenerationConfig as TrainingGeneration
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.generate.filling import BlankFiller, blank_context
+from megatron_lite.generate.filling import GenerationConfig as TrainingGeneration
 from megatron_lite.hf import proof
 from megatron_lite.hf.export import generation_config, glm_config
 from megatron_lite.hf.modeling_glm import (
@@ -25,7 +24,8 @@ from megatron_lite.hf.modeling_glm import (
 from megatron_lite.hf.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import write_tokenizer
-from megatron_lite.model import ModelInput
+from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.glm import ModelInput
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}

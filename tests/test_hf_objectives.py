@@ -11,14 +11,14 @@ from conftest import ROOT
 from hf_runs import make_config, tree, write_run, write_vocabulary
 from transformers import pipeline
 
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, merge
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.config import Config
-from megatron_lite.errors import CheckpointError
+from megatron_lite.config.tree import Config
+from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
-from megatron_lite.inference import open_run
-from megatron_lite.settings import build, merge
 
 # Each section's own settings changed, so that a default in their place is noticed.
 RUNS = {

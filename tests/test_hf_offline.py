@@ -17,9 +17,9 @@ import pytest
 import torch
 from hf_runs import tree, write_run, write_vocabulary
 
-from megatron_lite.generation import BlankFiller, GenerationConfig, blank_context
+from megatron_lite.generate.filling import BlankFiller, GenerationConfig, blank_context
+from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.inference import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ["word1 word2 [MASK] word3 . [sMASK] word4", "word9 word8 [MASK] .", "word3 word5 [gMASK]"]

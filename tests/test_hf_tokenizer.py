@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_tokenizers import KIND_OF, files  # noqa: F401  a fixture
 from transformers import AutoTokenizer
 
-from data_utils.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.errors import CheckpointError
+from data_utils.base.errors import CheckpointError
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, training_tokenizer, write_tokenizer
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_lite.errors import CheckpointError
+from data_utils.base.errors import CheckpointError
 from megatron_lite.hf.weights import (
     DTYPES,
     Weights,

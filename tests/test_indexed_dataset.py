@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils import files, indexed_dataset
-from data_utils.dataset_tools import adopt_dataset
-from data_utils.indexed_dataset import (
+from data_utils.base import files
+from data_utils.base.errors import DataError
+from data_utils.dataset import indexed_dataset
+from data_utils.dataset.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
     index_pieces,
     remove_dataset,
     token_dtype,
 )
-from data_utils.sampler import WindowIndex
-from megatron_lite.errors import DataError
+from data_utils.dataset.tools import adopt_dataset
+from data_utils.samples.sampler import WindowIndex
 
 
 def build(prefix, documents, vocab_size=1000, **manifest):

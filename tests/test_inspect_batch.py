@@ -13,8 +13,8 @@ from conftest import ROOT
 from mask_rule import allowed
 from recipes import make, text_of
 
+from data_utils.base.errors import UserError
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.errors import UserError
 from scripts import inspect_batch
 
 TEXT = "the cat sat on the mat . then it slept all day long"

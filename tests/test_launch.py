@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from megatron_lite.errors import ConfigError
-from megatron_lite.launch import (
+from data_utils.base.errors import ConfigError
+from megatron_lite.parallel.launch import (
     Launch,
     check_port_is_free,
     first_node,

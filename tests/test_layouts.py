@@ -8,11 +8,11 @@ import pytest
 from distributed import run_ranks
 from test_trainer import make_trainer
 
+from data_utils.base.settings import merge
 from data_utils.objectives.planes import DOC, OBJECTIVE
-from megatron_lite.config import ParallelConfig
-from megatron_lite.metrics import Metrics
-from megatron_lite.run_control import RunControl
-from megatron_lite.settings import merge
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.train.control import RunControl
+from megatron_lite.train.reports import Metrics
 
 MIXED = {
     "objectives": {"blank_infilling": 2.0, "causal": 1.0, "masked_lm": 1.0, "unilmv2": 1.0, "t5": 1.0},

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from megatron_lite import lease
-from megatron_lite.errors import ConfigError, ExitStatus
-from megatron_lite.lease import LeaseError, acquire, held
+from data_utils.base.errors import ConfigError, ExitStatus
+from megatron_lite.train import lease
+from megatron_lite.train.lease import LeaseError, acquire, held
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_lite import lease
+from megatron_lite.train import lease
 lease.RENEW_SECONDS = 0.1
 try:
     ours = lease.acquire(Path(sys.argv[1]), "trains")
@@ -179,8 +179,8 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
 TAKEN = """
 import sys, time
 from pathlib import Path
-from megatron_lite import lease
-from megatron_lite.watchdog import Watchdog
+from megatron_lite.train import lease
+from megatron_lite.train.watchdog import Watchdog
 lease.RENEW_SECONDS = 0.1
 run = Path(sys.argv[1])
 dog = Watchdog({"setup": 60}, run, 0, 1, 0.5, lease.acquire(run, "trains"))

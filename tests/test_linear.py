@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite import tensor_parallel as module
-from megatron_lite.tensor_parallel import linear
+from megatron_lite.model.glm import tensor_parallel as module
+from megatron_lite.model.tensor_parallel import linear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

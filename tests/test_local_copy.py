@@ -4,9 +4,9 @@ import shutil
 import pytest
 from test_indexed_dataset import build, damage
 
-from data_utils.indexed_dataset import IndexedDataset
-from data_utils.local_copy import local_copy
-from megatron_lite.errors import DataError
+from data_utils.base.errors import DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.local_copy import local_copy
 
 
 def test_a_copy_is_made_once_and_again_after_a_rebuild(tmp_path):

@@ -13,6 +13,7 @@ from numba import njit
 from recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 from test_blank_infilling import chi_square, chi_square_limit
 
+from data_utils.base.random_streams import new_stream, open_stream
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -26,7 +27,6 @@ from data_utils.objectives.masking import (
 )
 from data_utils.objectives.spanbert import SpanBertConfig
 from data_utils.objectives.unilmv2 import UniLmV2Config
-from data_utils.random_streams import new_stream, open_stream
 
 
 @njit

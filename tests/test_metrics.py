@@ -3,8 +3,8 @@ import time
 
 import numpy as np
 
-from megatron_lite.config import ModelConfig
-from megatron_lite.metrics import (
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.train.reports import (
     Metrics,
     format_duration,
     objective_losses,

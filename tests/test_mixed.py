@@ -7,7 +7,8 @@ import pytest
 from recipes import SPECIAL, make, text_of, vocabulary
 from test_blank_infilling import chi_square, chi_square_limit
 
-from data_utils.loader import collate
+from data_utils.base.errors import ConfigError
+from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -18,8 +19,7 @@ from data_utils.objectives import (
 )
 from data_utils.objectives.mixed import Mixed
 from data_utils.objectives.planes import FIELDS, OBJECTIVE
-from data_utils.random_streams import derive_seed
-from megatron_lite.errors import ConfigError
+from data_utils.samples.loader import collate
 
 
 def choice(name: str, weight: float = 1.0, first_sample: int = 0) -> ObjectiveChoice:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.dataset_tools import adopt_dataset
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data_utils.mixture import BLOCK_SIZE, Mixture, batch_indices, quotas
-from data_utils.sampler import WindowIndex
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.tools import adopt_dataset
+from data_utils.samples.mixture import BLOCK_SIZE, Mixture, batch_indices, quotas
+from data_utils.samples.sampler import WindowIndex
 
 WINDOW = 4
 

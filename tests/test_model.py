@@ -10,10 +10,10 @@ from test_recipes import collate, windows
 
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import ModelConfig
-from megatron_lite.model import GLM, ModelInput, initialize_parameters
-from megatron_lite.parameter_count import parameter_count
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

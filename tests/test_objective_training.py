@@ -7,8 +7,8 @@ import math
 from distributed import run_ranks
 from test_trainer import fit, records
 
+from data_utils.base.settings import merge
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES
-from megatron_lite.settings import merge
 
 
 def test_a_mixture_of_all_objectives_trains(settings, tmp_path):

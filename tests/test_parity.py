@@ -11,10 +11,10 @@ import torch
 from distributed import run_ranks
 from parity import Case, by_layout, outcomes_of
 
-from megatron_lite.config import ParallelConfig
-from megatron_lite.errors import ConfigError
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.tensor_parallel import TensorParallel
+from data_utils.base.errors import ConfigError
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.train.plain import make_engine
 
 
 def failures(cases):

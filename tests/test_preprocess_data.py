@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.indexed_dataset import IndexedDataset
+from data_utils.dataset.indexed_dataset import IndexedDataset
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "preprocess_data.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_lite.config import Config, load_config
-from megatron_lite.settings import setting_names, to_tree
+from data_utils.base.settings import setting_names, to_tree
+from megatron_lite.config.tree import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = str(ROOT / "configs" / "glm-base.yaml")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.random_streams import (
+from data_utils.base.random_streams import (
     below,
     chance,
     chance_threshold,

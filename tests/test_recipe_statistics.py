@@ -15,11 +15,11 @@ from recipes import FIRST_TEXT_TOKEN, SPECIAL, make, many, rebuilt_in_place, tex
 from test_blank_infilling import chi_square, chi_square_limit
 from test_recipes import collate
 
+from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, Example
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
 from data_utils.objectives.planes import Vocabulary
 from data_utils.objectives.spanbert import span_boundaries
-from megatron_lite.errors import ConfigError
 
 
 def uniform(counts: Counter, cases: int) -> bool:

@@ -13,10 +13,10 @@ import pytest
 from mask_rule import allowed, leaks
 from recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text_of
 
-from data_utils.loader import collate as fill_rows
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, Example
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.samples.loader import collate as fill_rows
 
 CASES = 2000
 SEQUENCE_LENGTH = 20

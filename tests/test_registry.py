@@ -16,6 +16,7 @@ from conftest import ROOT
 from data_utils.collate import Collator
 from recipes import RECIPES, SPECIAL, make, vocabulary
 
+from data_utils.base.settings import merge
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -27,8 +28,7 @@ from data_utils.objectives import (
 from data_utils.objectives.planes import DOC, WEIGHTS, Loss
 from data_utils.objectives.registry import TASKS, losses_by_number, register
 from data_utils.objectives.rows import RowObjective
-from megatron_lite.config import load_config
-from megatron_lite.settings import merge
+from megatron_lite.config.tree import load_config
 
 
 def test_the_numbers_of_losses_never_change():

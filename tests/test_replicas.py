@@ -3,10 +3,10 @@ import torch
 from distributed import run_ranks
 from test_engine import tree
 
-from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.replicas import differing_replicas, fingerprint
-from megatron_lite.settings import build
+from data_utils.base.settings import build
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.replicas import differing_replicas, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,14 +13,14 @@ from test_checkpoint import expected, fill, layout, make_engine, placed, run_lay
 from test_engine import SAMPLES, tree
 from whole_weights import compare_steps, compare_weights, placed_weights
 
+from data_utils.base.settings import build
 from data_utils.objectives.planes import WEIGHTS
-from megatron_lite import checkpoint
-from megatron_lite.attention_layout import Batch
-from megatron_lite.boxes import Box, matrix_shape
-from megatron_lite.config import Config, ParallelConfig
-from megatron_lite.engine import MicroBatch
-from megatron_lite.model import parameter_shapes
-from megatron_lite.settings import build
+from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.train.engine import MicroBatch
 
 MAX_RANKS = 8
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter

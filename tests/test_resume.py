@@ -13,12 +13,12 @@ from distributed import run_ranks, start_ranks
 from test_pretrain_cli import assert_refused, pretrain
 from test_trainer import fit
 
-from data_utils.tokenizers import load_tokenizer
-from megatron_lite import checkpoint
-from megatron_lite.config import Config
-from megatron_lite.errors import CheckpointError
-from megatron_lite.resume import check_beginning
-from megatron_lite.settings import build, merge
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, merge
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config
+from megatron_lite.train.resume import check_beginning
 
 # Before the start
 

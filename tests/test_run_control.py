@@ -13,10 +13,10 @@ from conftest import ROOT
 from distributed import run_ranks
 from test_trainer import make_trainer
 
-from megatron_lite.checkpoint import list_checkpoints, read_checkpoint
-from megatron_lite.errors import ExitStatus, HaltedError
-from megatron_lite.launch import LauncherWatch
-from megatron_lite.run_control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
+from data_utils.base.errors import ExitStatus, HaltedError
+from megatron_lite.checkpoint.store import list_checkpoints, read_checkpoint
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
 
 
 def fit(context, tree):
@@ -47,7 +47,7 @@ def test_a_file_save_that_cannot_be_deleted_is_obeyed_once(tmp_path, monkeypatch
     def deny(path, missing_ok=False):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("megatron_lite.run_control.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_lite.train.control.FILE_CHECK_SECONDS", 0.0)
     control = RunControl(tmp_path, is_main=True)
     (tmp_path / "SAVE").touch()
     assert control.agreed(control.local_requests()).save
@@ -77,9 +77,9 @@ def test_requests_of_any_rank_count():
 STUCK = """
 import ctypes, sys
 from pathlib import Path
-from megatron_lite.lease import acquire
-from megatron_lite.launch import LauncherWatch
-from megatron_lite.run_control import Phase, RunControl
+from megatron_lite.train.lease import acquire
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import Phase, RunControl
 control = RunControl(Path("."), is_main=True)
 control.enter(Phase[sys.argv[1]])
 control.leave = acquire(Path(sys.argv[2]), "trains").release
@@ -145,8 +145,8 @@ RANK = """
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from megatron_lite.launch import LauncherWatch
-from megatron_lite.run_control import Phase, RunControl
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import Phase, RunControl
 control = RunControl(Path("."), is_main=True)
 control.enter(Phase.TRAINING)
 print("training", flush=True)

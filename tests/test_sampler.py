@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from data_utils.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
-from data_utils.sampler import WindowIndex, _first_document, derive_key, permute
-from megatron_lite.errors import ConfigError
+from data_utils.base.errors import ConfigError
+from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
+from data_utils.samples.sampler import WindowIndex, _first_document, derive_key, permute
 
 KEYS = st.integers(0, 2**64 - 1)
 

@@ -11,13 +11,13 @@ from stub_engine import StubEngine, whole_state_is
 from test_checkpoint import layout, make_engine, run_layout
 from test_engine import SAMPLES
 
-from megatron_lite import checkpoint
-from megatron_lite.attention_layout import Batch
-from megatron_lite.config import CheckpointConfig
-from megatron_lite.engine import MicroBatch
-from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel_context import ParallelContext
-from megatron_lite.saver import Saver
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine import MicroBatch
 
 ALONE = ParallelContext.alone()
 
@@ -191,7 +191,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog,
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("megatron_lite.saver.retain", refuse)
+    monkeypatch.setattr("megatron_lite.checkpoint.saver.retain", refuse)
     engine.train(2)
     saver.save(2, {})
     assert valid_steps(tmp_path) == [1, 2] and "could not be deleted" in caplog.text

@@ -20,8 +20,8 @@ from data_utils.objectives.planes import (
     Example,
     SpecialTokens,
 )
-from megatron_lite.config import load_config
-from megatron_lite.parameter_count import parameter_count
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import load_config
 from scripts.fill_examples import spans_of
 
 ROOT = Path(__file__).resolve().parents[1]

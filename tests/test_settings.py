@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.errors import ConfigError
-from megatron_lite.settings import (
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import (
     REQUIRED,
     build,
     checked,

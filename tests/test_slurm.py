@@ -15,10 +15,10 @@ import yaml
 from conftest import ROOT
 from slurm_cluster import Cluster, reason_to_skip, running_cluster, wait_until
 
-from megatron_lite.checkpoint import list_checkpoints
-from megatron_lite.errors import ExitStatus
-from megatron_lite.settings import merge
-from megatron_lite.watchdog import read_heartbeats
+from data_utils.base.errors import ExitStatus
+from data_utils.base.settings import merge
+from megatron_lite.checkpoint.store import list_checkpoints
+from megatron_lite.train.watchdog import read_heartbeats
 
 pytestmark = pytest.mark.launcher
 

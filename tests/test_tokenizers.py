@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
-from data_utils.tokenizers import (
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.text.tokenizers import (
     HIDDEN,
     SPECIAL_NAMES,
     TokenizerConfig,
     load_tokenizer,
     sentencepiece_special_tokens,
 )
-from megatron_lite.errors import ConfigError, DataError
 
 # ruff: noqa: RUF001 - full-width marks are what is tested
 CORPUS = [
@@ -668,7 +668,7 @@ def test_a_special_token_that_merges_make_is_refused(tmp_path):
 
 
 def test_too_large_a_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_utils.tokenizer_readers.MAX_FILE_BYTES", 3)
+    monkeypatch.setattr("data_utils.text.tokenizer_readers.MAX_FILE_BYTES", 3)
     (tmp_path / "tokenizer.json").write_text("{  }")
     with pytest.raises(DataError, match="larger than 3 bytes"):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))

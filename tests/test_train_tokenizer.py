@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_utils.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
-from megatron_lite.errors import ConfigError, DataError
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.text.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
 from scripts import train_tokenizer
 from scripts.train_tokenizer import main
 

@@ -12,15 +12,15 @@ from conftest import small_run
 from distributed import run_ranks
 from whole_weights import placed_weights
 
-from data_utils.loader import open_datasets
-from data_utils.tokenizers import load_tokenizer
-from megatron_lite.checkpoint import list_checkpoints, load_weights, read_checkpoint, rewind
-from megatron_lite.config import Config, load_config
-from megatron_lite.errors import DataError, DeviceMemoryError
-from megatron_lite.plain_engine import make_engine
-from megatron_lite.resume import config_changes
-from megatron_lite.settings import build, merge
-from megatron_lite.trainer import Trainer, TrainingError, memory_advice
+from data_utils.base.errors import DataError, DeviceMemoryError
+from data_utils.base.settings import build, merge
+from data_utils.samples.loader import open_datasets
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.checkpoint.store import list_checkpoints, load_weights, read_checkpoint, rewind
+from megatron_lite.config.tree import Config, load_config
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.resume import config_changes
+from megatron_lite.train.trainer import Trainer, TrainingError, memory_advice
 
 
 def make_trainer(context, tree):
@@ -40,7 +40,7 @@ def fit(context, tree):
 
 def warnings_of_fit(context, tree):
     said = []
-    log = logging.getLogger("megatron_lite.trainer")
+    log = logging.getLogger("megatron_lite.train.trainer")
     log.handle = lambda record: said.append(record.getMessage())
     fit(context, tree)
     return said
@@ -116,7 +116,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
 def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
     for number, stop in ((1, 1), (1, 2), (2, 3)):
         new = {"version": str(number), "commit": "abc", "changed": False}
-        monkeypatch.setattr("megatron_lite.version.program", lambda new=new: new)
+        monkeypatch.setattr("megatron_lite.train.version.program", lambda new=new: new)
         said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": stop}}))
         assert read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).state["program"] == new
         resolved = (tmp_path / "run/config.yaml").read_text()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.errors import CheckpointError
-from megatron_lite.trainer_state import TrainerState
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.state import TrainerState
 
 WHOLE = TrainerState(
     step=3, consumed_samples=24, consumed_tokens=900, skipped_steps=1, skipped_in_a_row=0, restarts=2,

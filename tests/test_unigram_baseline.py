@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
-from megatron_lite.errors import DataError
 from scripts.unigram_baseline import (
     last_validation,
     log_frequencies,

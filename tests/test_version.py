@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from megatron_lite import version
-from megatron_lite.version import describe, program
+from megatron_lite.train import version
+from megatron_lite.train.version import describe, program
 
 
 def git(directory, *arguments):

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from data_utils.tokenizers import TokenizerConfig, load_tokenizer
-from data_utils.vocabulary import vocabulary_of
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.text.vocabulary import vocabulary_of
 
 
 def test_wordpiece(tmp_path):

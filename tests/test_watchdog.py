@@ -15,12 +15,12 @@ from conftest import ROOT
 from distributed import _FORK, free_port, initialize
 from test_trainer import make_trainer
 
-from megatron_lite import checkpoint
-from megatron_lite.config import ParallelConfig, TimeoutsConfig
-from megatron_lite.errors import ExitStatus, RankError
-from megatron_lite.launch import Launch
-from megatron_lite.settings import merge
-from megatron_lite.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
+from data_utils.base.errors import ExitStatus, RankError
+from data_utils.base.settings import merge
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import ParallelConfig, TimeoutsConfig
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.train.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
 
 
 def watch(trainer):
@@ -151,8 +151,8 @@ def start(directory, program, limit=1.0, backstop=30.0):
     head = f"""
 import ctypes, os, threading, time
 from pathlib import Path
-from megatron_lite import watchdog
-from megatron_lite.watchdog import Section, Watchdog
+from megatron_lite.train import watchdog
+from megatron_lite.train.watchdog import Section, Watchdog
 watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
 dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
 dog.joined()

@@ -24,8 +24,8 @@ def main() -> None:
     output, *sys.argv[1:] = sys.argv[1:]
     sys.path.insert(0, str(ROOT))
     import pretrain_glm
-    from megatron_lite.model import GLM
-    from megatron_lite.trainer import Trainer
+    from megatron_lite.model.glm import GLM
+    from megatron_lite.train.trainer import Trainer
 
     files: dict[str, None] = {}  # in the order of their first call
     read, steps = Trainer._next_batches, []

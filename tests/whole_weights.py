@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lite.boxes import matrix_shape, whole_shape
+from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
 
 
 def placed_weights(engine):

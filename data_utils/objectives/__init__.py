@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.errors import ConfigError
+from data_utils.base.random_streams import derive_seed
+from data_utils.base.settings import shown
 from data_utils.objectives import registry
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.mixed import Mixed
 from data_utils.objectives.planes import Example, Objective, SpecialTokens, Vocabulary
 from data_utils.objectives.registry import TASKS
 from data_utils.objectives.rows import RowObjective
-from data_utils.random_streams import derive_seed
-from megatron_lite.errors import ConfigError
-from megatron_lite.settings import shown
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masked_text import (
     NO_PAIR,
     SENTENCE_ORDER,
@@ -20,7 +21,6 @@ from data_utils.objectives.masked_text import (
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
-from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

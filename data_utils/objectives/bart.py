@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.random_streams import below, chance, chance_threshold, rewind, shuffle
+from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masking import (
     FREE,
     PLACES,
@@ -52,8 +54,6 @@ from data_utils.objectives.rows import (
     predict_range,
     set_range,
 )
-from data_utils.random_streams import below, chance, chance_threshold, rewind, shuffle
-from megatron_lite.settings import check, checked, fraction, setting
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
 ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room

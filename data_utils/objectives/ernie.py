@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
 from data_utils.objectives.planes import Loss, Vocabulary
 from data_utils.objectives.registry import register
-from megatron_lite.errors import ConfigError
-from megatron_lite.settings import checked, fraction, setting
 
 SEGMENTERS = ("tokens", "words", "jieba")
 

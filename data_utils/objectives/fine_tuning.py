@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.blank_infilling import DOCUMENT, TOKEN
 from data_utils.objectives.planes import Example, SpecialTokens
 from data_utils.objectives.unilm import SEQ2SEQ_LOSS
-from megatron_lite.errors import DataError
 
 
 def glm_cloze(

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.random_streams import below, chance, chance_threshold, next_word, open_stream
+from data_utils.base.settings import check
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -52,8 +54,6 @@ from data_utils.objectives.rows import (
     set_range,
     treatment_thresholds,
 )
-from data_utils.random_streams import below, chance, chance_threshold, next_word, open_stream
-from megatron_lite.settings import check
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)

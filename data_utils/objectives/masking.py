@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from data_utils.random_streams import below, next_word
+from data_utils.base.random_streams import below, next_word
 
 # How the code of objectives is compiled. Without `_nrt`, numba's own memory management, functions borrow the arrays of
 # their caller and can make none: counting references to them, atomically at every call, took a quarter of the time.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.random_streams import below, chance_threshold, next_word
+from data_utils.base.settings import check, checked, fraction
 from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.planes import (
     GRP,
@@ -34,8 +36,6 @@ from data_utils.objectives.rows import (
     set_range,
     treatment_thresholds,
 )
-from data_utils.random_streams import below, chance_threshold, next_word
-from megatron_lite.settings import check, checked, fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

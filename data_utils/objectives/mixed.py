@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from data_utils import random_streams
+from data_utils.base import random_streams
+from data_utils.base.errors import ConfigError
+from data_utils.base.random_streams import new_stream, open_stream, source_digest, uniform
+from data_utils.base.settings import check
 from data_utils.objectives.planes import FIELDS, Objective
-from data_utils.random_streams import new_stream, open_stream, source_digest, uniform
-from megatron_lite.errors import ConfigError
-from megatron_lite.settings import check
 
 
 def _entry_point(digest: int):

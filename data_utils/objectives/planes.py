@@ -9,7 +9,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     targets             the label of each row, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
-    ord                 signed order (see megatron_lite/attention_layout.py)
+    ord                 signed order (see megatron_lite/model/batch.py)
     grp                 0, or a private group whose members see each other
     objective           number of the loss that the token belongs to (see `Loss`)
     segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data_utils.special_tokens import SpecialTokens
+from data_utils.text.special_tokens import SpecialTokens
 
 FIELDS = (
     "tokens",
@@ -60,7 +60,7 @@ ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predi
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What objectives need to know of a vocabulary; `data_utils/vocabulary.py` makes it from a tokenizer."""
+    """What objectives need to know of a vocabulary; `data_utils/text/vocabulary.py` makes it from a tokenizer."""
 
     special: SpecialTokens
     size: int

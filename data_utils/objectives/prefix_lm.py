@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_utils.base.random_streams import below
+from data_utils.base.settings import check, checked, fraction
 from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.planes import ORD, POSITION_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
@@ -20,8 +22,6 @@ from data_utils.objectives.rows import (
     mark_document,
     predict_range,
 )
-from data_utils.random_streams import below
-from megatron_lite.settings import check, checked, fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils import random_streams
+from data_utils.base import random_streams
+from data_utils.base.errors import DataError
+from data_utils.base.random_streams import chance_threshold, new_stream, open_stream, source_digest
+from data_utils.base.settings import check
 from data_utils.objectives import masking, planes
 from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
 from data_utils.objectives.planes import (
@@ -35,9 +38,6 @@ from data_utils.objectives.planes import (
     ObjectiveConfig,
     Vocabulary,
 )
-from data_utils.random_streams import chance_threshold, new_stream, open_stream, source_digest
-from megatron_lite.errors import DataError
-from megatron_lite.settings import check
 
 
 class RowSizes(ObjectiveConfig):

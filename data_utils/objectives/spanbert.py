@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
 from data_utils.objectives.planes import Example, Loss
 from data_utils.objectives.registry import register
-from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class SpanBertConfig(MaskedSizes):
 
 
 MASKED_SPANS = Loss("masked_spans", 6)
-SPAN_BOUNDARY = Loss("span_boundary", 21)  # no token has it in its plane (megatron_lite/heads.py)
+SPAN_BOUNDARY = Loss("span_boundary", 21)  # no token has it in its plane (megatron_lite/model/heads.py)
 
 
 @register

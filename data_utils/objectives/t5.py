@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.random_streams import below
+from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.planes import (
     ONE_AS_INT32,
@@ -34,8 +36,6 @@ from data_utils.objectives.rows import (
     maskable_length,
     set_range,
 )
-from data_utils.random_streams import below
-from megatron_lite.settings import check, checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

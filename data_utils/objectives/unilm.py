@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     NEXT_SENTENCE_LOSS,
@@ -20,7 +21,6 @@ from data_utils.objectives.masked_text import (
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
-from megatron_lite.settings import check, checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -36,7 +37,6 @@ from data_utils.objectives.rows import (
     predict,
     put,
 )
-from megatron_lite.settings import checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.random_streams import below, shuffle
+from data_utils.base.settings import checked, setting
 from data_utils.objectives.masking import (
     PLACES,
     STARTS,
@@ -36,8 +38,6 @@ from data_utils.objectives.rows import (
     predict,
     put,
 )
-from data_utils.random_streams import below, shuffle
-from megatron_lite.settings import checked, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,10 +24,10 @@ from matplotlib.patches import Rectangle
 
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.planes import Vocabulary
-from data_utils.special_tokens import SpecialTokens
-from megatron_lite.attention import allowed
-from megatron_lite.boxes import runs
-from megatron_lite.tensor_parallel import Partition
+from data_utils.text.special_tokens import SpecialTokens
+from megatron_lite.checkpoint.boxes import runs
+from megatron_lite.model.attention import allowed
+from megatron_lite.model.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
 SPANS, ORDER = [(1, 2), (4, 6)], [1, 0]  # "cat" and "the old"; part B begins with the second

@@ -16,12 +16,15 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import check, choice, setting, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import SpecialTokens
-from megatron_lite import checkpoint
-from megatron_lite.checkpoint_files import write_file
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.tensor_files import write_file
+from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.model_card import model_card
@@ -41,10 +44,7 @@ from megatron_lite.hf.weights import (
     open_safetensors,
     write_sharded,
 )
-from megatron_lite.inference import OpenRun, load_model, objective_names, open_run
-from megatron_lite.model import parameter_shapes
-from megatron_lite.parameter_count import padded_vocab_size
-from megatron_lite.settings import check, choice, setting, to_tree
+from megatron_lite.model.glm import parameter_shapes
 
 LAYOUTS = ("huggingface", "released")
 

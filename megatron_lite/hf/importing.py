@@ -19,13 +19,16 @@ import torch
 import yaml
 from tqdm import tqdm
 
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.objectives.planes import SpecialTokens
-from data_utils.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite import checkpoint
-from megatron_lite.boxes import Box, matrix_shape
-from megatron_lite.checkpoint_files import describe_file
-from megatron_lite.config import Config, ModelConfig
-from megatron_lite.errors import CheckpointError, ConfigError
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.tensor_files import describe_file
+from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.tokenizer_files import (
     TRAINING_TOKENIZER,
@@ -42,10 +45,7 @@ from megatron_lite.hf.weights import (
     read_json,
     write_safetensors,
 )
-from megatron_lite.inference import load_model
-from megatron_lite.model import parameter_shapes
-from megatron_lite.settings import build, check, merge, to_tree
-from megatron_lite.trainer_state import TrainerState
+from megatron_lite.model.glm import parameter_shapes
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.objectives import ObjectiveChoice
-from megatron_lite.checkpoint import Checkpoint
-from megatron_lite.inference import OpenRun, blank_shares, objective_names
-from megatron_lite.parameter_count import parameter_count
+from megatron_lite.checkpoint.store import Checkpoint
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.generate.open_run import OpenRun, blank_shares, objective_names
 
 _CARD = """---
 library_name: transformers

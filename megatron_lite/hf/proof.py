@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
+from data_utils.base.errors import CheckpointError
 from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
@@ -26,13 +27,12 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite.attention_layout import Batch, allowed
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError
+from megatron_lite.config.tree import ModelConfig
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.released import reference_logits
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model import GLM, ModelInput
+from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.glm import GLM, ModelInput
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 

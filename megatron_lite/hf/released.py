@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError
+from data_utils.base.errors import CheckpointError
+from megatron_lite.config.tree import ModelConfig
 from megatron_lite.hf.weights import Weights, from_state_dict, load_pickle
 
 WORDS = "word_embeddings.weight"

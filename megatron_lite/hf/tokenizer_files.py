@@ -13,7 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from data_utils.tokenizers import (
+from data_utils.base.errors import CheckpointError, DataError
+from data_utils.text.tokenizers import (
     HIDDEN,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -21,7 +22,6 @@ from data_utils.tokenizers import (
     TokenizerConfig,
     read_files,
 )
-from megatron_lite.errors import CheckpointError, DataError
 from megatron_lite.hf.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
 
 TRAINING_TOKENIZER = "training_tokenizer"

@@ -23,8 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from data_utils.files import require_new_directory
-from megatron_lite.errors import CheckpointError
+from data_utils.base.errors import CheckpointError
+from data_utils.base.files import require_new_directory
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TRAINING_JSON = "training.json"

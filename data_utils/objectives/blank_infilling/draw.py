@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from data_utils.base.random_streams import below, shuffle
 from data_utils.objectives.masking import draw_length
-from data_utils.random_streams import below, shuffle
 
 MOST_CUT = 32  # a piece loses at most length // MOST_CUT tokens at its end, where its spans do not fit
 

@@ -22,6 +22,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from data_utils.base.errors import DataError
+from data_utils.base.random_streams import (
+    below,
+    chance,
+    chance_threshold,
+    new_stream,
+    next_word,
+    open_stream,
+    shuffle,
+)
+from data_utils.base.settings import check
 from data_utils.objectives.blank_infilling import config, draw, write
 from data_utils.objectives.blank_infilling.config import (
     DOCUMENT,
@@ -57,17 +68,6 @@ from data_utils.objectives.planes import (
 )
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import RowObjective, numbers_of
-from data_utils.random_streams import (
-    below,
-    chance,
-    chance_threshold,
-    new_stream,
-    next_word,
-    open_stream,
-    shuffle,
-)
-from megatron_lite.errors import DataError
-from megatron_lite.settings import check
 
 ATTEMPTS = 16  # draws of spans before falling back to the fewest
 

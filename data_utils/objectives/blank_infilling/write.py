@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from data_utils.base.random_streams import below, chance
 from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
 from data_utils.objectives.blank_infilling.draw import (
     ENDS,
@@ -26,7 +27,6 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.random_streams import below, chance
 
 
 @compiled

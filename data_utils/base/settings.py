@@ -1,0 +1,469 @@
+"""Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
+
+A section is a frozen dataclass whose fields are made by `setting(default, help)`, with a range where not every value
+makes sense; `checked` checks the ranges, so that a section made in code is checked as well. Parsing knows the field
+types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings, nested and inline sections; anything
+else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
+the settings mean: see config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from data_utils.base.errors import ConfigError
+
+REQUIRED: Any = dataclasses.MISSING
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Which values a setting may have. NaN and infinity are never among them."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    one_of: tuple[Any, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.one_of:
+            return value in self.one_of
+        return (
+            -math.inf < value < math.inf
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.one_of:
+            return f"one of {', '.join(map(str, self.one_of))}"
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if high is None:
+            return f"at least {low}" if self.above is None else f"above {low}"
+        if low is None:
+            return f"at most {high}" if self.below is None else f"below {high}"
+        return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
+
+    Args:
+        limits: fields of `Range`; None is always allowed where the type allows it.
+    """
+    metadata = {"help": help, "range": Range(**limits) if limits else None}
+    if default is REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def fraction(default: float, help: str) -> Any:
+    """A probability, or a part of something."""
+    return setting(default, help, at_least=0, at_most=1)
+
+
+def checked(name: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
+
+    Args:
+        name: the section's dotted key, for messages; "" = there is none.
+    """
+    path = f"{name}." if name else ""
+
+    def decorate(cls: type[T]) -> type[T]:
+        own_checks = getattr(cls, "__post_init__", None)
+
+        def __post_init__(self: Any) -> None:
+            for field in dataclasses.fields(self):
+                _check_range(field, getattr(self, field.name), f"{path}{field.name}")
+            if own_checks is not None:
+                own_checks(self)
+
+        cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
+    allowed = field.metadata.get("range")
+    if allowed is None or value is None or value in allowed:
+        return
+    null = ", or null" if field.default is None else ""
+    has_example = field.default is not None and field.default is not dataclasses.MISSING
+    example = f"; the default is {to_yaml_scalar(field.default)}" if has_example else ""
+    raise ConfigError(f"{path} is {shown(value)}; it must be {allowed}{null}{example}.")
+
+
+def section(cls: type) -> Any:
+    """A nested section with its own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"help": ""})
+
+
+def setting_mapping(help: str) -> Any:
+    """A free mapping, empty by default."""
+    return dataclasses.field(default_factory=dict, metadata={"help": help})
+
+
+def inline_sections(classes: Mapping[str, type]) -> Any:
+    """A mapping of sections by name, each with its defaults, whose names are keys beside the field and not below it."""
+    return dataclasses.field(default_factory=lambda: _defaults(classes), metadata={"inline": classes})
+
+
+def _defaults(classes: Mapping[str, type]) -> dict[str, Any]:
+    return {name: cls() for name, cls in classes.items()}
+
+
+def _keys(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Key of the section `cls` in a file -> its type and its field."""
+    hints = typing.get_type_hints(cls)
+    keys: dict[str, tuple[Any, dataclasses.Field]] = {}
+    for field in dataclasses.fields(cls):
+        own = field.metadata.get("inline", {field.name: hints[field.name]})
+        assert not keys.keys() & own.keys(), f"{cls.__name__} has the keys {keys.keys() & own.keys()} twice"
+        keys |= {key: (hint, field) for key, hint in own.items()}
+    return keys
+
+
+# Far beyond what a configuration needs: a larger one is a mistake, and could take all memory.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+MAX_ALIASES = 10  # each may stand for a large part of the file
+SHOWN_LENGTH = 160  # characters of a value in a message
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with limits, which refuses a key written twice: plain YAML lets the last one win without a word."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = self.aliases = 0
+        self.open_anchors: list[str] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases (*name); write the values out")
+            if event.anchor in self.open_anchors:
+                raise yaml.YAMLError(f"alias *{shorten(event.anchor)} holds itself; write the value out")
+            return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels; a configuration has fewer")
+        self.depth += 1
+        self.open_anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self.open_anchors.pop()
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        again = next((name for name, count in Counter(names).items() if count > 1), None)
+        if again is not None:
+            raise yaml.YAMLError(f"key {shown(again)} appears twice in one mapping; keep one of them")
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises ValueError in one short line."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
+        raise ValueError(shorten(" ".join(str(error).split()), 400)) from None
+
+
+def read_text(path: str | Path, name: str) -> str:
+    """A text file of limited size. Raises ConfigError, which calls it `name`."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}; check the path.") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{name} {path} is longer than {MAX_BYTES} bytes; check the path.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} {path} is not UTF-8 text; convert it.") from None
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
+    text = read_text(path, "configuration file")
+    try:
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {error}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
+        )
+    return tree
+
+
+def load_json(path: str | Path, name: str) -> dict[str, Any]:
+    """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
+    text = read_text(path, name)
+    try:
+        tree = json.loads(text, object_pairs_hook=_without_repetition)
+        too_deep = _depth(tree) > MAX_DEPTH
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        message = shorten(str(error), 400)
+        raise ConfigError(f"{name} {path} is not valid JSON: {message}; correct it.") from None
+    if too_deep:
+        raise ConfigError(f"{name} {path} has more than {MAX_DEPTH} levels; a configuration has fewer.")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"key {shown(key)} appears twice in one object")
+    return dict(pairs)
+
+
+def _depth(tree: Any) -> int:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
+    """`text` with its middle left out where it is longer than `length`."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: `repr` of bounded length."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`: mappings merge key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written."""
+    key, equals, value = text.partition("=")
+    if not equals or not key or key.count(".") >= MAX_DEPTH:
+        raise ConfigError(f"override {shown(text)} must have the form section.key=value.")
+    try:
+        parsed = parse_yaml(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"override {shown(text)}: the value is not valid YAML ({error}); quote it."
+        ) from None
+    return nest(key, parsed)
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """`value` at a dotted key, as a nested mapping."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None = None) -> Any:
+    """Make the section `cls` from a mapping, strictly.
+
+    Args:
+        path: dotted prefix of the section, for messages.
+        root: the whole tree's class, where an unknown key may belong; None = `cls`.
+    Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
+    """
+    root = root or cls
+    known = _keys(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in known:
+            raise ConfigError(_unknown_key(str(key), path, known, root))
+        hint, field = known[key]
+        converted = _convert(value, hint, f"{path}{key}", root)
+        if "inline" in field.metadata:
+            values.setdefault(field.name, _defaults(field.metadata["inline"]))[key] = converted
+            continue
+        values[key] = converted
+        _check_range(field, converted, f"{path}{key}")  # here with the place in a list
+    for name, (hint, field) in known.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if not required or name in values:
+            continue
+        if not dataclasses.is_dataclass(hint):
+            help = field.metadata.get("help", "")
+            raise ConfigError(
+                f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
+            )
+        values[name] = _convert({}, hint, f"{path}{name}", root)  # names the key that is missing in it
+    return cls(**values)
+
+
+def setting_names(cls: type, path: str = "") -> Iterator[str]:
+    """The dotted key of every setting below `cls`."""
+    for key, (hint, _) in _keys(cls).items():
+        nested = _section_in(hint)
+        if nested is None:
+            yield f"{path}{key}"
+        else:
+            yield from setting_names(nested, f"{path}{key}.")
+
+
+def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
+    place = shorten(path + key) if key.isprintable() else shown(path + key)
+    elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
+    close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
+    for nearest in (*elsewhere, *close):
+        return f"unknown setting {place}; the nearest valid key is {nearest}."
+    return f"unknown setting {place}; valid keys here are {', '.join(sorted(known))}."
+
+
+def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return _convert(value, inner, path, root)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{path} is a section, but its value is {shown(value)}; write its keys, or remove it."
+            )
+        return build(typing.cast(type, hint), value, f"{path}.", root)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping, not {shown(value)}; write its keys, or remove it.")
+        return dict(value)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{path} must be a list, not {shown(value)}; write [...].")
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(item, inner, f"{path}[{i}]", root) for i, item in enumerate(value))
+    return _convert_scalar(value, hint, path)
+
+
+# Numbers that YAML 1.1 reads as text: an exponent without a dot or without a sign (1e-4, 1.5e3), and -.5.
+_NUMBER_AS_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]\.\d+")
+
+
+def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
+    if isinstance(value, str) and hint in (int, float) and _NUMBER_AS_TEXT.fullmatch(value):
+        value = float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= sys.float_info.max
+    if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
+        return int(value)
+    if hint is float and is_number:
+        return float(value)
+    if hint in (bool, str) and isinstance(value, hint) and "\0" not in str(value):  # no file's name has a NUL
+        return value
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    quote = "; put quotes around it" if hint is str and value is not None else ""
+    raise ConfigError(f"{path} must be {names[hint]}, not {shown(value)}{quote}.")
+
+
+def to_tree(config: Any) -> Any:
+    """The inverse of `build`: plain mappings, lists and scalars, in field order."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        tree: dict[str, Any] = {}
+        for field in dataclasses.fields(config):
+            value = to_tree(getattr(config, field.name))
+            tree |= value if "inline" in field.metadata else {field.name: value}
+        return tree
+    if isinstance(config, (tuple, list)):
+        return [to_tree(item) for item in config]
+    if isinstance(config, Mapping):
+        return {key: to_tree(value) for key, value in config.items()}
+    return config
+
+
+def describe(cls: type, path: str = "") -> Iterator[str]:
+    """One line for every setting below `cls`: dotted key, type, range, default and help."""
+    for key, (hint, field) in _keys(cls).items():
+        nested = _section_in(hint)
+        if nested is not None:
+            yield ""
+            yield from describe(nested, f"{path}{key}.")
+            continue
+        allowed = field.metadata.get("range")
+        facts = [_type_name(hint), str(allowed) if allowed else "", _default_text(field)]
+        yield f"  {path}{key} ({', '.join(filter(None, facts))})"
+        yield f"      {field.metadata.get('help', '')}"
+
+
+def _section_in(hint: Any) -> type | None:
+    """The section class of a field that is a section or an optional section."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if dataclasses.is_dataclass(candidate) and typing.get_origin(hint) is not tuple:
+            return typing.cast(type, candidate)
+    return None
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        if dataclasses.is_dataclass(inner):
+            return "list of {" + ", ".join(field.name for field in dataclasses.fields(inner)) + "}"
+        return f"list of {_type_name(inner)}"
+    if typing.get_args(hint):
+        return str(hint).replace("typing.", "").replace("None", "null")
+    return hint.__name__
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"default {to_yaml_scalar(field.default)}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"default {to_yaml_scalar(field.default_factory())}"
+    return "required"
+
+
+def to_yaml_scalar(value: Any) -> str:
+    """A value as one would write it in an override."""
+    return yaml.safe_dump(to_tree(value), default_flow_style=True).strip().removesuffix("...").strip()
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ConfigError(message) unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def choice(path: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    check(value in allowed, f"{path} is {shown(value)}; it must be one of {', '.join(map(str, allowed))}.")

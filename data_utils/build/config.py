@@ -1,0 +1,97 @@
+"""What to build: the options of a corpus build, and the rule that shares documents between splits."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.files import require_prefix
+from data_utils.base.settings import checked, setting
+from data_utils.text.documents import DEFAULT_MAX_BAD_RECORDS, check_options
+
+DEFAULT_SHARD_BYTES = 16 << 20
+_HASH_RANGE = 1 << 64
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+@checked("")
+class BuildConfig:
+    """What to build. Raises ConfigError for values out of range."""
+
+    inputs: Sequence[str]  # files and globs
+    output: str  # prefix of the dataset's files
+    text_key: str = "text"
+    text_split: str = "file"  # see documents.TEXT_SPLITS
+    split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
+    split_seed: int = 0  # key of the hash that decides the split
+    workers: int = setting(0, "processes that tokenize, for each rank; 0: none beside this one", at_least=0)
+    on_bad_record: str = "error"
+    max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
+    deduplicate: bool = False  # keep the first of exactly equal texts
+    evaluation_inputs: Sequence[str] = ()  # report documents that share word sequences with these texts
+    shard_bytes: int = setting(
+        DEFAULT_SHARD_BYTES, "input, as stored, of a shard; does not change the output", at_least=1
+    )
+    overwrite: bool = False
+    restart: bool = False  # discard what a stopped build left
+
+    def __post_init__(self) -> None:
+        check_options(self.text_split, self.on_bad_record, self.max_bad_records)
+        require_prefix(self.output)
+        parse_split(self.split)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """Which split a text belongs to."""
+
+    bounds: tuple[int, ...]  # upper ends of the splits in [0, 2^64]
+    key: bytes
+
+    def split_of(self, text: str) -> int:
+        if len(self.bounds) == 1:
+            return 0
+        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.key).digest()
+        value = int.from_bytes(digest, "little")
+        return next(i for i, bound in enumerate(self.bounds) if value < bound)
+
+
+def parse_split(text: str) -> dict[str, float]:
+    """`train=0.9,test=0.1` as names and fractions; "" is the single split "" (the bare prefix).
+
+    Raises: ConfigError unless the names are distinct and the fractions positive with sum 1.
+    """
+    if not text:
+        return {"": 1.0}
+    splits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            fraction = float(number)
+        except ValueError:
+            fraction = -1.0
+        if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
+            raise ConfigError(
+                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a "
+                f"fraction in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
+            )
+        splits[name] = fraction
+    if abs(sum(splits.values()) - 1) > 1e-9:
+        raise ConfigError(f"split fractions {text!r} sum to {sum(splits.values()):.6g}; they must sum to 1.")
+    return splits
+
+
+def split_rule(config: BuildConfig) -> SplitRule:
+    ends = list(itertools.accumulate(parse_split(config.split).values()))
+    bounds = [round(end * _HASH_RANGE) for end in ends[:-1]] + [_HASH_RANGE]
+    return SplitRule(tuple(bounds), str(config.split_seed).encode())
+
+
+def output_prefixes(config: BuildConfig) -> list[str]:
+    """The dataset prefix of each split, in order."""
+    return [f"{config.output}_{name}" if name else config.output for name in parse_split(config.split)]

@@ -1,0 +1,85 @@
+"""Which documents of a corpus share long word sequences with evaluation texts.
+
+A report, not a filter: documents stay in the corpus. Two texts share an n-gram when NGRAM_WORDS words in a
+row agree, letter case and punctuation aside (13 words, as in the analysis of GPT-3, arXiv:2005.14165,
+appendix C). A Chinese character counts as a word. N-grams are compared by 64-bit hashes: with a billion
+evaluation n-grams about one lookup in twenty billion is wrong. Evaluation texts shorter than an n-gram
+cannot be found and are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_utils.base.errors import DataError
+from data_utils.build.config import BuildConfig
+from data_utils.text.documents import Document, read_documents
+
+NGRAM_WORDS = 13
+
+_WORD = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]|[^\W\u3400-\u9fff\U00020000-\U0003ffff]+")
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def ngram_hashes(text: str) -> np.ndarray:
+    """Hashes of all n-grams of a text, uint64 [words - NGRAM_WORDS + 1], empty for a shorter text."""
+    words = np.array(
+        [zlib.crc32(word.encode("utf-8", "replace")) for word in _WORD.findall(text.lower())], np.uint64
+    )
+    count = len(words) - NGRAM_WORDS + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    hashes = np.zeros(count, np.uint64)
+    for offset in range(NGRAM_WORDS):  # uint64 arithmetic wraps, as a hash should
+        hashes = (hashes ^ (hashes >> np.uint64(29)) ^ words[offset : offset + count]) * _MULTIPLIER
+    return hashes ^ (hashes >> np.uint64(32))
+
+
+class EvaluationTexts:
+    """The n-grams of evaluation texts, ready to be looked up.
+
+    Attributes:
+        num_texts, num_too_short: evaluation texts, and how many of them have no n-gram.
+        hashes: uint64 [n-grams], sorted, each once.
+        fingerprint: of the n-grams.
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        found = [ngram_hashes(document.text) for document in documents]
+        self.num_texts = len(found)
+        self.num_too_short = sum(not len(hashes) for hashes in found)
+        self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+        self.fingerprint = hashlib.sha256(self.hashes.astype("<u8").tobytes()).hexdigest()
+        self._texts = [np.searchsorted(self.hashes, hashes) for hashes in found]
+
+    def shared(self, text: str) -> np.ndarray:
+        """The n-grams that a text shares with the evaluation texts: places in `hashes`, int64, each once."""
+        hashes = np.unique(ngram_hashes(text))
+        places = np.searchsorted(self.hashes, hashes)
+        places = np.minimum(places, max(len(self.hashes) - 1, 0))
+        return places[self.hashes[places] == hashes] if len(self.hashes) else places[:0]
+
+    def num_found(self, found: np.ndarray) -> int:
+        """How many evaluation texts have an n-gram among `found`, bool [n-grams]."""
+        return sum(bool(found[places].any()) for places in self._texts)
+
+
+def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:
+    """Read as the corpus is read: the same text key, text split and policy for bad records."""
+    documents = read_documents(
+        config.evaluation_inputs,
+        config.text_key,
+        config.text_split,
+        config.on_bad_record,
+        config.max_bad_records,
+    )
+    try:
+        return EvaluationTexts(list(documents))
+    except MemoryError:
+        texts = " ".join(config.evaluation_inputs)
+        raise DataError(f"--decontaminate {texts}: not enough memory for these texts; give fewer.") from None

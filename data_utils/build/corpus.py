@@ -1,0 +1,370 @@
+"""Build a token dataset from documents: cut into shards, tokenize in parallel, merge in order, write safely.
+
+The input is cut by bytes into a fixed plan of shards. Worker processes, of one or many MPI ranks, each turn
+whole shards into tokens and write them to PREFIX.build (see shards.py). When all are there, rank 0 joins them
+in the order of the input. So the output is byte for byte the same for any number of processes and ranks and
+for any size of shards, and a build that was stopped in any way goes on with the shards that are missing.
+
+A document's split is decided by a keyed hash of its text: the order of the files does not matter, and exact
+duplicates never straddle splits. Nothing appears under the final names before everything is on disk.
+
+Memory is bounded by the blocks of the workers, whatever the size of the input; `deduplicate` adds about 40
+bytes for each document. The price of shards: every token is written twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data_utils.base.errors import DataError
+from data_utils.base.memory import return_freed_memory
+from data_utils.build.config import BuildConfig, output_prefixes, parse_split
+from data_utils.build.contamination import NGRAM_WORDS, EvaluationTexts, read_evaluation_texts
+from data_utils.build.ranks import Ranks
+from data_utils.build.shards import BuildDirectory
+from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
+from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
+from data_utils.dataset.manifest import existing_files
+from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
+
+_PLAN_VERSION = 1
+_MERGE_DOCUMENTS = 4096  # documents that are joined at a time
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a build made, for the summary."""
+
+    documents: dict[str, int]  # prefix -> number
+    tokens: dict[str, int]
+    counts: RecordCounts
+    text_bytes: int
+    seconds: float
+    shards: int
+    finished_before: int  # shards that an earlier, stopped run had finished
+    built_text_bytes: int  # text of the others
+    duplicates: int | None  # documents left out; None: not looked for
+    contamination: dict[str, Any] | None  # as in the manifest
+
+    def lines(self) -> Iterator[str]:
+        speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
+        yield (
+            f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens from "
+            f"{self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
+        )
+        if self.finished_before:
+            yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
+        for prefix, documents in self.documents.items():
+            yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
+        if self.counts.empty_documents or self.counts.blank_lines:
+            empty, blank = self.counts.empty_documents, self.counts.blank_lines
+            yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
+        if self.duplicates is not None:
+            yield f"  left out: {self.duplicates:,} exact duplicates"
+        for kind, count in sorted(self.counts.bad.items()):
+            yield f"  skipped: {count:,} bad records of kind {kind}"
+        for example in self.counts.examples:
+            yield f"    {example}"
+        if self.contamination:
+            found, texts = (
+                self.contamination["evaluation_texts_found"],
+                self.contamination["evaluation_texts"],
+            )
+            yield (
+                f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
+                f"{found:,} of {texts:,} evaluation texts"
+            )
+            if short := self.contamination["evaluation_texts_too_short"]:
+                yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
+            for example in self.contamination["examples"]:
+                yield f"    {example}"
+
+
+def build_corpus(
+    config: BuildConfig, make_tokenizer: Callable[[], Any], ranks: Ranks | None = None
+) -> BuildReport:
+    """Build the datasets of `config`; see the module docstring.
+
+    Args:
+        make_tokenizer: gives an object with `encode_batch`, `special.eos`, `vocab_size`, `fingerprint` and
+            `config` (see data_utils/text/tokenizers.py). Called here and in each worker, so it must pickle.
+        ranks: the MPI ranks that share the work, all with the same `config` and file system.
+    Raises: DataError for bad input, a split without documents, output that exists or cannot be written,
+        another build that was started and not finished, a dead worker.
+    """
+    ranks = ranks or Ranks()
+    started = time.monotonic()
+    writers: list[IndexedDatasetWriter] = []
+    with ExitStack() as stack:
+        loaded: list[Any] = []
+        ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
+        facts = TokenizerFacts.of(loaded[0])
+        job = ranks.on_first(lambda: _start(config, facts, stack, writers))
+        if uses_workers(job, ranks):
+            loaded.clear()  # they load their own
+        return_freed_memory()  # reading the tokenizer took as much again as it holds
+        ranks.on_each(lambda: build_shards(job, loaded, make_tokenizer, ranks))
+        return ranks.on_first(lambda: _finish(job, facts, writers, started))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What plan and manifest tell of the tokenizer, without its tables."""
+
+    vocab_size: int
+    eos: int
+    fingerprint: str
+    config: Any
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenizerFacts:
+        return cls(tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config)
+
+
+def _start(
+    config: BuildConfig, tokenizer: TokenizerFacts, stack: ExitStack, writers: list[IndexedDatasetWriter]
+) -> Job:
+    """Check everything that can be checked before the work, and open the output."""
+    paths = expand_inputs(config.inputs)
+    prefixes = output_prefixes(config)
+    directory = BuildDirectory(config.output)
+    _refuse_existing(prefixes, paths, config.overwrite or (directory.is_committing() and not config.restart))
+    evaluation = None
+    if config.evaluation_inputs:
+        evaluation = read_evaluation_texts(config)
+    for prefix in prefixes:  # opened now for their lock: one build at a time
+        writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
+    stack.callback(_forget_if_nothing_is_finished, directory)
+    directory.open(_plan(config, tokenizer, paths, evaluation), config.restart)
+    shards = plan_pieces(paths, config.text_split, config.shard_bytes)
+    finished = directory.finished()
+    return Job(
+        config=config,
+        shards=shards,
+        todo=[number for number in range(len(shards)) if number not in finished],
+        fingerprint=tokenizer.fingerprint,
+        dtype=token_dtype(tokenizer.vocab_size),
+        input_bytes=sum(path.stat().st_size for path in paths),
+        evaluation=evaluation,
+    )
+
+
+def _plan(
+    config: BuildConfig, tokenizer: TokenizerFacts, paths: Sequence[Path], evaluation: EvaluationTexts | None
+) -> dict[str, Any]:
+    """All that the shards depend on. A run with another plan cannot use them."""
+    return {
+        "plan_version": _PLAN_VERSION,
+        "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        "text_key": config.text_key,
+        "text_split": config.text_split,
+        "split": config.split,
+        "split_seed": config.split_seed,
+        "deduplicate": config.deduplicate,
+        "evaluation_inputs": evaluation and evaluation.fingerprint,
+        "shard_bytes": config.shard_bytes,
+        "inputs": _identify(paths),
+    }
+
+
+def _identify(paths: Iterable[Path]) -> list[list[Any]]:
+    identities = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); put it back.") from None
+        identities.append([str(path), stat.st_size, stat.st_mtime_ns])
+    return identities
+
+
+def _forget_if_nothing_is_finished(directory: BuildDirectory) -> None:
+    """A build that fails at once, on a bad record say, shall leave nothing to resume or to discard."""
+    with suppress(OSError):
+        if directory.path.is_dir() and not directory.finished() and not directory.is_committing():
+            directory.remove()
+
+
+def _finish(
+    job: Job, tokenizer: TokenizerFacts, writers: Sequence[IndexedDatasetWriter], started: float
+) -> BuildReport:
+    """Join the shards, in order, and put the datasets in place."""
+    config, directory = job.config, job.directory
+    records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
+    counts, contaminated = _merge_places(records)
+    counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
+    paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
+    if job.todo:  # else nothing was read in this run, and `open` has compared the inputs
+        directory.open(_plan(config, tokenizer, paths, job.evaluation), restart=False)
+    duplicates = _join(job, records, writers)
+    contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
+    try:
+        _require_documents(writers, counts)
+    except DataError:
+        directory.remove()  # no option can make these shards useful
+        raise
+    manifest = _manifest(tokenizer, config, paths, counts)
+    manifest |= {} if duplicates is None else {"duplicates": duplicates}
+    manifest |= {} if contamination is None else {"contamination": contamination}
+    _commit(writers, list(parse_split(config.split)), manifest, directory)
+    return BuildReport(
+        documents={str(writer.prefix): writer.num_documents for writer in writers},
+        tokens={str(writer.prefix): writer.num_tokens for writer in writers},
+        counts=counts,
+        text_bytes=sum(record.text_bytes for record in records),
+        seconds=time.monotonic() - started,
+        shards=len(job.shards),
+        finished_before=len(job.shards) - len(job.todo),
+        built_text_bytes=sum(records[number].text_bytes for number in job.todo),
+        duplicates=duplicates,
+        contamination=contamination,
+    )
+
+
+def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
+    """Counts of all shards and the first contaminated documents, with the lines of the files."""
+    counts = RecordCounts()
+    contaminated: list[Place] = []
+    lines: dict[str, int] = {}
+
+    def in_file(places: Iterable[Place]) -> list[Place]:
+        return [Place(p.source, p.line + lines.get(p.source, 0), p.problem) for p in places]
+
+    for record in records:
+        record.counts.examples = in_file(record.counts.examples)
+        counts.merge(record.counts)
+        contaminated += in_file(record.contaminated)[: MAX_EXAMPLES - len(contaminated)]
+        for source, number in record.lines:
+            lines[source] = lines.get(source, 0) + number
+    return counts, contaminated
+
+
+def _join(job: Job, records: Sequence[ShardRecord], writers: Sequence[IndexedDatasetWriter]) -> int | None:
+    """Append all shards to the writers. Returns how many duplicates were left out; None: not asked for."""
+    duplicates = 0
+    total = sum(sum(record.tokens) for record in records)
+    with tqdm(total=total, unit="token", unit_scale=True, desc="join", disable=None) as bar:
+        for split, writer in enumerate(writers):
+            keep = _first_occurrences(job, records, split) if job.config.deduplicate else None
+            first = 0
+            for number, record in enumerate(records):
+                documents, tokens = record.documents[split], record.tokens[split]
+                shard = job.directory.read(number, split, job.dtype, documents, tokens)
+                kept = None if keep is None else keep[first : first + documents]
+                _append(writer, *shard, kept)
+                first += documents
+                bar.update(tokens)
+            duplicates += first - writer.num_documents
+    return duplicates if job.config.deduplicate else None
+
+
+def _append(
+    writer: IndexedDatasetWriter, tokens: np.ndarray, lengths: np.ndarray, keep: np.ndarray | None
+) -> None:
+    start = 0
+    for first in range(0, len(lengths), _MERGE_DOCUMENTS):
+        some = lengths[first : first + _MERGE_DOCUMENTS]
+        stop = start + int(some.sum(dtype=np.int64))
+        chunk = tokens[start:stop]
+        if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
+            chunk, some = chunk[np.repeat(kept, some)], some[kept]
+        writer.add(chunk, some)
+        start = stop
+
+
+def _first_occurrences(job: Job, records: Sequence[ShardRecord], split: int) -> np.ndarray:
+    """Which documents of a split are not equal to an earlier one: bool [documents of all shards]."""
+    hashes = [job.directory.hashes(i, split, record.documents[split]) for i, record in enumerate(records)]
+    low, high = np.concatenate(hashes).T
+    order = np.lexsort((low, high))  # stable: equal texts stay in their order
+    again = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
+    keep = np.ones(len(order), bool)
+    keep[order[1:][again]] = False
+    return keep
+
+
+def _contamination(
+    evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[Place]
+) -> dict[str, Any]:
+    found = np.zeros(len(evaluation.hashes), bool)
+    for record in records:
+        found[record.evaluation_ngrams] = True
+    return {
+        "documents": sum(record.contaminated_documents for record in records),
+        "evaluation_texts": evaluation.num_texts,
+        "evaluation_texts_too_short": evaluation.num_too_short,
+        "evaluation_texts_found": evaluation.num_found(found),
+        "evaluation_ngrams": len(found),
+        "evaluation_ngrams_found": int(found.sum()),
+        "examples": [str(place) for place in examples],
+    }
+
+
+def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite: bool) -> None:
+    existing = [path for prefix in prefixes for path in existing_files(prefix)]
+    for path in existing:
+        if any(path.samefile(source) for source in inputs):
+            raise DataError(f"output {path} is also an input; choose another --output.")
+    if existing and not overwrite:
+        raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
+
+
+def _require_documents(writers: Sequence[IndexedDatasetWriter], counts: RecordCounts) -> None:
+    total = sum(writer.num_documents for writer in writers)
+    if not total:
+        raise DataError(
+            f"the corpus holds no document with tokens ({counts.empty_documents} empty documents, "
+            f"{counts.blank_lines} blank lines, {counts.num_bad} bad records); check the input."
+        )
+    for writer in writers:
+        if not writer.num_documents:
+            raise DataError(
+                f"split {writer.prefix.name} would receive none of the {total} documents; give it a larger "
+                f"fraction or add documents."
+            )
+
+
+def _commit(
+    writers: Sequence[IndexedDatasetWriter],
+    names: Sequence[str],
+    manifest: dict[str, Any],
+    directory: BuildDirectory,
+) -> None:
+    """Put the splits in place. The old ones go first, all of them: splits of two builds must never mix."""
+    for writer in writers:
+        writer.seal()
+    directory.mark_committing()
+    for writer in writers:
+        remove_dataset(writer.prefix)
+    for writer, name in zip(writers, names, strict=True):
+        writer.finish({**manifest, "split": {**manifest["split"], "name": name or None}})
+    directory.remove()
+
+
+def _manifest(
+    tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
+) -> dict[str, Any]:
+    """What the writer does not know. No times, no worker count: the same input gives the same manifest."""
+    return {
+        "split": {"name": None, "rule": config.split or None, "seed": config.split_seed},
+        "eos": tokenizer.eos,
+        "documents_end_with_eos": True,
+        "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
+        "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
+        "text_key": config.text_key,
+        "text_split": config.text_split,
+        "bad_records": dict(sorted(counts.bad.items())),
+        "bad_record_examples": [str(place) for place in counts.examples],
+        "empty_documents": counts.empty_documents,
+        "blank_lines": counts.blank_lines,
+    }

@@ -1,0 +1,212 @@
+"""The working directory of a corpus build: what was started, and the shards that are finished.
+
+    PREFIX.build/plan.json       what the build was started with; a build with anything else is refused
+    PREFIX.build/shard-000017/   for each split its tokens, lengths (and hashes), and record.json
+    PREFIX.build/committing      the dataset is complete on disk and takes its place under the prefix
+
+A shard is written under a name of its own and renamed once all of it is on disk. So a shard that exists is
+whole, any process may die at any moment, and two that make the same shard do no harm.
+
+The price: until a build is finished it needs twice the space of its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.errors import DataError
+from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
+
+_PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
+_SHARD_NAME = re.compile(r"shard-(\d{6,})")
+_OWN_NAME = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|stop")
+
+
+class BuildDirectory:
+    """The directory `PREFIX.build`. Raises DataError where it cannot be read or written."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.path = Path(f"{prefix}.build")
+
+    def open(self, plan: Mapping[str, Any], restart: bool) -> None:
+        """Start a build, or go on with the one that was started with the same plan.
+
+        Raises: DataError if another build was started here, unless `restart` discards it.
+        """
+        with disk_errors(self.path):
+            if restart:
+                self.remove()
+            started = self._read_plan()
+            if started is None:
+                self.remove()
+                self.path.mkdir(parents=True)
+                self._write_plan(plan)
+            elif (difference := _difference(started, json.loads(json.dumps(plan)))) is not None:
+                raise DataError(
+                    f"{self.path} holds a build that was started with {difference}; run it as it was "
+                    f"started, or discard it with --restart."
+                )
+            for entry in self.path.iterdir():  # what killed processes left
+                if "." in entry.name and _OWN_NAME.fullmatch(entry.name) and entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+            (self.path / _STOP).unlink(missing_ok=True)
+
+    def _read_plan(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.path / _PLAN).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:
+            raise DataError(f"{self.path / _PLAN} is damaged; discard the build with --restart.") from None
+
+    def _write_plan(self, plan: Mapping[str, Any]) -> None:
+        write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
+
+    def finished(self) -> set[int]:
+        """The numbers of the shards that are finished."""
+        with disk_errors(self.path):
+            matches = [_SHARD_NAME.fullmatch(entry.name) for entry in self.path.iterdir()]
+        return {int(match[1]) for match in matches if match}
+
+    def shard(self, number: int) -> Path:
+        return self.path / f"shard-{number:06}"
+
+    def record(self, number: int) -> dict[str, Any]:
+        """What `ShardWriter.commit` was given."""
+        try:
+            return json.loads((self.shard(number) / _RECORD).read_bytes())
+        except (OSError, ValueError):
+            raise self._damaged(number) from None
+
+    def read(
+        self, number: int, split: int, dtype: np.dtype, num_documents: int, num_tokens: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [num_tokens], mapped, and lengths int32 [num_documents] of one split of a finished shard."""
+        tokens = self._array(number, f"{split}.tokens", dtype, num_tokens)
+        return tokens, self._array(number, f"{split}.lengths", np.dtype("<i4"), num_documents)
+
+    def hashes(self, number: int, split: int, num_documents: int) -> np.ndarray:
+        """Hashes of the documents of one split of a finished shard, uint64 [num_documents, 2]."""
+        return self._array(number, f"{split}.hashes", np.dtype("<u8"), 2 * num_documents).reshape(-1, 2)
+
+    def _array(self, number: int, name: str, dtype: np.dtype, count: int) -> np.ndarray:
+        path = self.shard(number) / name
+        if not path.is_file() or path.stat().st_size != count * dtype.itemsize:
+            raise self._damaged(number)
+        return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)
+
+    def _damaged(self, number: int) -> DataError:
+        return DataError(f"{self.shard(number)} is damaged; discard the build with --restart.")
+
+    def request_stop(self) -> None:
+        """Ask the other ranks to end what they do. They are not told if the disk takes no file any more."""
+        with contextlib.suppress(OSError):
+            (self.path / _STOP).touch()
+
+    def stop_requested(self) -> bool:
+        return (self.path / _STOP).exists()
+
+    def mark_committing(self) -> None:
+        """From now on the files under the prefix are this build's, or none."""
+        with disk_errors(self.path):
+            (self.path / _COMMITTING).touch()
+            sync_directory(self.path)
+
+    def is_committing(self) -> bool:
+        return (self.path / _COMMITTING).exists()
+
+    def remove(self) -> None:
+        """Remove the build. Raises DataError, removing nothing, if the directory holds anything else."""
+        if not self.path.is_dir():
+            return
+        entries = list(self.path.iterdir())
+        foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
+        if foreign:
+            raise DataError(f"{self.path} is needed for the build but holds {foreign[0]}; move it away.")
+        for name in (_PLAN, _COMMITTING):  # first: without them the rest counts for nothing
+            (self.path / name).unlink(missing_ok=True)
+        for entry in entries:
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        self.path.rmdir()
+
+
+def _difference(started: Any, plan: Any) -> str | None:
+    """What the started build had that `plan` has not, in words; None if they agree."""
+    for key in {**plan, **(started if isinstance(started, dict) else {})}:
+        before, now = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
+        if before == now:
+            continue
+        if key == "tokenizer":
+            return f"another tokenizer ({before})"
+        if key != "inputs":
+            return f"{key} {before!r} instead of {now!r}"
+        pairs = zip(before or [], now or [], strict=False)
+        changed = next(
+            (f"another version of input {old[0]}" for old, new in pairs if old[0] == new[0] != old), None
+        )
+        return changed or "other input files"
+    return None
+
+
+class ShardWriter:
+    """Write one shard: `add` documents, then `commit`. Leaving the context without it removes the files."""
+
+    def __init__(self, directory: BuildDirectory, number: int, num_splits: int, with_hashes: bool) -> None:
+        self._directory = directory
+        self._final = directory.shard(number)
+        self._partial = self._final.with_name(f"{self._final.name}.{uuid.uuid4().hex}")
+        names = ("tokens", "lengths", "hashes") if with_hashes else ("tokens", "lengths")
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(shutil.rmtree, self._partial, ignore_errors=True)
+        with disk_errors(directory.path):
+            self._partial.mkdir()
+            self._files = [
+                {
+                    name: self._stack.enter_context((self._partial / f"{split}.{name}").open("wb"))
+                    for name in names
+                }
+                for split in range(num_splits)
+            ]
+
+    def add(self, split: int, **arrays: np.ndarray) -> None:
+        """Append documents to a split: `tokens` (storage dtype), `lengths` int32, `hashes` uint64 [n, 2]."""
+        with disk_errors(self._directory.path):
+            for name, array in arrays.items():
+                self._files[split][name].write(np.ascontiguousarray(array).data)
+
+    def commit(self, record: Mapping[str, Any]) -> None:
+        with disk_errors(self._directory.path):
+            for files in self._files:
+                for file in files.values():
+                    sync_file(file)
+            write_synced(self._partial / _RECORD, json.dumps(record).encode())
+            sync_directory(self._partial)
+            try:
+                os.rename(self._partial, self._final)
+            except OSError:
+                if not self._final.is_dir():  # else another process was faster, with the same bytes
+                    raise
+            sync_directory(self._directory.path)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
+            self._stack.close()

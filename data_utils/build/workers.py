@@ -1,0 +1,375 @@
+"""From pieces of files to finished shards: read, parse, tokenize and write, in this process or in others.
+
+A worker process does all the work of a shard, so no text and no token passes between processes, only the
+number of a shard and its small record. Workers share no lock: one that is killed leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data_utils.base.errors import DataError
+from data_utils.base.memory import return_freed_memory
+from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
+from data_utils.build.contamination import EvaluationTexts
+from data_utils.build.ranks import Ranks
+from data_utils.build.shards import BuildDirectory, ShardWriter
+from data_utils.dataset.indexed_dataset import to_token_dtype
+from data_utils.text.documents import (
+    MAX_EXAMPLES,
+    Block,
+    Piece,
+    Place,
+    RecordCounts,
+    largest_record,
+    parse_block,
+    read_blocks,
+    with_line_of_file,
+)
+
+_POLL_SECONDS = 0.2
+# What is known of a shard while it is built. What is being read is 0 before and after.
+_FIELDS = ("input bytes", "documents", "process", "number of the piece", "line in it", "bytes of the record")
+_DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
+_MEMORY_REMEDY = (
+    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
+    "command again."
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank and worker must know. Made by rank 0."""
+
+    config: BuildConfig
+    shards: list[list[Piece]]
+    todo: list[int]  # numbers of the shards that are not finished
+    fingerprint: str  # of the tokenizer
+    dtype: np.dtype
+    input_bytes: int
+    evaluation: EvaluationTexts | None
+
+    @property
+    def directory(self) -> BuildDirectory:
+        return BuildDirectory(self.config.output)
+
+    @property
+    def num_splits(self) -> int:
+        return len(parse_split(self.config.split))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """The tokens of one block. Documents end with eos."""
+
+    splits: np.ndarray  # int64 [documents]: number of the split
+    tokens: np.ndarray  # the storage dtype [all tokens]
+    lengths: np.ndarray  # int64 [documents], eos included
+    hashes: np.ndarray | None  # uint64 [documents, 2], for deduplication
+    texts: list[str]  # those that gave tokens
+    lines: list[int]
+    counts: RecordCounts
+    text_bytes: int
+
+
+@dataclass(slots=True)
+class ShardRecord:
+    """What a finished shard knows beside its tokens. Lines count from the start of its piece of the file."""
+
+    documents: list[int]  # for each split
+    tokens: list[int]
+    counts: RecordCounts = field(default_factory=RecordCounts)
+    lines: list[tuple[str, int]] = field(default_factory=list)  # file, and the lines of its piece
+    text_bytes: int = 0
+    contaminated_documents: int = 0
+    contaminated: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
+    evaluation_ngrams: list[int] = field(default_factory=list)  # those that were found
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> ShardRecord:
+        counts = {**tree["counts"], "examples": [Place(**place) for place in tree["counts"]["examples"]]}
+        contaminated = [Place(**place) for place in tree["contaminated"]]
+        return cls(**{**tree, "counts": RecordCounts(**counts), "contaminated": contaminated})
+
+
+def encode_block(
+    block: Block, tokenizer: Any, text_key: str, rule: SplitRule, deduplicate: bool = False
+) -> EncodedBlock:
+    """Parse and tokenize one block: a pure function, for any process."""
+    parsed = parse_block(block, text_key)
+    ids, lengths = tokenizer.encode_batch(parsed.texts)
+    texts, lines = parsed.texts, parsed.lines
+    text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    if len(lengths) and not lengths.all():  # a tokenizer may drop a text whole, say one of control characters
+        parsed.counts.empty_documents += int((lengths == 0).sum())
+        texts = list(itertools.compress(texts, lengths))
+        lines = list(itertools.compress(lines, lengths))
+        lengths = lengths[lengths > 0]
+    return EncodedBlock(
+        splits=np.array([rule.split_of(text) for text in texts], np.int64),
+        tokens=to_token_dtype(
+            np.insert(ids, np.cumsum(lengths), tokenizer.special.eos), tokenizer.vocab_size
+        ),
+        lengths=lengths + 1,
+        hashes=_text_hashes(texts) if deduplicate else None,
+        texts=texts,
+        lines=lines,
+        counts=parsed.counts,
+        text_bytes=text_bytes,
+    )
+
+
+def _text_hashes(texts: Sequence[str]) -> np.ndarray:
+    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    return np.frombuffer(digests, "<u8").reshape(-1, 2)
+
+
+class _Stopped(Exception):
+    """Another process failed, or the user interrupted: what is under way shall end."""
+
+
+def _new_progress(job: Job) -> np.ndarray:
+    return np.zeros((len(job.shards), len(_FIELDS)), np.int64)
+
+
+def _place(job: Job, number: int, progress: np.ndarray) -> str:
+    """Where a shard's reader is, in words."""
+    _, piece, line, size = progress[number, _READING].tolist()
+    path, start = job.shards[number][piece].path, job.shards[number][piece].start
+    problem = f"a record of {size:,} bytes" if size else "while it was read"
+    return f"at {with_line_of_file(Place(str(path), line, problem, start), job.config.text_split)}"
+
+
+class ShardBuilder:
+    """Turns a numbered shard of a job into files."""
+
+    def __init__(self, job: Job, tokenizer: Any, progress: np.ndarray | None = None) -> None:
+        """Args: progress: int64 [shards, len(_FIELDS)] to keep; None: an own one."""
+        if tokenizer.fingerprint != job.fingerprint:
+            raise DataError(
+                f"the tokenizer has fingerprint {tokenizer.fingerprint} here but {job.fingerprint} on the "
+                f"first rank; give all nodes the same tokenizer files."
+            )
+        self.job = job
+        self.tokenizer = tokenizer
+        self.rule = split_rule(job.config)
+        self.progress = _new_progress(job) if progress is None else progress
+
+    def build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
+        """Write a shard; `advance(input bytes, documents)` is called for each block, and may raise."""
+        try:
+            return self._build(number, advance)
+        except MemoryError:
+            pass  # here its traceback still holds the memory that the message needs
+        raise DataError(f"memory ran out {_place(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
+
+    def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
+        config, num_splits = self.job.config, self.job.num_splits
+        record = ShardRecord([0] * num_splits, [0] * num_splits)
+        found = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
+        with ShardWriter(self.job.directory, number, num_splits, config.deduplicate) as writer:
+            for place, piece in enumerate(self.job.shards[number]):
+                lines = 0
+                self.progress[number, _READING] = os.getpid(), place, 1, 0
+                for block in read_blocks([piece], config.text_key, config.text_split):
+                    self.progress[number, _RECORD] = largest_record(block)
+                    encoded = encode_block(
+                        block, self.tokenizer, config.text_key, self.rule, config.deduplicate
+                    )
+                    record.counts.merge(encoded.counts)
+                    record.counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
+                    self._write(writer, encoded, record)
+                    self._look_for_evaluation_texts(block, encoded, record, found)
+                    lines += block.num_lines
+                    self.progress[number, _RECORD] = lines + 1, 0
+                    advance(block.input_bytes, len(encoded.lengths))
+                record.lines.append((str(piece.path), lines))
+            record.evaluation_ngrams = np.flatnonzero(found).tolist()
+            writer.commit(asdict(record))
+        self.progress[number, _READING] = 0
+        return record
+
+    def _write(self, writer: ShardWriter, encoded: EncodedBlock, record: ShardRecord) -> None:
+        record.text_bytes += encoded.text_bytes
+        for split in range(len(record.documents)):
+            here = encoded.splits == split
+            arrays = {"tokens": encoded.tokens, "lengths": encoded.lengths.astype("<i4")}
+            if encoded.hashes is not None:
+                arrays["hashes"] = encoded.hashes
+            if not here.all():
+                arrays = {name: array[here] for name, array in arrays.items() if name != "tokens"}
+                arrays["tokens"] = encoded.tokens[np.repeat(here, encoded.lengths)]
+            writer.add(split, **arrays)
+            record.documents[split] += len(arrays["lengths"])
+            record.tokens[split] += len(arrays["tokens"])
+
+    def _look_for_evaluation_texts(
+        self, block: Block, encoded: EncodedBlock, record: ShardRecord, found: np.ndarray
+    ) -> None:
+        if self.job.evaluation is None:
+            return
+        for text, line in zip(encoded.texts, encoded.lines, strict=True):
+            shared = self.job.evaluation.shared(text)
+            if not len(shared):
+                continue
+            found[shared] = True
+            record.contaminated_documents += 1
+            if len(record.contaminated) < MAX_EXAMPLES:
+                problem = f"shares {len(shared)} word sequences with evaluation texts"
+                record.contaminated.append(Place(block.source, line, problem, block.start))
+
+
+def _shards_of(job: Job, ranks: Ranks) -> list[int]:
+    """The missing shards that this rank builds."""
+    return job.todo[ranks.rank :: ranks.size]
+
+
+def uses_workers(job: Job, ranks: Ranks) -> bool:
+    """Whether worker processes build this rank's shards, and not this one."""
+    return job.config.workers > 0 and len(_shards_of(job, ranks)) > 0
+
+
+def build_shards(job: Job, loaded: Sequence[Any], make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
+    """Build this rank's part of the missing shards. Raises DataError for what stops the build.
+
+    Args: loaded: the tokenizer; may be empty where workers are used.
+    """
+    config, mine = job.config, _shards_of(job, ranks)
+    total = job.input_bytes * len(mine) // max(len(job.shards), 1)
+    counts, documents = RecordCounts(), 0
+
+    def advance(input_bytes: int, more_documents: int) -> None:
+        nonlocal documents
+        documents += more_documents
+        bar.set_postfix(documents=documents, refresh=False)
+        bar.update(input_bytes)
+        if ranks.size > 1 and job.directory.stop_requested():
+            raise _Stopped
+
+    hidden = None if ranks.rank == 0 else True  # None: shown on a terminal
+    try:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
+            if uses_workers(job, ranks):
+                records = _records_of_workers(job, mine, make_tokenizer, advance)
+            else:
+                builder = ShardBuilder(job, loaded[0])
+                records = (builder.build(number, advance) for number in mine)
+            with closing(records):
+                for record in records:
+                    counts.merge(record.counts)
+                    counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
+    except _Stopped:
+        pass
+    except BaseException:
+        if ranks.size > 1:
+            job.directory.request_stop()
+        raise
+
+
+def _records_of_workers(
+    job: Job, mine: Sequence[int], make_tokenizer: Callable[[], Any], advance: Callable[[int, int], None]
+) -> Generator[ShardRecord, None, None]:
+    """Build shards in worker processes, in any order."""
+    # The progress of each shard, and a stop flag. No lock: a killed worker would keep it.
+    shared = RawArray("q", _new_progress(job).size + 1)
+    progress = _progress_in(shared)
+    executor = ProcessPoolExecutor(
+        min(job.config.workers, len(mine)),
+        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of tokenizers
+        initializer=_start_worker,
+        initargs=(job, make_tokenizer, shared),
+    )
+    seen = np.zeros(2, np.int64)
+    others = set(multiprocessing.active_children())
+    workers: set[BaseProcess] = set()
+    try:
+        pending = _submit(executor, mine)
+        while pending:
+            workers |= set(multiprocessing.active_children()) - others
+            done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
+            now = progress[:, _DONE].sum(axis=0)
+            advance(*(now - seen).tolist())
+            seen = now
+            yield from [future.result() for future in done]
+    except BrokenProcessPool:
+        # A worker that the pool started while it was already breaking: it does not end it, and waits for it for ever.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        executor.shutdown(cancel_futures=True)  # from then on the exit statuses are known
+        raise _death(job, progress, workers) from None
+    finally:
+        shared[-1] = 1
+        executor.shutdown(cancel_futures=True)
+
+
+def _progress_in(shared: Any) -> np.ndarray:
+    return np.frombuffer(shared, np.int64)[:-1].reshape(-1, len(_FIELDS))
+
+
+def _death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]) -> DataError:
+    """The error for a worker that ended by itself or by a signal; the pool ends the others with SIGTERM."""
+    for worker in workers:
+        number = int(np.argmax(progress[:, 2] == worker.pid))
+        if worker.exitcode in (None, 0, -signal.SIGTERM) or progress[number, 2] != worker.pid:
+            continue
+        code = worker.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"status {code}"
+        place = _place(job, number, progress)
+        return DataError(f"a worker process died ({how}) {place}; if memory ran out, {_MEMORY_REMEDY}")
+    return DataError(f"a worker process died; if memory ran out, {_MEMORY_REMEDY}")
+
+
+def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
+    """Hand the shards to the pool, which starts its workers meanwhile."""
+    try:
+        return {executor.submit(_build_in_worker, number) for number in numbers}
+    except OSError as error:  # the first workers died, and the pool has closed its pipes
+        raise BrokenProcessPool from error
+
+
+_in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _start_worker
+
+
+def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared: Any) -> None:
+    global _in_worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _in_worker = ShardBuilder(job, make_tokenizer(), _progress_in(shared)), shared
+    return_freed_memory()
+
+
+def _exit_with_parent() -> None:
+    """A parent killed outright cannot end its workers, and the pool would keep them waiting for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _build_in_worker(number: int) -> ShardRecord:
+    builder, shared = _in_worker
+
+    def advance(input_bytes: int, documents: int) -> None:
+        builder.progress[number, _DONE] += input_bytes, documents
+        if shared[-1]:
+            raise _Stopped
+
+    return builder.build(number, advance)

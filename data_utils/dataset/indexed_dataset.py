@@ -1,0 +1,491 @@
+"""Token datasets on disk: Megatron-LM's .bin/.idx pair plus a manifest, written safely, read memory-mapped.
+
+    PREFIX.bin   the tokens of all documents, one after the other, little-endian
+    PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
+                 byte pointers of the sequences (int64), document boundaries (int64)
+    PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources; see manifest.py
+
+One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial`
+names, and `finish` first removes the old manifest, then the old index and tokens, renames the new tokens and
+index, and renames the new manifest last: a crash leaves the old dataset, the new one, or none that opens.
+
+Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
+checks (checksums, every pointer, every token id) are left to `verify`; `verify_some` checks a few blocks. In a
+dataset of another program that was adopted, the sequences count as documents, and the tokenizer is not known.
+
+Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
+be needed: on a cold disk many reads are then under way at once. Where mapping is refused, as some network
+file systems do, tokens are read by position, one piece at a time, and the index is held in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data_utils.base.checksums import FileChecksums, damage_at, damaged_block, difference
+from data_utils.base.errors import DataError
+from data_utils.base.files import disk_errors, sync_directory, sync_file, write_synced
+from data_utils.dataset.manifest import (
+    SUFFIXES,
+    damaged,
+    dataset_path,
+    existing_files,
+    manifest_bytes,
+    read_manifest,
+    require_finished,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
+_INDEX_VERSION = 1
+_DTYPE_CODES = {
+    1: "<u1",
+    2: "<i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}  # 6 and 7 are floats: no token ids
+_UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
+_CHUNK = 1 << 20
+_OPEN_CHECKS = 64  # neighbouring pointers compared at every open
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that stores the ids of a vocabulary: uint16 below 65500 ids, else int32 (as Megatron-LM)."""
+    return np.dtype("<u2" if vocab_size < _UINT16_VOCAB_LIMIT else "<i4")
+
+
+def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Cast ids to the storage dtype. Raises DataError for an id outside [0, vocab_size), which would wrap."""
+    if ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} lies outside the vocabulary of {vocab_size} ids; "
+                f"check that the tokenizer and its vocabulary size belong together."
+            )
+    return ids.astype(token_dtype(vocab_size), copy=False)
+
+
+def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
+    """The bytes of the .idx file for documents of `lengths` [documents] and tokens of `dtype`."""
+    count = len(lengths)
+    code = next(code for code, known in _DTYPE_CODES.items() if np.dtype(known) == dtype)
+    yield _HEADER.pack(_MAGIC, _INDEX_VERSION, code, count, count + 1)
+    for start in range(0, count, _CHUNK):
+        yield lengths[start : start + _CHUNK].astype("<i4").tobytes()
+    end = 0
+    for start in range(0, count, _CHUNK):
+        size = lengths[start : start + _CHUNK].astype("<i8") * dtype.itemsize
+        ends = end + np.cumsum(size)
+        yield (ends - size).tobytes()
+        end = int(ends[-1])
+    for start in range(0, count + 1, _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, count + 1), dtype="<i8").tobytes()
+
+
+def file_sizes(prefix: str | Path) -> dict[str, int]:
+    """Bytes of the .bin and the .idx file. Raises DataError if one is missing."""
+    sizes = {}
+    for suffix in (".bin", ".idx"):
+        path = dataset_path(prefix, suffix)
+        if not path.is_file():
+            require_finished(prefix)
+            raise DataError(f"dataset {prefix}: {path} does not exist; {_other_prefix(Path(prefix))}.")
+        sizes[suffix] = path.stat().st_size
+    return sizes
+
+
+def _other_prefix(prefix: Path) -> str:
+    """What to do about a prefix without a dataset: another spelling, or a split of it, may have one."""
+    if prefix.suffix in SUFFIXES and existing_files(prefix.with_suffix("")):
+        return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
+    splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
+    if splits:
+        return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of them"
+    return "check the prefix or build the dataset"
+
+
+def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
+    """What the .idx file begins with: dtype, sequences, document boundaries. Raises DataError for damage."""
+    path = dataset_path(prefix, ".idx")
+    with open(path, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+    if version != _INDEX_VERSION or code not in _DTYPE_CODES:
+        raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
+    if max(num_sequences, num_boundaries) > path.stat().st_size:
+        raise damaged(prefix, ".idx", "is cut off")
+    return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
+
+
+def remove_dataset(prefix: str | Path) -> None:
+    """Remove a dataset, in the order in which an interruption leaves it unreadable and not wrong."""
+    for suffix in reversed(SUFFIXES):
+        dataset_path(prefix, suffix).unlink(missing_ok=True)
+        sync_directory(dataset_path(prefix, suffix).parent)
+
+
+class IndexedDatasetWriter:
+    """Write one dataset: `add` batches of documents, then `finish`. Leaving the context without it aborts.
+
+    Memory use does not grow with the dataset. Ids must lie in [0, vocab_size).
+    Raises: DataError for a place that cannot be written, an id that does not fit, another writer at work.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._sealed = False
+        self._finished = False
+        self._checksums = {".bin": FileChecksums(), ".idx": FileChecksums()}
+        with disk_errors(self.prefix), contextlib.ExitStack() as opened:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
+            self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
+            self._files = opened.pop_all()
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
+        assert not self._sealed and int(lengths.sum()) == len(tokens)
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
+        data = np.ascontiguousarray(to_token_dtype(tokens, self.vocab_size)).data
+        with disk_errors(self.prefix):
+            self._bin.write(data)
+            self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        self._checksums[".bin"].update(data)
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+
+    def seal(self) -> None:
+        """Complete both files and force them to disk, still under their partial names."""
+        if self._sealed:
+            return
+        with disk_errors(self.prefix):
+            self._lengths.close()
+            sync_file(self._bin)
+            with open(self._partial(".idx"), "wb") as index:
+                lengths = (
+                    np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
+                )
+                for piece in index_pieces(lengths, self.dtype):
+                    index.write(piece)
+                    self._checksums[".idx"].update(piece)
+                sync_file(index)
+            self._partial(".lengths").unlink()
+        self._sealed = True
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Replace what is under the prefix by the new dataset. `manifest` adds to what the writer knows."""
+        if not self.num_documents:
+            raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
+        self.seal()
+        with disk_errors(self.prefix):
+            self._write_manifest(manifest)
+            remove_dataset(self.prefix)
+            for suffix in SUFFIXES:  # the manifest last, when the names of the others are on disk
+                if suffix == ".json":
+                    sync_directory(self.prefix.parent)
+                os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
+            sync_directory(self.prefix.parent)
+        self._finished = True
+        self._files.close()
+
+    def abort(self) -> None:
+        """Remove everything unfinished; what was under the prefix before stays. After `finish`: nothing."""
+        if self._finished:
+            return
+        for suffix in (".bin", ".lengths", ".idx", ".json"):
+            self._partial(suffix).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
+            self._files.close()  # last: it releases the lock
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _partial(self, suffix: str) -> Path:
+        return dataset_path(self.prefix, f"{suffix}.partial")
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """Under its partial name."""
+        sums = self._checksums.items()
+        facts = {
+            "files": {s: {"bytes": self._partial(s).stat().st_size, **its.tree()} for s, its in sums},
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            **manifest,
+        }
+        write_synced(self._partial(".json"), manifest_bytes(facts))
+
+
+@contextlib.contextmanager
+def _create_exclusively(path: Path) -> Iterator[Any]:
+    """Open an empty file that only this process writes. The leftover of a process that died is reused."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "wb", closefd=True) as file:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks: the exclusion is lost, the safety of one writer is not
+            pass
+        if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
+            raise BlockingIOError  # its writer finished and renamed it between our open and our lock
+        file.truncate(0)
+        yield file
+
+
+class FileTokens:
+    """The tokens of a file that is not mapped; slices and index arrays are read when asked for."""
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
+        self.dtype = dtype
+        self.shape = (count,)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference to it)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: slice | np.ndarray) -> np.ndarray:
+        if not isinstance(key, slice):
+            return np.array([self[i : i + 1][0] for i in np.asarray(key).tolist()], self.dtype)
+        start, stop, step = key.indices(len(self))
+        assert step == 1
+        data = b""
+        size, position = max(stop - start, 0) * self.dtype.itemsize, start * self.dtype.itemsize
+        while len(data) < size:
+            more = os.pread(self._file.fileno(), size - len(data), position + len(data))
+            if not more:
+                raise DataError(
+                    f"{self._file.name} became shorter while it was read; copy the dataset again."
+                )
+            data += more
+        return np.frombuffer(data, self.dtype)
+
+
+class IndexedDataset:
+    """A memory-mapped dataset. Opening is O(1); an instance pickles as its prefix and reopens.
+
+    Args:
+        sequential: the files will be read from begin to end, not at random.
+        manifest: of files that are to be checked before their manifest is written; None: it is read.
+    Attributes:
+        num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
+        tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
+        pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
+        lengths: int32 [num_documents], memory-mapped: tokens of each document.
+        manifest: the manifest's tree (see data_utils/dataset/manifest.py).
+    Raises: DataError when files are missing, damaged, or do not belong together.
+    """
+
+    def __init__(
+        self, prefix: str | Path, sequential: bool = False, manifest: Mapping[str, Any] | None = None
+    ) -> None:
+        self.prefix = Path(prefix)
+        self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
+        sizes = file_sizes(self.prefix)
+        self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
+        for suffix, size in sizes.items():
+            if size != (recorded := self.manifest["files"][suffix]["bytes"]):
+                raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
+        self.dtype, self.num_documents, num_boundaries = read_header(prefix)
+        self.num_tokens = sizes[".bin"] // self.dtype.itemsize
+        expected = _HEADER.size + 12 * self.num_documents + 8 * num_boundaries
+        if sizes[".idx"] != expected:
+            raise self._damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
+        if not self.num_documents or not self.num_tokens:
+            raise self._damaged(".idx", "holds no tokens")
+        self._token_map = self._map(".bin")
+        self.tokens: Any = (
+            FileTokens(dataset_path(self.prefix, ".bin"), self.dtype, self.num_tokens)
+            if self._token_map is None
+            else np.frombuffer(self._token_map, self.dtype)
+        )
+        self.lengths, self.pointers = self._open_index()
+        self._check_pointers(sizes[".bin"])
+        if self._index_map is not None:
+            self._index_map.madvise(
+                mmap.MADV_DONTNEED
+            )  # what the checks mapped: the kernel keeps it in its cache
+        self._check_manifest_counts()
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        return type(self), (self.prefix,)
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document, int [length], a view of the mapped file."""
+        if not 0 <= index < self.num_documents:
+            raise DataError(
+                f"document {index} of {self.prefix} does not exist; it has {self.num_documents} documents."
+            )
+        start = int(self.pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def prefetch(self, starts: np.ndarray, num_tokens: int) -> None:
+        """Ask the kernel to read `num_tokens` tokens from each of `starts`, int64 [n], without waiting."""
+        if self._token_map is None:
+            return
+        first = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = np.minimum(starts + num_tokens, self.num_tokens) * self.dtype.itemsize
+        advise, advice = self._token_map.madvise, mmap.MADV_WILLNEED
+        for begin, size in zip(first.tolist(), (stop - first).tolist(), strict=True):
+            advise(advice, begin, size)
+
+    def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
+        """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
+        if self.manifest.get("adopted"):
+            logger.warning("dataset %s was adopted: its tokenizer cannot be checked", self.prefix)
+            return
+        tokenizer = self.manifest.get("tokenizer") or {}
+        recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))
+        if recorded != (fingerprint, vocab_size, eos):
+            raise DataError(
+                f"dataset {self.prefix} was built with tokenizer {json.dumps(tokenizer.get('config'))} "
+                f"(fingerprint {recorded[0]}, {recorded[1]} ids, eos {recorded[2]}), but the model's has "
+                f"fingerprint {fingerprint}, {vocab_size} ids, eos {eos}; rebuild it, or use its own."
+            )
+
+    def verify(self) -> None:
+        """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
+        self._verify_pointers()
+        found = {
+            suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in self.manifest["files"].items()
+        }
+        self._verify_tokens(found[".bin"])
+        with open(dataset_path(self.prefix, ".idx"), "rb") as file:
+            while chunk := file.read(_CHUNK):
+                found[".idx"].update(chunk)
+        for suffix, recorded in self.manifest["files"].items():
+            if problem := difference(recorded, found[suffix]):
+                raise self._damaged(suffix, problem)
+        if self.manifest.get("documents_end_with_eos"):
+            self._verify_document_ends(self.manifest["eos"])
+
+    def verify_some(self, blocks: int) -> None:
+        """Check so many MiB of each file, drawn anew at each call. Raises DataError naming file and place."""
+        for suffix, recorded in self.manifest["files"].items():
+            count = -(-recorded["bytes"] // recorded["block_bytes"])
+            numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
+            at = damaged_block(dataset_path(self.prefix, suffix), recorded, sorted(numbers.tolist()))
+            if at is not None:
+                raise self._damaged(suffix, damage_at(at))
+
+    def _verify_pointers(self) -> None:
+        end = 0
+        for start in range(0, self.num_documents, _CHUNK):
+            sizes = self.lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            if not np.array_equal(self.pointers[start : start + _CHUNK], ends - sizes) or sizes.min() < 0:
+                raise self._damaged(
+                    ".idx", f"has pointers that do not match its lengths near document {start}"
+                )
+            end = int(ends[-1])
+
+    def _verify_tokens(self, checksums: FileChecksums) -> None:
+        vocab_size = self.manifest.get("vocab_size")
+        chunks = range(0, self.num_tokens, _CHUNK)
+        for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
+            chunk = self.tokens[start : start + _CHUNK]
+            checksums.update(chunk.data)
+            if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
+                raise self._damaged(
+                    ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
+                )
+
+    def _verify_document_ends(self, eos: int) -> None:
+        for start in range(0, self.num_documents, _CHUNK):
+            ends = (
+                self.pointers[start : start + _CHUNK] // self.dtype.itemsize
+                + self.lengths[start : start + _CHUNK]
+            )
+            if np.any(self.tokens[ends - 1] != eos):
+                raise self._damaged(
+                    ".bin", f"has a document without eos ({eos}) at its end after document {start}"
+                )
+
+    def _map(self, suffix: str) -> mmap.mmap | None:
+        """The mapped file; None where that is refused. Arrays over it keep it mapped as long as they live."""
+        with open(dataset_path(self.prefix, suffix), "rb") as file:
+            try:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped.madvise(self._advice)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be mapped (%s) and is read instead", dataset_path(self.prefix, suffix), error
+                )
+                return None
+        return mapped
+
+    def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths, pointers)"""
+        self._index_map = mapped = self._map(".idx")
+        if mapped is not None:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # else the few pages that are read map 2 MiB each
+        path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, _HEADER.size
+        if mapped is None:
+            lengths = np.fromfile(path, "<i4", count, offset=start)
+            return lengths, np.fromfile(path, "<i8", count, offset=start + 4 * count)
+        lengths = np.frombuffer(mapped, "<i4", count, start)
+        return lengths, np.frombuffer(mapped, "<i8", count, start + 4 * count)
+
+    def _check_pointers(self, bin_size: int) -> None:
+        """First, last and some neighbouring pointers must agree with the lengths and the size of .bin."""
+        last = self.num_documents - 1
+        if (
+            int(self.pointers[0])
+            or int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize != bin_size
+        ):
+            raise self._damaged(
+                ".idx", "does not belong to the .bin file: its pointers do not span the tokens"
+            )
+        at = (
+            np.unique(np.linspace(0, max(last - 1, 0), _OPEN_CHECKS, dtype=np.int64))
+            if last
+            else np.empty(0, np.int64)
+        )
+        gaps = self.pointers[at + 1] - self.pointers[at] if last else at
+        if np.any(gaps != self.lengths[at].astype(np.int64) * self.dtype.itemsize):
+            raise self._damaged(".idx", "has pointers that do not match its lengths")
+
+    def _check_manifest_counts(self) -> None:
+        ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}
+        for key, value in ours.items():
+            if self.manifest.get(key) != value:
+                raise self._damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
+
+    def _damaged(self, suffix: str, problem: str) -> DataError:
+        return damaged(self.prefix, suffix, problem)

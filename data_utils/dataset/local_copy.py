@@ -1,0 +1,73 @@
+"""Copies of datasets on node-local storage, for when the shared file system is slow at random reads.
+
+All ranks of a node may call `local_copy` at once: one copies, under a lock, and the others wait for it. The
+copy's name carries the checksum of the manifest, so a dataset that was rebuilt is copied again and never mixed
+with an old copy. Old copies are not removed. The manifest goes last, as in a build.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_utils.base.checksums import FileChecksums, difference
+from data_utils.base.errors import DataError
+from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import dataset_path, manifest_bytes
+
+_CHUNK = 8 << 20
+
+
+def local_copy(prefix: str | Path, directory: str | Path) -> Path:
+    """The prefix of a copy of the dataset in `directory`, made now if it is not there yet.
+
+    The copied bytes are checked against the checksums of the manifest.
+    Raises: DataError for a dataset that cannot be opened, too little space, or damage on the way.
+    """
+    source, directory = IndexedDataset(prefix), Path(directory)
+    target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"
+    with disk_errors(target, "data.local_directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(f"{target}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not dataset_path(target, ".json").exists():
+                _copy_all(prefix, target, source.manifest)
+    IndexedDataset(target)
+    return target
+
+
+def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> None:
+    needed = sum(entry["bytes"] for entry in manifest["files"].values())
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise DataError(
+            f"a copy of dataset {prefix} needs {needed:,} bytes but {target.parent} has {free:,} free; free "
+            f"some, or use the dataset where it is."
+        )
+    with tqdm(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}", disable=None) as bar:
+        for suffix, recorded in manifest["files"].items():
+            _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
+    write_atomically(dataset_path(target, ".json"), manifest_bytes(manifest))
+
+
+def _copy(source: Path, target: Path, recorded: Mapping[str, Any], bar: tqdm) -> None:
+    partial = Path(f"{target}.partial")
+    checksums = FileChecksums(recorded["block_bytes"])
+    with open(source, "rb") as reader, open(partial, "wb") as writer:
+        while chunk := reader.read(_CHUNK):
+            writer.write(chunk)
+            checksums.update(chunk)
+            bar.update(len(chunk))
+        sync_file(writer)
+    if problem := difference(recorded, checksums):
+        partial.unlink()
+        raise DataError(f"{source} {problem}; rebuild the dataset, or copy it again.")
+    os.replace(partial, target)
+    sync_directory(target.parent)

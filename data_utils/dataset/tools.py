@@ -1,0 +1,215 @@
+"""What can be done with finished datasets: give them the manifest that they need, join them, describe them.
+
+All read the files in chunks. `merge_datasets` copies tokens and never tokenizes again; the result is
+byte for byte what one build of all the inputs, in that order, would have made (splits apart).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data_utils.base.checksums import describe_file, identity
+from data_utils.base.errors import DataError
+from data_utils.base.files import disk_errors, require_prefix, write_atomically
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter, file_sizes, read_header
+from data_utils.dataset.manifest import (
+    damaged,
+    dataset_path,
+    existing_files,
+    manifest_bytes,
+    read_old_manifest,
+    require_facts,
+    require_finished,
+)
+
+_DOCUMENTS = 1 << 16  # at a time
+_TOKENS = 1 << 22
+_SAME = ("eos", "vocab_size", "dtype", "documents_end_with_eos")  # manifest entries that must agree
+_PERCENTS = (1, 10, 25, 50, 75, 90, 99)
+
+
+def adopt_dataset(prefix: str) -> IndexedDataset:
+    """Check the files of another program and write the manifest without which they do not open.
+
+    Raises: DataError for a dataset that has a manifest, that a build has not finished, or that is damaged.
+    """
+    if dataset_path(prefix, ".json").exists():
+        raise DataError(f"dataset {prefix} has a manifest already; adopt is for files of another program.")
+    require_finished(prefix)
+    file_sizes(prefix)  # both are there
+    dtype, num_documents, _ = read_header(prefix)
+    files = _describe_files(prefix)
+    num_tokens = files[".bin"]["bytes"] // dtype.itemsize
+    facts = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype.name, "adopted": True}
+    return _verify_and_write(prefix, {"files": files, **facts})
+
+
+def upgrade_dataset(prefix: str) -> IndexedDataset:
+    """Check a dataset with a manifest of an older version, all of it, and write one of this version.
+
+    Raises: DataError for a manifest that is not old, or for files that are not as it says.
+    """
+    facts = read_old_manifest(prefix)
+    sizes = file_sizes(prefix)
+    if facts["format_version"] == 1:  # the only one with checksums of another kind
+        hashed = {
+            suffix: {"bytes": size, "sha256": _sha256(prefix, suffix)} for suffix, size in sizes.items()
+        }
+        if facts.get("files") != hashed:
+            raise damaged(prefix, ".json", "does not have the sizes and SHA-256 of the files")
+        facts["files"] = _describe_files(prefix)
+    require_facts(prefix, facts)
+    return _verify_and_write(prefix, facts)
+
+
+def _sha256(prefix: str, suffix: str) -> str:
+    with open(dataset_path(prefix, suffix), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe_files(prefix: str) -> dict[str, Any]:
+    return {suffix: describe_file(dataset_path(prefix, suffix)) for suffix in (".bin", ".idx")}
+
+
+def _verify_and_write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
+    IndexedDataset(prefix, sequential=True, manifest=facts).verify()
+    path = dataset_path(prefix, ".json")
+    with disk_errors(path, "place"):
+        write_atomically(path, manifest_bytes(facts))
+    return IndexedDataset(prefix)
+
+
+def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False) -> IndexedDataset:
+    """Join datasets, in the given order, into one under the prefix `output`.
+
+    Raises: DataError for datasets that cannot be opened or that different tokenizers made, and for output
+        that exists (without `overwrite`), is also an input, or cannot be written.
+    """
+    datasets = [IndexedDataset(prefix, sequential=True) for prefix in prefixes]
+    first = _identity(datasets[0])
+    for dataset in datasets[1:]:
+        if _identity(dataset) != first:
+            raise DataError(
+                f"datasets {datasets[0].prefix} and {dataset.prefix} were built with different tokenizers; "
+                f"rebuild one of them."
+            )
+    require_prefix(str(output))
+    existing = existing_files(output)
+    if any(dataset_path(p, ".bin").samefile(path) for path in existing for p in prefixes):
+        raise DataError(f"output {output} is also an input; choose another --output.")
+    if existing and not overwrite:
+        raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
+    total = sum(dataset.num_tokens for dataset in datasets)
+    with (
+        IndexedDatasetWriter(output, first["vocab_size"]) as writer,
+        tqdm(total=total, unit="token", unit_scale=True, desc="merge", disable=None) as bar,
+    ):
+        for dataset in datasets:
+            for start in range(0, dataset.num_documents, _DOCUMENTS):
+                lengths = dataset.lengths[start : start + _DOCUMENTS]
+                begin = int(dataset.pointers[start]) // dataset.dtype.itemsize
+                tokens = dataset.tokens[begin : begin + int(lengths.sum(dtype=np.int64))]
+                writer.add(tokens, lengths)
+                bar.update(len(tokens))
+        writer.finish(_merged_manifest(datasets))
+    return IndexedDataset(output)
+
+
+def _identity(dataset: IndexedDataset) -> dict[str, Any]:
+    if dataset.manifest.get("adopted"):
+        raise DataError(f"dataset {dataset.prefix} was adopted, so its tokenizer is unknown; rebuild it.")
+    fingerprint = (dataset.manifest.get("tokenizer") or {}).get("fingerprint")
+    return {"fingerprint": fingerprint, **{key: dataset.manifest.get(key) for key in _SAME}}
+
+
+def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
+    manifests = [dataset.manifest for dataset in datasets]
+    bad: dict[str, int] = {}
+    for manifest in manifests:
+        for kind, count in manifest.get("bad_records", {}).items():
+            bad[kind] = bad.get(kind, 0) + count
+    return {
+        **{key: manifests[0].get(key) for key in ("eos", "documents_end_with_eos", "tokenizer")},
+        "merged": [
+            {
+                "prefix": str(dataset.prefix),
+                "num_documents": dataset.num_documents,
+                "identity": identity(manifest["files"][".bin"]),
+            }
+            for dataset, manifest in zip(datasets, manifests, strict=True)
+        ],
+        "sources": [source for manifest in manifests for source in manifest.get("sources", [])],
+        "bad_records": dict(sorted(bad.items())),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LengthStatistics:
+    """Document lengths in tokens. `counts`: int64 [longest + 1], the number of documents of each length."""
+
+    counts: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        return float(self.counts @ np.arange(len(self.counts))) / int(self.counts.sum())
+
+    def percentile(self, percent: float) -> int:
+        """The smallest length that at least `percent` % of the documents do not exceed."""
+        cumulated = np.cumsum(self.counts)
+        return int(np.searchsorted(cumulated, percent / 100 * cumulated[-1]))
+
+    def lines(self) -> list[str]:
+        lengths = np.flatnonzero(self.counts)
+        percentiles = ", ".join(f"{percent} %: {self.percentile(percent):,}" for percent in _PERCENTS)
+        return [
+            f"tokens in a document: mean {self.mean:,.1f}, shortest {lengths[0]:,}, longest {lengths[-1]:,}",
+            f"  percentiles {percentiles}",
+        ]
+
+    def save_histogram(self, path: str | Path, title: str) -> None:
+        """Write a PNG with documents, and tokens, over the length (logarithmic)."""
+        from matplotlib.figure import Figure
+
+        lengths = np.flatnonzero(self.counts)
+        edges = np.unique(np.geomspace(1, lengths[-1] + 1, 60).astype(np.int64))
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for label, weights in (
+            ("documents", self.counts[lengths]),
+            ("tokens", self.counts[lengths] * lengths),
+        ):
+            heights = np.histogram(lengths, edges, weights=weights / weights.sum())[0]
+            axes.stairs(100 * heights, edges, label=label, fill=label == "documents", alpha=0.7)
+        axes.set(xscale="log", xlabel="tokens in a document", ylabel="% of all", title=title)
+        axes.legend()
+        try:
+            figure.savefig(path, format="png", dpi=120)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
+
+
+def length_statistics(dataset: IndexedDataset) -> LengthStatistics:
+    """Read all lengths. Memory: 8 bytes for each token of the longest document."""
+    chunks = range(0, dataset.num_documents, _TOKENS)
+    longest = max(int(dataset.lengths[start : start + _TOKENS].max()) for start in chunks)
+    counts = np.zeros(longest + 1, np.int64)
+    for start in chunks:
+        counts += np.bincount(dataset.lengths[start : start + _TOKENS], minlength=longest + 1)
+    return LengthStatistics(counts)
+
+
+def token_counts(dataset: IndexedDataset) -> np.ndarray:
+    """How often each id occurs, int64 [largest id + 1]. Reads all tokens."""
+    counts = np.zeros(0, np.int64)
+    for start in tqdm(range(0, dataset.num_tokens, _TOKENS), desc="count", unit="chunk", disable=None):
+        more = np.bincount(dataset.tokens[start : start + _TOKENS], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+    return counts

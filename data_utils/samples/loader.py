@@ -1,0 +1,157 @@
+"""Corpora and objective -> batches by sample number: the one place where the data rooms are wired together.
+
+A batch is one int32 array of fixed shape. Fixed shapes mean padding: 1 to 2 % of a row (benchmarks/padding.py); in
+return kernels, compilers and pipeline buffers see one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.base.checksums import identity
+from data_utils.base.errors import DataError
+from data_utils.base.random_streams import derive_seed
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.local_copy import local_copy
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Objective
+from data_utils.samples.config import CorpusConfig, DataConfig
+from data_utils.samples.mixture import Mixture
+from data_utils.samples.sampler import WindowIndex
+from data_utils.text.tokenizers import Tokenizer
+from data_utils.text.vocabulary import vocabulary_of
+
+_BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
+
+
+class SampleLoader:
+    """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
+
+    def __init__(self, mixture: Mixture, objective: Objective):
+        self.mixture = mixture
+        self.objective = objective
+
+    def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
+        return collate(self.objective, *self.mixture.fetch(indices), indices, out)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Let the kernel start to read samples int64 [B] of a batch to come; see `Mixture.prefetch`."""
+        self.mixture.prefetch(indices)
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """What the samples are drawn from: for each corpus what identifies its token file."""
+        return [
+            {
+                "documents": len(index.dataset),
+                "tokens": index.dataset.num_tokens,
+                "sha256": identity(index.dataset.manifest["files"][".bin"]),
+                "weight": weight,
+            }
+            for index, weight in self.mixture.corpora
+        ]
+
+
+def collate(
+    objective: Objective,
+    tokens: np.ndarray,
+    piece_lengths: np.ndarray,
+    pieces_per_sample: np.ndarray,
+    sample_indices: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The batch of the given samples; every row is left to the objective's compiled code.
+
+    Args:
+        tokens: int32, the pieces of all samples one after the other, without CLS.
+        piece_lengths: int64, tokens per piece.
+        pieces_per_sample: int64 [B].
+        sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
+        out: int32 [B, len(FIELDS), row_length], C-contiguous, to be reused; None: a new array.
+    Returns: int32 [B, len(FIELDS), row_length]; the weights plane holds float32 bits.
+    Raises: DataError if the arrays do not belong together or a sample does not fit a row.
+    """
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    piece_lengths = np.ascontiguousarray(piece_lengths, np.int64)
+    pieces_per_sample = np.ascontiguousarray(pieces_per_sample, np.int64)
+    sample_indices = np.ascontiguousarray(sample_indices, np.int64)
+    _check_lengths(tokens, piece_lengths, pieces_per_sample, sample_indices)
+    shape = (len(sample_indices), len(FIELDS), objective.row_length)
+    if out is None:
+        out = np.empty(shape, np.int32)
+    elif out.shape != shape or out.dtype != np.int32 or not out.flags.c_contiguous:
+        raise DataError(f"the batch buffer is {out.dtype} {out.shape}; it must be contiguous int32 {shape}.")
+    objective.fill(out, tokens, piece_lengths, pieces_per_sample, sample_indices)
+    return out
+
+
+def _check_lengths(
+    tokens: np.ndarray, piece_lengths: np.ndarray, pieces_per_sample: np.ndarray, sample_indices: np.ndarray
+) -> None:
+    """The compiled code reads without bounds checks, so the counts must add up."""
+    total = piece_lengths.sum()
+    if piece_lengths.min(initial=0) < 0 or total != len(tokens):
+        raise DataError(
+            f"piece lengths sum to {total} for {len(tokens)} tokens; they must be >= 0 and equal their "
+            "number: the dataset's index and its data disagree, verify the dataset."
+        )
+    total = pieces_per_sample.sum()
+    if pieces_per_sample.min(initial=0) < 0 or total != len(piece_lengths):
+        raise DataError(
+            f"pieces per sample sum to {total} for {len(piece_lengths)} pieces; they must be >= 0 and equal "
+            "their number: the sampler's windows are inconsistent."
+        )
+    if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
+        raise DataError(
+            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample "
+            "one index, 0 or more."
+        )
+
+
+@dataclass(frozen=True)
+class Datasets:
+    train: SampleLoader
+    validation: SampleLoader | None
+    loss_names: Sequence[str]
+
+
+def open_datasets(
+    data: DataConfig, objectives: Sequence[ObjectiveChoice], tokenizer: Tokenizer, seed: int
+) -> Datasets:
+    """Open the corpora of a run and check that `tokenizer` made them.
+
+    Args: objectives: `Config.objective_choices`.
+    Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
+        DataError for a missing, damaged or foreign dataset.
+    """
+    data.require_train()
+    vocabulary = vocabulary_of(tokenizer)
+    objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
+    train = _open_mixture(data.train, data, tokenizer, derive_seed(seed, "train"))
+    validation = None
+    if data.validation:
+        mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
+        validation = SampleLoader(mixture, objective)
+    return Datasets(SampleLoader(train, objective), validation, LOSS_NAMES)
+
+
+def _open_mixture(
+    corpora: Sequence[CorpusConfig], data: DataConfig, tokenizer: Tokenizer, seed: int
+) -> Mixture:
+    windows = []
+    for corpus in corpora:
+        place = (
+            corpus.prefix if data.local_directory is None else local_copy(corpus.prefix, data.local_directory)
+        )
+        dataset = IndexedDataset(place)
+        dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
+        try:
+            dataset.verify_some(_BLOCKS_CHECKED)
+        except DataError as error:
+            error.only_here = True  # other ranks draw other blocks
+            raise
+        windows.append((WindowIndex(dataset, data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
+    return Mixture(windows, seed)

@@ -1,0 +1,327 @@
+"""Shuffled windows over a dataset without shuffle arrays: every sample is a pure function of its number.
+
+Two parts. `permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of
+this epoch" needs no array, no index file and no state. `WindowIndex` cuts a document stream into windows of
+equal cost and finds the documents of a window by a search in the mapped index.
+
+Costs: an access takes O(1) memory and, where long and short documents are mixed, two or three page reads from the
+index; O(log documents) in an index sorted by length. Windows are fixed by position, so epochs visit the same windows
+in another order; they do not re-cut the documents.
+
+Source of the permutation: generalised Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from data_utils.base.errors import ConfigError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+
+_U64 = np.uint64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 4  # pairs of half rounds
+_GUESSES = 3  # each about as far off as the square root of the one before
+CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
+
+# All compiled functions of sampling live in this file: numba notices a change of the file that holds a cached
+# function, but not of another file that it calls into, and would go on with the old code.
+#
+# The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
+
+
+@njit("uint64(uint64)", cache=True, error_model="numpy")
+def _mix(x):
+    """SplitMix64's finaliser: uint64 -> uint64, a bijection that spreads every bit."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+@njit("uint64(uint64, uint64)", cache=True, error_model="numpy")
+def _below(limit, bits):
+    """Random bits scaled to [0, limit) for limit < 2^32, without a slow division."""
+    return ((bits >> _U64(32)) * limit) >> _U64(32)
+
+
+@njit("uint64(uint64, uint64, uint64)", cache=True, error_model="numpy")
+def derive_key(seed, stream, number):
+    """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
+    key = _mix(_U64(seed) + _GOLDEN)
+    key = _mix(key ^ _U64(stream))
+    return _mix((key + _GOLDEN) ^ _U64(number))
+
+
+@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+def permute(index, n, key):
+    """The image of `index` under the permutation of [0, n) that `key` (uint64) selects, int64.
+
+    Requires 0 <= index < n < 2^62. The domain rows x columns barely exceeds n, so cycle walking is rare.
+    """
+    size = _U64(n)
+    rows = _U64(np.sqrt(np.float64(n)))
+    while rows * rows < size:
+        rows += _U64(1)
+    columns = (size + rows - _U64(1)) // rows
+    value = _U64(index)
+    while True:
+        left = value // columns
+        right = value % columns
+        round_key = _U64(key)
+        for _ in range(_ROUNDS):
+            round_key += _GOLDEN
+            left += _below(rows, _mix(right ^ round_key))
+            left -= rows if left >= rows else _U64(0)
+            round_key += _GOLDEN
+            right += _below(columns, _mix(left ^ round_key))
+            right -= columns if right >= columns else _U64(0)
+        value = left * columns + right
+        if value < size:
+            return np.int64(value)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def block_table(starts, block_size, key):
+    """The corpus of each place of a block, and how many of its places come before: two int64 [block_size]."""
+    corpora = np.empty(block_size, np.int64)
+    ranks = np.empty(block_size, np.int64)
+    seen = np.zeros(starts.shape[0] - 1, np.int64)
+    for place in range(block_size):
+        slot = permute(place, block_size, key)
+        corpus = np.searchsorted(starts, slot, side="right") - 1
+        corpora[place] = corpus
+        ranks[place] = seen[corpus]
+        seen[corpus] += 1
+    return corpora, ranks
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places, ranks_of_places):
+    """Corpus, epoch and window, each int64 [B], of samples; see mixture.py.
+
+    Args: the table of one block, made by `block_table`, which is used as long as samples lie in that block.
+    Returns: corpora, epochs, windows, and number and table of the last block.
+    """
+    corpora = np.empty(indices.shape[0], np.int64)
+    epochs = np.empty(indices.shape[0], np.int64)
+    windows = np.empty(indices.shape[0], np.int64)
+    block_size = starts[starts.shape[0] - 1]
+    for i in range(indices.shape[0]):
+        if indices[i] // block_size != block:
+            block = indices[i] // block_size
+            key = derive_key(seed, CHOICE_STREAM, block)
+            corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
+        place = indices[i] - block * block_size
+        corpus = corpora_of_places[place]
+        ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
+        corpora[i] = corpus
+        epochs[i] = ordinal // num_windows[corpus]
+        key = derive_key(seed, corpus + 1, epochs[i])
+        windows[i] = permute(ordinal % num_windows[corpus], num_windows[corpus], key)
+    return corpora, epochs, windows, block, corpora_of_places, ranks_of_places
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _cost(pointers, shift, overhead, document):
+    """Where a document begins, in the costs of `WindowIndex`."""
+    return (pointers[document] >> shift) + overhead * document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _guess_document(pointers, shift, num_tokens, overhead, start):
+    """A document near the cost `start`: a place by the mean cost of a document, corrected by what stands there."""
+    num_documents = pointers.shape[0]
+    mean = (num_tokens + overhead * num_documents) / num_documents
+    document = np.int64(0)
+    for _ in range(_GUESSES):
+        document += np.int64((start - _cost(pointers, shift, overhead, document)) / mean)
+        document = min(max(document, np.int64(0)), np.int64(num_documents - 1))
+    return document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_document(pointers, shift, num_tokens, overhead, start):
+    """The last document that begins at or before the cost `start`.
+
+    From a guess outward in doubling steps, then by halves: nearly always within one page of the index, where a
+    search by halves from the ends visits a page of its own for every step but the last ones.
+    """
+    low = _guess_document(pointers, shift, num_tokens, overhead, start)
+    high = low + 1
+    step = np.int64(1)
+    while low > 0 and _cost(pointers, shift, overhead, low) > start:
+        high = low
+        low = max(low - step, np.int64(0))
+        step *= 2
+    while high < pointers.shape[0] and _cost(pointers, shift, overhead, high) <= start:
+        low = high
+        high = min(high + step, pointers.shape[0])
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if _cost(pointers, shift, overhead, middle) <= start:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_tokens(pointers, shift, num_tokens, overhead, window_length, windows):
+    """A token at or shortly before the first one of each window, int64 [B]."""
+    tokens = np.empty(windows.shape[0], np.int64)
+    for i in range(windows.shape[0]):
+        start = windows[i] * window_length
+        document = _first_document(pointers, shift, num_tokens, overhead, start)
+        tokens[i] = max(pointers[document] >> shift, start - overhead * (document + 1))
+    return tokens
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
+    """Write the token ranges of the cost range [start, stop) into pieces [*, 2]; return their number."""
+    num_documents = pointers.shape[0]
+    count = 0
+    document = _first_document(pointers, shift, num_tokens, overhead, start)
+    begin = pointers[document] >> shift
+    while document < num_documents and begin + overhead * document < stop:
+        end = pointers[document + 1] >> shift if document + 1 < num_documents else num_tokens
+        lag = overhead * (document + 1)  # cost minus token offset, for the tokens of this document
+        piece_start = max(begin, start - lag)
+        piece_stop = min(end, stop - lag)
+        if piece_stop > piece_start:
+            pieces[count, 0] = piece_start
+            pieces[count, 1] = piece_stop
+            count += 1
+        document += 1
+        begin = end
+    return count
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _plan_rows(
+    pointers, shift, num_tokens, overhead, window_length, windows, rows, first_tokens, piece_lengths, counts
+):
+    """Where the tokens of window windows[i] begin and how long its pieces are, into row rows[i]."""
+    pieces = np.empty((piece_lengths.shape[1], 2), np.int64)
+    for i in range(windows.shape[0]):
+        row = rows[i]
+        start = windows[i] * window_length
+        count = _window_pieces(pointers, shift, num_tokens, overhead, start, start + window_length, pieces)
+        first_tokens[row] = pieces[0, 0]
+        for piece in range(count):
+            piece_lengths[row, piece] = pieces[piece, 1] - pieces[piece, 0]
+        counts[row] = count
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pack_rows(piece_lengths, counts):
+    """Piece lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
+    packed = np.empty(counts.sum(), np.int64)
+    positions = np.zeros(counts.shape[0] + 1, np.int64)
+    number = 0
+    for row in range(counts.shape[0]):
+        total = np.int64(0)
+        for piece in range(counts[row]):
+            packed[number] = piece_lengths[row, piece]
+            total += packed[number]
+            number += 1
+        positions[row + 1] = positions[row] + total
+    return packed, positions
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _copy_rows(tokens, first_tokens, positions, rows, out):
+    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one stretch of the stream."""
+    for i in range(rows.shape[0]):
+        start, stop = positions[rows[i]], positions[rows[i] + 1]
+        first = first_tokens[rows[i]]
+        source, target = tokens[first : first + stop - start], out[start:stop]
+        for k in range(stop - start):
+            target[k] = source[k]
+
+
+class WindowIndex:
+    """The windows of a dataset: window w covers the costs [w * window_length, (w + 1) * window_length).
+
+    A document costs its tokens plus `document_overhead` positions before them, which stand for what an
+    objective adds to each document ([CLS] and the like), so that the pieces of a window with their
+    additions fit `window_length`. A document that does not fit is cut and goes on in the next window; each
+    token lies in exactly one window. Only the last window may be shorter.
+
+    Raises: ConfigError for lengths that are out of range.
+    """
+
+    def __init__(self, dataset: IndexedDataset, window_length: int, document_overhead: int = 0) -> None:
+        if document_overhead < 0 or window_length <= document_overhead:
+            raise ConfigError(
+                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which "
+                f"must not be negative; choose a longer sequence."
+            )
+        self.dataset = dataset
+        self.window_length = window_length
+        self.document_overhead = document_overhead
+        cost = dataset.num_tokens + document_overhead * dataset.num_documents
+        self.num_windows = -(-cost // window_length)
+        self.max_pieces = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
+        self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
+
+    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:
+        # Arrays reopen, never copy.
+        return type(self), (self.dataset, self.window_length, self.document_overhead)
+
+    @property
+    def _geometry(self) -> tuple[np.ndarray, np.int64, int, int]:
+        """What the compiled search needs to know of the documents."""
+        dataset = self.dataset
+        return dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead
+
+    def pieces(self, window: int) -> np.ndarray:
+        """The token ranges of one window, int64 [pieces, 2], each [start, stop) within one document."""
+        assert 0 <= window < self.num_windows
+        pieces = np.empty((self.max_pieces, 2), np.int64)
+        start = window * self.window_length
+        return pieces[: _window_pieces(*self._geometry, start, start + self.window_length, pieces)]
+
+    def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of windows, int64 [B]; see `gather`."""
+        windows = np.asarray(windows, np.int64)
+        return gather([(self, windows, np.arange(len(windows)))])
+
+    def prefetch(self, windows: np.ndarray) -> None:
+        """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
+        starts = _first_tokens(*self._geometry, self.window_length, windows)
+        self.dataset.prefetch(starts, self.window_length)
+
+
+def gather(
+    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of windows of one or several datasets, one after the other; each token is copied once.
+
+    Args: parts: an index, its windows int64 [k], and the rows int64 [k] to which they go; together all rows once.
+    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
+    """
+    num_rows = sum(len(rows) for _, _, rows in parts)
+    first_tokens = np.empty(num_rows, np.int64)
+    piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
+    counts = np.zeros(num_rows, np.int64)
+    for index, windows, rows in parts:
+        assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
+        where = (windows, rows, first_tokens, piece_lengths, counts)
+        _plan_rows(*index._geometry, index.window_length, *where)
+    packed, positions = _pack_rows(piece_lengths, counts)
+    out = np.empty(positions[-1], np.int32)
+    for index, _, rows in parts:
+        tokens = index.dataset.tokens
+        if isinstance(tokens, np.ndarray):
+            _copy_rows(tokens, first_tokens, positions, rows, out)
+            continue
+        for row in rows.tolist():  # not mapped: one read for each window
+            start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
+            out[start:stop] = tokens[first : first + stop - start]
+    return out, packed, counts

@@ -1,0 +1,465 @@
+"""Readers: JSONL (plain, .gz, .zst), parquet and plain text files become documents.
+
+Reading happens in three steps so that a corpus build can share the work between processes. `plan_pieces` cuts
+the input into pieces of about equal size by bytes alone, without reading it; `read_blocks` cuts a piece into
+blocks of whole records without parsing them; `parse_block` turns a block into texts. `read_documents` does
+all of it, one after the other. Compressed files, parquet and text files that are one document each are never
+cut, so a single huge .gz keeps one process busy.
+
+A byte position inside a file stands for the next start of a record. Neighbouring pieces use the same rule for
+the position they share, so each record lies in exactly one piece, wherever the cuts fall.
+
+A record that cannot be used is named as `file:line` with what is wrong. By default it stops the work; with
+`on_bad_record="skip"` it is counted by kind, up to a limit. Damage that hides where records
+begin and end (a cut-off compressed stream, an unreadable parquet page, a huge record) always stops the work.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.text.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
+from data_utils.text.stored_files import (
+    COMPRESSIONS,
+    decompressed,
+    parquet_texts,
+    read_errors,
+)
+
+BLOCK_BYTES = 256 << 10
+MAX_RECORD_BYTES = 256 << 20
+MAX_EXAMPLES = 10  # bad records kept word for word for the report
+DEFAULT_MAX_BAD_RECORDS = 1000
+BAD_RECORD_POLICIES = ("error", "skip")
+TEXT_SPLITS = ("file", "blank_lines", "lines")
+
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_SUPPORTED = ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, and .parquet"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_NEWLINE = re.compile(rb"\n")
+_RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # layouts that can be cut
+_BOUNDARY_READ_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and its origin: `line` is the 1-based line (parquet: row) at which its record starts."""
+
+    text: str
+    source: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The records between two byte positions of a file; stop None: up to its end."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A record that is worth naming, and what there is to say about it."""
+
+    source: str
+    line: int  # 1-based (parquet: row), counted from the piece that begins at byte `start`
+    problem: str
+    start: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole, unparsed records of one piece of a file."""
+
+    source: str
+    layout: str  # "jsonl", "rows" (parquet), or how a text file is cut: one of TEXT_SPLITS
+    start: int  # byte at which the piece begins
+    first_line: int  # line (or row) number of the first record, counted from the start of the piece
+    data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
+    num_lines: int  # newlines (or rows) in it
+    input_bytes: int  # how far this block advances through the file as stored, for progress
+
+
+@dataclass(slots=True)
+class RecordCounts:
+    """What was not used, and why. Merged in input order it does not depend on the number of workers."""
+
+    bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
+    examples: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
+    empty_documents: int = 0
+    blank_lines: int = 0
+
+    def add_bad(self, kind: str, place: Place) -> None:
+        self.bad[kind] = self.bad.get(kind, 0) + 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(place)
+
+    def merge(self, other: RecordCounts) -> None:
+        for kind, count in other.bad.items():
+            self.bad[kind] = self.bad.get(kind, 0) + count
+        self.examples.extend(other.examples[: MAX_EXAMPLES - len(self.examples)])
+        self.empty_documents += other.empty_documents
+        self.blank_lines += other.blank_lines
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.bad.values())
+
+    def enforce(self, on_bad_record: str, max_bad_records: int, text_split: str) -> None:
+        """Raise DataError if the bad records so far are more than the policy allows."""
+        allowed = 0 if on_bad_record == "error" else max_bad_records
+        if self.num_bad <= allowed:
+            return
+        first = with_line_of_file(self.examples[0], text_split)
+        if on_bad_record == "error":
+            raise DataError(f"{first}; mend or remove it, or skip bad records (--on-bad-record skip).")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
+        raise DataError(
+            f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
+            f"the first is {first}; mend the input or raise the limit."
+        )
+
+
+@dataclass(slots=True)
+class ParsedBlock:
+    texts: list[str]
+    lines: list[int]
+    counts: RecordCounts
+
+
+def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
+    """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
+
+    Raises: DataError for a missing file, a pattern without a match, a directory, or a suffix no reader knows.
+    """
+    files: dict[Path, None] = {}
+    for pattern in map(str, patterns):
+        if Path(pattern).is_dir():
+            raise DataError(f"input {pattern} is a directory; name files, or a glob like {pattern}/*.jsonl.")
+        if Path(pattern).exists():
+            matches = [pattern]
+        elif glob.has_magic(pattern):
+            matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+        else:
+            raise DataError(f"input {pattern} does not exist; check the path.")
+        if not matches:
+            raise DataError(f"input pattern {pattern} matches no file; check it (and quote it in the shell).")
+        for match in matches:
+            _layout(Path(match), TEXT_SPLITS[0])
+            files[Path(match)] = None
+    if not files:
+        raise DataError("no input was given; name at least one file or pattern.")
+    return list(files)
+
+
+def read_documents(
+    patterns: Iterable[str | Path],
+    text_key: str = "text",
+    text_split: str = "file",
+    on_bad_record: str = "error",
+    max_bad_records: int = DEFAULT_MAX_BAD_RECORDS,
+    counts: RecordCounts | None = None,
+) -> Iterator[Document]:
+    """Yield the documents of files or globs in order.
+
+    Args:
+        text_key: field (JSONL) or column (parquet) that holds the text.
+        text_split: how a .txt file is cut: one document per file, per paragraph ("blank_lines") or per line.
+        on_bad_record: "error" stops at the first bad record, "skip" counts up to `max_bad_records` of them.
+        counts: receives the numbers of bad, empty and blank records while reading.
+    Raises: DataError naming file and line; ConfigError for an unknown option.
+    """
+    check_options(text_split, on_bad_record, max_bad_records)
+    counts = RecordCounts() if counts is None else counts
+    pieces = [Piece(path) for path in expand_inputs(patterns)]
+    for block in read_blocks(pieces, text_key, text_split):
+        parsed = parse_block(block, text_key)
+        counts.merge(parsed.counts)
+        counts.enforce(on_bad_record, max_bad_records, text_split)
+        for text, line in zip(parsed.texts, parsed.lines, strict=True):
+            yield Document(text, block.source, line)
+
+
+def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> None:
+    """Raise ConfigError unless the reading options are valid."""
+    if text_split not in TEXT_SPLITS:
+        raise ConfigError(f"text_split is {text_split!r}; it must be one of {', '.join(TEXT_SPLITS)}.")
+    if on_bad_record not in BAD_RECORD_POLICIES:
+        raise ConfigError(
+            f"on_bad_record is {on_bad_record!r}; it must be {' or '.join(BAD_RECORD_POLICIES)}."
+        )
+    if max_bad_records < 0:
+        raise ConfigError(f"max_bad_records is {max_bad_records}; it must be 0 or more.")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Files to pieces, pieces to blocks
+
+
+def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> list[list[Piece]]:
+    """Cut the input into groups of pieces, each of about `piece_bytes` of stored data, in order.
+
+    A group holds at most one piece of each file. Files that cannot be cut go whole into a group. The plan
+    depends on the sizes of the files only.
+    """
+    groups: list[list[Piece]] = []
+    room = 0
+    for path in paths:
+        size, position = path.stat().st_size, 0
+        while position < size or not position:  # an empty file is a piece too: a reader judges it
+            if room <= 0:
+                groups.append([])
+                room = piece_bytes
+            taken = min(room, size - position) if _can_be_cut(path, text_split) else size
+            at_end = position + taken >= size
+            groups[-1].append(Piece(path, position, None if at_end else position + taken))
+            position += taken
+            room -= taken
+            if at_end:
+                break
+    return groups
+
+
+def _can_be_cut(path: Path, text_split: str) -> bool:
+    return path.suffix not in COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
+
+
+def lines_before(piece: Piece, text_split: str) -> int:
+    """Number of lines of the file before the piece; reads the file up to there."""
+    count = 0
+    with open(piece.path, "rb") as file:
+        left = _record_start(file, piece.start, _layout(piece.path, text_split)) if piece.start else 0
+        file.seek(0)
+        while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
+            count += data.count(b"\n")
+            left -= len(data)
+    return count
+
+
+def with_line_of_file(place: Place, text_split: str) -> Place:
+    """The same place with the line counted from the start of the file."""
+    lines = lines_before(Piece(Path(place.source), place.start), text_split)
+    return Place(place.source, place.line + lines, place.problem)
+
+
+def read_blocks(
+    pieces: Iterable[Piece], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """Cut pieces into blocks of whole records. The records do not depend on `block_bytes`, the usual size.
+
+    Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
+    """
+    for piece in pieces:
+        layout = _layout(piece.path, text_split)
+        if layout == "rows":
+            yield from _parquet_blocks(piece.path, text_key)
+        else:
+            yield from _byte_blocks(piece, layout, block_bytes)
+
+
+def _layout(path: Path, text_split: str) -> str:
+    suffixes = path.suffixes[-2:]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+        if suffixes[-1:] == [".parquet"]:
+            suffixes = []  # parquet compresses by itself, and needs to seek
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix in _JSONL_SUFFIXES:
+        return "jsonl"
+    if suffix == ".txt":
+        return text_split
+    if suffix == ".parquet":
+        return "rows"
+    raise DataError(f"input {path} has an unknown suffix; supported are {_SUPPORTED}.")
+
+
+def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]:
+    path = piece.path
+    line, consumed, position, started = 1, 0, 0, piece.start > 0
+    pending = bytearray()  # grows in place: a record may be many chunks long
+    for chunk, position in _chunks(piece, layout, block_bytes):
+        searched = len(pending)
+        pending += chunk
+        if not started and len(pending) >= len(UTF8_BOM):
+            pending, started, searched = _strip_bom(pending, path), True, 0
+        if len(pending) > MAX_RECORD_BYTES + block_bytes:
+            raise DataError(
+                f"{path}:{line + lines_before(piece, layout)}: a record is longer than {MAX_RECORD_BYTES} "
+                f"bytes; split it, or check that each record has its own line."
+            )
+        cut = _last_boundary(pending, layout, searched) if started else 0
+        if cut:
+            lines = pending.count(b"\n", 0, cut)
+            with memoryview(pending) as view:
+                data = bytes(view[:cut])
+            yield Block(str(path), layout, piece.start, line, data, lines, position - consumed)
+            del pending[:cut]
+            line, consumed = line + lines, position
+    if not started:
+        pending = _strip_bom(pending, path)
+    if pending:
+        if piece.stop is None:  # a decompressor may not have met the end of its file yet
+            position = path.stat().st_size - piece.start
+        lines = pending.count(b"\n")
+        yield Block(str(path), layout, piece.start, line, bytes(pending), lines, position - consumed)
+
+
+def _strip_bom(data: bytearray, path: Path) -> bytearray:
+    if data.startswith(_UTF16_BOMS):
+        raise DataError(f"{path}: the file is UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8).")
+    return data.removeprefix(UTF8_BOM)
+
+
+def _last_boundary(data: bytearray, layout: str, searched: int) -> int:
+    """Length of the longest prefix of `data` that surely ends with a whole record, if past `searched`."""
+    if layout == "file":
+        return 0
+    if layout == "blank_lines":
+        # A boundary that straddles `searched` may be missed; then the block is cut at a later one.
+        return max((match.end() for match in _BLANK_LINES.finditer(data, max(searched - 1, 0))), default=0)
+    return data.rfind(b"\n", searched) + 1
+
+
+def _record_start(file: IO[bytes], position: int, layout: str) -> int:
+    """The first start of a record after `position`, or the end of the file; position 0 is a start itself."""
+    if not position:
+        return 0
+    size = _BOUNDARY_READ_BYTES
+    while True:
+        file.seek(position)
+        data = file.read(size)
+        at_end = len(data) < size
+        match = _RECORD_ENDS[layout].search(data)
+        if match and (match.end() < len(data) or at_end):
+            return position + match.end()
+        if at_end:
+            return position + len(data)
+        size *= 2
+
+
+def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield (decompressed bytes, stored bytes of the piece so far)."""
+    path = piece.path
+    with read_errors(path), open(path, "rb") as file:
+        if path.suffix in COMPRESSIONS:
+            stream = decompressed(file, path.suffix, chunk_bytes)
+        else:
+            stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
+            file.seek(_record_start(file, piece.start, layout))
+            stream = _read_until(file, stop, chunk_bytes)
+        for chunk in stream:
+            yield chunk, file.tell() - piece.start
+
+
+def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:
+    while (size := min(stop - file.tell(), chunk_bytes)) > 0 and (chunk := file.read(int(size))):
+        yield chunk
+
+
+def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
+    with read_errors(path):
+        size = path.stat().st_size
+    row, consumed = 1, 0
+    for rows, num_rows in parquet_texts(path, text_key):
+        position = size * (row + len(rows) - 1) // num_rows
+        yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
+        row, consumed = row + len(rows), position
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Blocks to texts
+
+
+def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
+    """Parse the records of a block. Bad and empty records are counted, never raised."""
+    parsed = ParsedBlock([], [], RecordCounts())
+    unterminated_line = _unterminated_line(block)
+    for line, record in _records(block):
+        try:
+            text = _parse_record(record, block.layout, text_key)
+        except UnusableRecord as error:
+            cut_off = error.kind == "malformed_json" and line == unterminated_line
+            kind = "truncated_record" if cut_off else error.kind
+            note = " (the file ends inside this record)" if cut_off else ""
+            parsed.counts.add_bad(kind, Place(block.source, line, f"{error}{note}", block.start))
+            continue
+        if text is None:
+            parsed.counts.blank_lines += 1
+        elif not text or text.isspace():
+            parsed.counts.empty_documents += 1
+        else:
+            parsed.texts.append(text)
+            parsed.lines.append(line)
+    return parsed
+
+
+def largest_record(block: Block) -> tuple[int, int]:
+    """Line (or row) and bytes of the largest record of a block."""
+    data = block.data
+    if not isinstance(data, bytes):
+        sizes = [len(row or b"") for row in data]
+        return block.first_line + sizes.index(max(sizes)), max(sizes)
+    if block.layout not in _RECORD_ENDS:
+        return block.first_line, len(data)
+    ends = [match.end() for match in _RECORD_ENDS[block.layout].finditer(data)] + [len(data)]
+    size, start = max((end - start, start) for start, end in itertools.pairwise([0, *ends]))
+    return block.first_line + data.count(b"\n", 0, start), size
+
+
+def _unterminated_line(block: Block) -> int | None:
+    """Number of the line that no newline ends, if there is one: the last of a file."""
+    if not isinstance(block.data, bytes) or block.data.endswith(b"\n"):
+        return None
+    return block.first_line + block.data.count(b"\n")
+
+
+def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (line number, record). `None` is a parquet null."""
+    if not isinstance(block.data, bytes):
+        yield from enumerate(block.data, block.first_line)
+    elif block.layout == "file":
+        yield block.first_line, block.data
+    elif block.layout == "blank_lines":
+        line, start = block.first_line, 0
+        for end in [match.end() for match in _BLANK_LINES.finditer(block.data)] + [len(block.data)]:
+            record = block.data[start:end]
+            if record.strip():
+                leading_lines = record[: len(record) - len(record.lstrip())].count(b"\n")
+                yield line + leading_lines, record.strip()
+            line, start = line + record.count(b"\n"), end
+    else:
+        lines = block.data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()  # what follows the final newline is no record
+        yield from enumerate(lines, block.first_line)
+
+
+def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | None:
+    """The text of a record; None for a blank line. Raises UnusableRecord."""
+    if record is None:
+        raise UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
+    if layout == "jsonl":
+        return parse_json_line(record, text_key) if record and not record.isspace() else None
+    try:
+        text = record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from None
+    if layout == "rows":
+        return text
+    if layout == "lines" and not text.strip():
+        return None
+    return text.replace("\r\n", "\n").removesuffix("\r")

@@ -1,0 +1,127 @@
+"""What input files hold, however they are stored: the bytes of compressed files, the texts of parquet files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from data_utils.base.errors import DataError
+
+COMPRESSIONS = (".gz", ".zst")
+_READ_BYTES = 16 << 10  # of compressed data, small: one read may expand ten-thousandfold
+_PARQUET_BATCH_ROWS = 512
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn what fails while `path` is read and decompressed into a DataError, or a MemoryError."""
+    try:
+        yield
+    except EOFError:
+        raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise_if_out_of_memory(error)
+        raise DataError(f"{path}: damaged compressed data ({error}); fetch the file again.") from None
+    except OSError as error:
+        raise_if_out_of_memory(error)
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}); check its rights and the disk."
+        ) from None
+
+
+def raise_if_out_of_memory(error: Exception) -> None:
+    """Raise MemoryError if that is what a library reports in its own way; the input is not to blame then."""
+    said = (
+        error.errno == errno.ENOMEM
+        if isinstance(error, OSError)
+        else "not enough memory" in str(error).lower()
+    )
+    if said or isinstance(error, MemoryError):
+        raise MemoryError from None
+
+
+def decompressed(file: IO[bytes], suffix: str, chunk_bytes: int) -> Iterator[bytes]:
+    """The decompressed bytes of a file in chunks of about this size. Raises EOFError for one that is cut off."""
+    if not file.read(1):
+        raise EOFError
+    file.seek(0)
+    decompress = _gzip_pieces if suffix == ".gz" else _zstandard_pieces
+    yield from _grouped(decompress(file, chunk_bytes), chunk_bytes)
+
+
+def _read_all(file: IO[bytes] | gzip.GzipFile, chunk_bytes: int) -> Iterator[bytes]:
+    while chunk := file.read(chunk_bytes):
+        yield chunk
+
+
+def _gzip_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as stream:
+        yield from _read_all(stream, chunk_bytes)
+
+
+def _zstandard_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    # Frame by frame, because zstandard's stream reader takes a truncated frame for the end of the data. The
+    # window limit admits files written with `zstd --long=31`, as some public corpora are.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    for data in _read_all(file, min(chunk_bytes, _READ_BYTES)):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(data)
+            data = b""
+            if frame.eof:
+                data, frame = frame.unused_data, None
+    if frame is not None:
+        raise EOFError
+
+
+def _grouped(pieces: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= chunk_bytes:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
+
+
+def parquet_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None], int]]:
+    """Yield (texts of the next rows in UTF-8 or not, number of rows of the file)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, text_key)
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key]):
+                # as bytes: one invalid string must not make the whole batch unreadable
+                texts = batch.column(0).cast(pyarrow.large_string())
+                yield texts.cast(pyarrow.large_binary()).to_pylist(), max(file.metadata.num_rows, 1)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise_if_out_of_memory(error)
+        problem = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable parquet file ({problem}); fetch it again.") from None
+
+
+def _check_column(path: Path, schema: Any, text_key: str) -> None:
+    import pyarrow
+
+    if text_key not in schema.names:
+        names = ", ".join(schema.names[:20])
+        raise DataError(f"{path}: there is no column {text_key!r}; name one of {names} with --text-key.")
+    kind = schema.field(text_key).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        raise DataError(
+            f"{path}: column {text_key!r} holds {kind}, not text; name a column of text with --text-key."
+        )

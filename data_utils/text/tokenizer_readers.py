@@ -1,0 +1,163 @@
+"""A tokenizer's files: which they are, read whole, parsed and checked. tokenizers.py makes tokenizers of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import pre_tokenizers
+
+from data_utils.base.errors import DataError
+from data_utils.base.settings import REQUIRED, checked, setting
+
+KINDS = ("bert_wordpiece", "gpt2_bpe", "sentencepiece", "hf_json")
+
+MAX_FILE_BYTES = 256 * 2**20
+
+MAX_VOCAB_SIZE = 2**22
+
+MAX_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+@checked("tokenizer")
+class TokenizerConfig:
+    """Which tokenizer, and its options. Options of another kind are ignored."""
+
+    kind: str = setting(REQUIRED, "file format", one_of=KINDS)
+    path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or the directory of it")
+    lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
+    fixed_command_tokens: bool = setting(
+        True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
+    )
+
+    def absolute(self) -> TokenizerConfig:
+        """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""
+        return replace(self, path=os.path.abspath(self.path))
+
+
+def parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    first = 1 if lines[0].startswith("#version") else 0
+    merges = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        left, space, right = line.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two pieces.")
+        merges.append((left, right))
+    return merges
+
+
+def model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    if isinstance(vocab, list) and all(isinstance(v, list) and len(v) == 2 for v in vocab):  # Unigram
+        return {str(piece): i for i, (piece, _) in enumerate(vocab)}
+    raise DataError(f"{path}: the model has no vocabulary; give a tokenizer.json of the tokenizers library.")
+
+
+def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
+    """The tokens that a BPE model makes by merging two others, hence ordinary text."""
+    merges, prefix = model.get("merges") or [], model.get("continuing_subword_prefix") or ""
+    pairs = (
+        [m.split(" ") if isinstance(m, str) else m for m in merges] if isinstance(merges, list) else [merges]
+    )
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
+            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
+        if not (
+            isinstance(prefix, str) and pair[1].startswith(prefix)
+        ):  # the library aborts the process here
+            raise DataError(
+                f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
+            )
+    return {left + right.removeprefix(prefix) for left, right in pairs}
+
+
+def read_files(config: TokenizerConfig) -> dict[str, bytes]:
+    """Contents of the tokenizer's files, by their usual names whatever they are called. Raises: DataError."""
+    path = Path(config.path)
+    if not path.exists():
+        raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")
+    if config.kind == "gpt2_bpe":
+        merges = (path if path.is_dir() else path.parent) / "merges.txt"
+        return {
+            "vocab.json": _read(path / "vocab.json" if path.is_dir() else path),
+            "merges.txt": _read(merges),
+        }
+    if config.kind == "sentencepiece":
+        return {"model": _read(_find_sentencepiece_model(path))}
+    name = {"bert_wordpiece": "vocab.txt", "hf_json": "tokenizer.json"}[config.kind]
+    return {name: _read(path / name if path.is_dir() else path)}
+
+
+def _find_sentencepiece_model(path: Path) -> Path:
+    if path.is_file():
+        return path
+    candidates = sorted(path.glob("*.model"))
+    if len(candidates) != 1:
+        names = ", ".join(candidate.name for candidate in candidates) or "none"
+        raise DataError(f"{path} must hold one .model file, but has {names}; set path to the file itself.")
+    return candidates[0]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is not a tokenizer file.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer file {path}: {error.strerror}; check its kind and path.") from None
+    if not content:
+        raise DataError(f"tokenizer file {path} is empty; fetch it again.")
+    return content
+
+
+def decode_utf8(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"tokenizer file {path} is not UTF-8 text; check its kind and path.") from None
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        tree = orjson.loads(decode_utf8(content, path))
+    except orjson.JSONDecodeError as error:
+        raise DataError(
+            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or fetch it again."
+        ) from None
+    if not isinstance(tree, dict):
+        raise DataError(
+            f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}; check its kind and path."
+        )
+    return tree
+
+
+def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
+    if not ids:
+        raise DataError(f"{path}: the vocabulary is empty; fetch the file again.")
+    for token, token_id in ids.items():
+        if type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE:
+            raise DataError(
+                f"{path}: id of {token[:50]!r} is {token_id!r}; it must be 0 .. {MAX_VOCAB_SIZE - 1}."
+            )
+
+
+def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
+    """A byte without a token would vanish from the text."""
+    missing = set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()
+    if missing:
+        raise DataError(
+            f"{path}: {len(missing)} of the 256 byte symbols have no token, so text would be lost; "
+            "train with the whole byte alphabet."
+        )
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_LENGTH]

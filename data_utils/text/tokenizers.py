@@ -1,0 +1,494 @@
+"""One interface over BERT WordPiece, GPT-2 BPE, SentencePiece and Hugging Face tokenizer.json files.
+
+The ids of GLM's special tokens are decided here and nowhere else: see `assign_special_tokens` (BERT, GPT-2,
+tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). Text never becomes a special token:
+the literal "[MASK]" or "<|endoftext|>" in a document is spelled with ordinary pieces, so a corpus cannot
+plant a mask or end a document. Only `encode_with_specials`, meant for generation prompts, gives [MASK],
+[sMASK] and [gMASK] their ids.
+
+Trade-offs: the libraries `tokenizers` and `sentencepiece` define the ids, so they agree with other users of
+the same files; encoders.py gives the same ids faster where it can. A tokenizer holds native objects and does
+not pickle: a worker calls `load_tokenizer` itself. `encode_batch` works outside the GIL, in one thread. Only
+the `tokenizers` library, where it is still what encodes, uses all cores, unless the caller sets
+TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before the first encode, which a
+program that runs one worker per core should do.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from data_utils.base.errors import DataError
+from data_utils.text.fast.encoders import Encoder, SentencePieceEncoder, library_or_faster
+from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.tokenizer_readers import (
+    TokenizerConfig,
+    check_byte_alphabet,
+    check_vocab,
+    decode_utf8,
+    merge_results,
+    model_vocab,
+    one_line,
+    parse_json,
+    parse_merges,
+    read_files,
+)
+
+# Role -> the name shown for it, which is also the name that train_tokenizer.py writes.
+SPECIAL_NAMES = {
+    "pad": "[PAD]",
+    "unk": "[UNK]",
+    "cls": "[CLS]",
+    "sep": "[SEP]",
+    "mask": "[MASK]",
+    "gmask": "[gMASK]",
+    "smask": "[sMASK]",
+    "sop": "<|startofpiece|>",
+    "eop": "<|endofpiece|>",
+    "eos": "<|endoftext|>",
+    "dblock": "[dBLOCK]",
+}
+# Further names under which a tokenizer.json may hold a role, tried in order after the name above.
+OTHER_NAMES = {
+    "pad": ("<pad>", "<|padding|>"),
+    "unk": ("<unk>",),
+    "cls": ("<cls>", "<s>"),
+    "sep": ("<sep>",),
+    "mask": ("<mask>",),
+    "sop": ("<sop>", "[sop]"),
+    "eop": ("<eop>", "[eop]"),
+    "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
+}
+# RoBERTa's vocabulary: one token ends texts, separates and pads, as in the released GLM-RoBERTa. It also holds
+# "<|endoftext|>", an ordinary entry that no text gives and nothing uses.
+ROBERTA_NAMES = {"cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "</s>", "unk": "<unk>", "mask": "<mask>"}
+ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
+# Roles that the files lack get the ids after the last one in this order, that of the released GLM models.
+APPEND_ORDER = ("eos", "sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock")
+PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
+
+SENTENCE_ENDS = tuple(".?!;:。．｡？！；：…\n")  # noqa: RUF001
+# May follow the mark that ends a sentence, inside the same token.
+CLOSERS = " \t\"')]}»”’）］｝】》〉」』"  # noqa: RUF001
+
+FINGERPRINT_SCHEME = "glm-tokenizer-1"  # to be changed when ids change for the same files
+# Put before special names inside the `tokenizers` library, so that no text equals one. A noncharacter.
+HIDDEN = "\ufdd0"
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Read the files of `config` and build the tokenizer.
+
+    Raises: DataError if a file is missing, too large, damaged or unusable; the message names the file.
+    """
+    loaders = {
+        "bert_wordpiece": _load_bert_wordpiece,
+        "gpt2_bpe": _load_gpt2_bpe,
+        "sentencepiece": SentencePieceTokenizer,
+        "hf_json": _load_hf_json,
+    }
+    return loaders[config.kind](config, read_files(config))
+
+
+class Tokenizer(abc.ABC):
+    """Text to ids and back. `vocab_size` counts GLM's special tokens and no padding."""
+
+    config: TokenizerConfig
+    special: SpecialTokens
+    vocab_size: int
+    fingerprint: str  # equal for equal kind, options and file contents, wherever the files lie
+    special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
+    _encoder: Encoder
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, never a special token (but WordPiece and tokenizer.json may give `special.unk`)."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode many texts.
+
+        Returns: the ids of all texts in one int32 array, and the number of ids of each text as int64.
+        A lone surrogate, which UTF-8 cannot hold, is encoded as U+FFFD.
+        """
+        return self._encoder.encode(texts)
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
+
+        Spaces before a marker are dropped: a predicted span brings its own leading space.
+        """
+        parts = re.split("(" + "|".join(map(re.escape, PROMPT_MARKERS)) + ")", text)
+        ids = []
+        for i in range(0, len(parts) - 1, 2):  # text, marker, text, marker, ..., text
+            ids += self.encode(parts[i].rstrip(" "))
+            ids.append(getattr(self.special, PROMPT_MARKERS[parts[i + 1]]))
+        return ids + self.encode(parts[-1])
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of `ids`; special tokens appear by name, or not at all with `skip_special`.
+
+        The inverse of `encode` for byte-level BPE; WordPiece and SentencePiece normalise text on the way in.
+        Raises: ValueError for an id outside 0 .. vocab_size - 1.
+        """
+        ids = self._checked(ids)
+        if skip_special:
+            ids = [i for i in ids if i not in self.special_names]
+        parts: list[str] = []
+        for is_special, run in itertools.groupby(ids, key=self.special_names.__contains__):
+            if is_special:
+                parts.extend(self.special_names[i] for i in run)
+            else:
+                parts.append(self._decode_text(list(run), at_start=not parts))
+        return self._separator.join(parts)
+
+    def token_to_text(self, token_id: int) -> str:
+        """One token for display: a special token's name, else its text (or its piece: half a character)."""
+        (token_id,) = self._checked([token_id])
+        return self.special_names.get(token_id) or self._display(token_id)
+
+    def sentence_end_ids(self) -> np.ndarray:
+        """Bool array [vocab_size]: tokens whose text ends a sentence, closing quotes and brackets aside."""
+        return self._sentence_ends
+
+    @cached_property
+    def _sentence_ends(self) -> np.ndarray:
+        ends = np.zeros(self.vocab_size, dtype=bool)
+        for i in range(self.vocab_size):
+            if i not in self.special_names:
+                ends[i] = self._token_text(i).rstrip(CLOSERS).endswith(SENTENCE_ENDS)
+        ends.setflags(write=False)
+        return ends
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        ids = [int(i) for i in ids]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self.vocab_size}")
+        return ids
+
+    _separator = ""  # between text and special names when decoding
+
+    @abc.abstractmethod
+    def _decode_text(self, ids: list[int], at_start: bool) -> str: ...
+
+    @abc.abstractmethod
+    def _token_text(self, token_id: int) -> str: ...
+
+    @abc.abstractmethod
+    def _display(self, token_id: int) -> str: ...
+
+
+# ---- the `tokenizers` library: WordPiece, BPE, tokenizer.json ----
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A pipeline of the `tokenizers` library, with special tokens kept out of reach of text."""
+
+    def __init__(
+        self,
+        config: TokenizerConfig,
+        files: Mapping[str, bytes],
+        backend: tokenizers.Tokenizer,
+        ids: Mapping[str, int],
+        found: Mapping[str, str],
+        hidden: Iterable[str] = (),
+    ):
+        """
+        Args:
+            backend: encodes; its names of the tokens in `hidden` carry the prefix HIDDEN.
+            ids: id of every token in the files.
+            found: role -> name, for the roles that the files hold.
+            hidden: names that are not text, besides those of `found`.
+        """
+        self.config = config
+        options: dict[str, Any] | None = None  # what decides ids beside the kind and the files
+        if config.kind == "bert_wordpiece":
+            options = {"lowercase": config.lowercase}
+        elif found.items() >= ROBERTA_NAMES.items():
+            options = {"names": "roberta"}
+        self.fingerprint = _fingerprint(config, files, options)
+        self.special, self.vocab_size = assign_special_tokens(
+            {role: ids[name] for role, name in found.items()}, max(ids.values()) + 1
+        )
+        names = {ids[name]: name for name in (*hidden, *found.values())}
+        self.special_names = _all_special_names(self.special, names, self.vocab_size, set(ids.values()))
+        self._backend = backend
+        self._encoder = library_or_faster(backend, [*names.values(), *map(str, hidden)])
+        self._is_forbidden = np.zeros(self.vocab_size, dtype=bool)
+        self._is_forbidden[list(names)] = True
+        if backend.decoder is None or isinstance(
+            backend.decoder, decoders.WordPiece
+        ):  # decoded words have spaces
+            self._separator = " "
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = self._encoder.encode(texts)
+        # [UNK], or text that spells a hidden name, prefix included
+        ids[self._is_forbidden[ids]] = self.special.unk
+        return ids, lengths
+
+    def _decode_text(self, ids: list[int], at_start: bool) -> str:
+        text = self._backend.decode(ids, skip_special_tokens=False)
+        # A Metaspace decoder drops the leading space, which is right at the start of a text only.
+        lost_space = not at_start and str(self._backend.id_to_token(ids[0])).startswith("▁")
+        return " " + text if lost_space and not text.startswith(" ") else text
+
+    def _token_text(self, token_id: int) -> str:
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def _display(self, token_id: int) -> str:
+        text = self._token_text(token_id)
+        return text if text and "\ufffd" not in text else str(self._backend.id_to_token(token_id))
+
+
+def assign_special_tokens(found: Mapping[str, int], next_id: int) -> tuple[SpecialTokens, int]:
+    """Ids of all roles from those that the files hold; the others follow from `next_id` on, in APPEND_ORDER.
+
+    A missing eos is pad's id, else sep's; a missing pad is that of eos. For GPT-2 (found: eos) and BERT
+    (found: pad, unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and
+    dBLOCK of BERT: the released models have one mask; ours use three of the rows that pad their embedding.
+
+    Returns: the ids, and the vocabulary size that includes them.
+    """
+    ids = dict(found)
+    for substitute in ("pad", "sep"):
+        if "eos" not in ids and substitute in ids:
+            ids["eos"] = ids[substitute]
+    for role in APPEND_ORDER:
+        if role not in ids:
+            ids[role] = next_id
+            next_id += 1
+    ids.setdefault("pad", ids["eos"])
+    return SpecialTokens(**ids), next_id
+
+
+def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
+    path = Path(config.path)
+    # Not splitlines(): U+2028 and U+0085 are tokens of some vocabularies.
+    lines = decode_utf8(files["vocab.txt"], path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    ids = {token: i for i, token in enumerate(lines)}
+    if len(ids) != len(lines):
+        again = next(token for i, token in enumerate(lines) if ids[token] != i)
+        raise DataError(f"{path}: token {again!r} appears twice; a vocab.txt holds each token on one line.")
+    found = {role: SPECIAL_NAMES[role] for role in ("pad", "unk", "cls", "sep", "mask")}
+    missing = [name for name in found.values() if name not in ids]
+    if missing:
+        raise DataError(
+            f"{path}: no {', '.join(missing)} in {len(ids)} tokens; give the vocab.txt of a BERT model."
+        )
+    word_piece = models.WordPiece(ids, unk_token=found["unk"], max_input_chars_per_word=100)
+    backend = tokenizers.Tokenizer(word_piece)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # isolates brackets: no word is "[MASK]"
+    backend.decoder = decoders.WordPiece(prefix="##")
+    return HuggingFaceTokenizer(config, files, backend, ids, found)
+
+
+def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
+    path = Path(config.path)
+    ids = parse_json(files["vocab.json"], path / "vocab.json")
+    check_vocab(ids, path / "vocab.json")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
+    found, unused = _gpt2_roles(ids.keys(), path)
+    check_byte_alphabet(ids, path)
+    merges = parse_merges(decode_utf8(files["merges.txt"], path / "merges.txt"), path)
+    try:
+        backend = tokenizers.Tokenizer(models.BPE(ids, merges))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; fetch both from one model."
+        ) from None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return HuggingFaceTokenizer(config, files, backend, ids, found, unused)
+
+
+def _gpt2_roles(names: Set[str], path: Path) -> tuple[dict[str, str], Set[str]]:
+    """Role -> name in a vocab.json of GPT-2 or RoBERTa, and names there that are neither text nor a role."""
+    if names >= set(ROBERTA_NAMES.values()):
+        return dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+    eos, other = SPECIAL_NAMES["eos"], sorted(names & set(ROBERTA_NAMES.values()))
+    if eos in names and not other:
+        return {"eos": eos}, set()
+    has = (
+        f"has {', '.join(other)} but not {', '.join(sorted(set(ROBERTA_NAMES.values()) - names))}"
+        if other
+        else f"has no {eos}"
+    )
+    raise DataError(
+        f"{path}: vocab.json {has}; gpt2_bpe is for the vocabulary of GPT-2 or RoBERTa: use kind hf_json with this "
+        "model's tokenizer.json."
+    )
+
+
+def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
+    path = Path(config.path)
+    tree = parse_json(files["tokenizer.json"], path)
+    model, added = tree.get("model"), tree.get("added_tokens") or []
+    if not isinstance(model, dict) or not isinstance(added, list):
+        raise DataError(
+            f"{path}: no model and added_tokens; give a tokenizer.json of the tokenizers library."
+        )
+    ids = model_vocab(model, path)
+    for token in added:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise DataError(f"{path}: added token {str(token)[:50]!r} has no content; the file is damaged.")
+        ids[token["content"]] = token.get("id")
+    check_vocab(ids, path)
+
+    added_names = {token["content"] for token in added}
+    merged = merge_results(model, path)
+    candidates = (ids.keys() - merged) | added_names
+    found, unused = _named_roles(candidates, model.get("type"))
+    hidden = {token["content"] for token in added if token.get("special")} | set(found.values()) | unused
+    if hidden & merged:
+        raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")
+
+    backend = _hidden_backend(tree, hidden, path)
+    for name in added_names:  # the library numbers added tokens itself and ignores gaps in the file's ids
+        actual = backend.token_to_id(HIDDEN + name if name in hidden else name)
+        if actual != ids[name]:
+            raise DataError(
+                f"{path}: {name!r} has id {ids[name]} but loads as {actual}; close the gaps in the ids."
+            )
+    byte_level = "ByteLevel" in json.dumps(tree.get("pre_tokenizer"))
+    if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
+        check_byte_alphabet(ids, path)
+    return HuggingFaceTokenizer(config, files, backend, ids, found, hidden)
+
+
+def _named_roles(names: Set[str], model_type: Any) -> tuple[dict[str, str], Set[str]]:
+    """As `_gpt2_roles`, for a tokenizer.json: each role by its first name there, or all of them by RoBERTa's."""
+    found: dict[str, str] = {}
+    unused: Set[str] = set()
+    own = {SPECIAL_NAMES[role] for role in ROBERTA_NAMES.keys() - {"eos"}}
+    if model_type == "BPE" and names >= set(ROBERTA_NAMES.values()) and not names & own:
+        found, unused = dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+    for role, name in SPECIAL_NAMES.items():
+        for candidate in (name, *OTHER_NAMES.get(role, ())):
+            if role not in found and candidate in names:
+                found[role] = candidate
+    return found, unused
+
+
+def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:
+    """The pipeline of a tokenizer.json, names in `hidden` prefixed, without template, truncation, padding."""
+
+    def hide(name: Any) -> Any:
+        return HIDDEN + name if isinstance(name, str) and name in hidden else name
+
+    model = dict(tree["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hide(name): token_id for name, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hide(piece), score] for piece, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = hide(model["unk_token"])
+    if "dropout" in model:
+        model["dropout"] = None  # one text, one encoding
+    added = [
+        {**token, "content": hide(token["content"]), "special": token["content"] in hidden}
+        for token in tree.get("added_tokens") or []
+    ]
+    changed = {
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+        "model": model,
+        "added_tokens": added,
+    }
+    try:
+        backend = tokenizers.Tokenizer.from_str(orjson.dumps({**tree, **changed}).decode())
+        backend.encode_special_tokens = True  # special tokens are not looked for in text
+        backend.encode("a \U0010fffd")  # a model that lacks its unknown token fails here, not amid a corpus
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{path}: the tokenizers library cannot use this file: {one_line(error)}; fetch it again."
+        ) from None
+    return backend
+
+
+# ---- SentencePiece ----
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; GLM's special tokens follow its last piece, out of reach of any text."""
+
+    def __init__(self, config: TokenizerConfig, files: Mapping[str, bytes]):
+        self.config = config
+        self.fingerprint = _fingerprint(config, files, {"fixed_command_tokens": config.fixed_command_tokens})
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=files["model"])
+        except RuntimeError:
+            raise DataError(f"{config.path} is not a SentencePiece model; give the .model file.") from None
+        self._encoder = SentencePieceEncoder(self._model)
+        base_size = self._model.get_piece_size()
+        if base_size == 0:
+            raise DataError(f"{config.path} is an empty SentencePiece model; give the .model file.")
+        self.special, self.vocab_size = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
+        control = {i: self._model.id_to_piece(i) for i in range(base_size) if self._model.is_control(i)}
+        self.special_names = _all_special_names(self.special, control, self.vocab_size, set(range(base_size)))
+
+    def _decode_text(self, ids: list[int], at_start: bool) -> str:
+        text = self._model.decode(ids)
+        # The library drops the leading space, which is right at the start of a text only.
+        return text if at_start or not self._model.id_to_piece(ids[0]).startswith("▁") else " " + text
+
+    def _token_text(self, token_id: int) -> str:
+        piece = self._model.id_to_piece(token_id)
+        return chr(int(piece[1:-1], 16)) if self._model.is_byte(token_id) else piece.replace("▁", " ")
+
+    def _display(self, token_id: int) -> str:
+        return self._model.id_to_piece(token_id).replace("▁", " ")
+
+
+def sentencepiece_special_tokens(base_size: int, fixed_command_tokens: bool) -> tuple[SpecialTokens, int]:
+    """Ids as in the released Chinese models, whose .model has 50000 pieces, and the vocabulary size.
+
+    Without `fixed_command_tokens` gMASK has the id of eop, as in GLM-10B-Chinese. Id base_size + 5 is unused.
+    """
+    after_eop = ("smask", "gmask", "dblock") if fixed_command_tokens else ("smask", "dblock")
+    offsets = {"pad": 0, "eos": 0, "sep": 1, "cls": 2, "mask": 3, "unk": 4, "sop": 6, "eop": 7, "gmask": 7}
+    offsets |= {role: 8 + i for i, role in enumerate(after_eop)}
+    special = SpecialTokens(**{role: base_size + offset for role, offset in offsets.items()})
+    return special, special.dblock + 1
+
+
+# ---- shared ----
+
+
+def _all_special_names(
+    special: SpecialTokens, names: Mapping[int, str], vocab_size: int, ids_in_files: set[int]
+) -> dict[int, str]:
+    """Id -> name for the special tokens (the files' `names` first) and for ids that no token has."""
+    all_names = dict(names)
+    roles = asdict(special)
+    for role in (*APPEND_ORDER, "pad"):  # eop before gmask: the first name stays where two roles share an id
+        all_names.setdefault(roles[role], SPECIAL_NAMES[role])
+    for i in set(range(vocab_size)) - ids_in_files - all_names.keys():
+        all_names[i] = f"[reserved {i}]"
+    return all_names
+
+
+def _fingerprint(
+    config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
+) -> str:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
+    return hashlib.sha256(identity.encode()).hexdigest()

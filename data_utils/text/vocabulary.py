@@ -1,0 +1,39 @@
+"""What objectives need to know of a tokenizer's vocabulary: which tokens end sentences and begin words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data_utils.objectives.planes import Vocabulary
+from data_utils.text.tokenizers import Tokenizer
+
+_CONTINUES = "##"  # marks a WordPiece that continues a word
+_SPACES = (" ", "\n", "\t", "\u3000")
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """The tables of a tokenizer.
+
+    A token begins a word if it starts with a space (byte-level BPE, SentencePiece) or is no `##` piece
+    (WordPiece); special tokens and Chinese characters are words of their own.
+    """
+    shown = [tokenizer.token_to_text(i) for i in range(tokenizer.vocab_size)]
+    pieces = any(text.startswith(_CONTINUES) for text in shown)
+    starts = [
+        i in tokenizer.special_names
+        or (not text.startswith(_CONTINUES) if pieces else text.startswith(_SPACES))
+        or _is_chinese(text)
+        for i, text in enumerate(shown)
+    ]
+    texts = [text.removeprefix(_CONTINUES) if pieces else text for text in shown]
+    return Vocabulary(
+        special=tokenizer.special,
+        size=tokenizer.vocab_size,
+        sentence_end=tokenizer.sentence_end_ids(),
+        word_start=np.array(starts, np.bool_),
+        token_texts=tuple(texts),
+    )
+
+
+def _is_chinese(text: str) -> bool:
+    return bool(text) and all("\u4e00" <= character <= "\u9fff" for character in text)

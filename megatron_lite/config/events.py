@@ -1,0 +1,133 @@
+"""What an operator decides during a run: to skip samples after a loss spike, another learning rate, a smaller gradient
+of the embeddings.
+
+All are settings keyed to absolute samples or steps, so that a run with them is as repeatable as one without; and what
+came into force is recorded with its step, in metrics.jsonl and in the checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from data_utils.base.settings import REQUIRED, check, checked, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.skip_samples")
+class SkippedSamples:
+    first: int = setting(REQUIRED, "first sample not to train on", at_least=0)
+    end: int = setting(REQUIRED, "sample from which training goes on", at_least=0)
+
+    def __post_init__(self) -> None:
+        check(
+            self.first < self.end,
+            f"events.skip_samples has first {self.first} and end {self.end}; first must be the smaller.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.learning_rate")
+class LearningRateChange:
+    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
+    until_step: int | None = setting(None, "last step with it; null = to the end", at_least=0)
+    factor: float | None = setting(None, "what the scheduled rate is multiplied with", at_least=0)
+    value: float | None = setting(None, "the rate instead of the scheduled one", at_least=0)
+
+    def __post_init__(self) -> None:
+        check(
+            self.until_step is None or self.from_step <= self.until_step,
+            f"events.learning_rate has from_step {self.from_step} and until_step {self.until_step}; the first "
+            f"must not be the larger.",
+        )
+        given = [number for number in (self.factor, self.value) if number is not None]
+        check(
+            len(given) == 1,
+            f"events.learning_rate has factor {self.factor} and value {self.value}; give one of them.",
+        )
+
+    def includes(self, step: int) -> bool:
+        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
+
+    def __str__(self) -> str:
+        what = f"x {self.factor:g}" if self.factor is not None else f"{self.value:g}"
+        return f"learning rate {what} from step {self.from_step}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("events.embedding_gradient_shrink")
+class ShrinkChange:
+    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
+    value: float = setting(REQUIRED, "model.embedding_gradient_shrink from then on", above=0, at_most=1)
+
+    def __str__(self) -> str:
+        return f"embedding gradient x {self.value:g} from step {self.from_step}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventsConfig:
+    skip_samples: tuple[SkippedSamples, ...] = setting(
+        (), "list of {first, end}: no step is made of a batch that touches these samples"
+    )
+    learning_rate: tuple[LearningRateChange, ...] = setting(
+        (), "list of {from_step, until_step, factor or value}; the last that includes a step counts"
+    )
+    embedding_gradient_shrink: tuple[ShrinkChange, ...] = setting(
+        (), "list of {from_step, value}; the last that has begun counts"
+    )
+
+    def next_sample(self, consumed: int, batch_size: int) -> int:
+        """First sample of the next batch, when all samples before `consumed` are used or skipped."""
+        for skip in sorted(self.skip_samples, key=lambda skip: skip.first):
+            if consumed < skip.end and consumed + batch_size > skip.first:
+                consumed = skip.end
+        return consumed
+
+    def learning_rate_at(self, step: int, scheduled: float) -> float:
+        change = self._learning_rate_change(step)
+        if change is None:
+            return scheduled
+        return scheduled * change.factor if change.factor is not None else float(change.value or 0.0)
+
+    def shrink_at(self, step: int, initial: float) -> float:
+        change = self._shrink_change(step)
+        return initial if change is None else change.value
+
+    def in_force(self, step: int) -> list[str]:
+        """The changes that step `step` is made with, in words."""
+        changes = (self._learning_rate_change(step), self._shrink_change(step))
+        return [str(change) for change in changes if change is not None]
+
+    def _learning_rate_change(self, step: int) -> LearningRateChange | None:
+        return next((change for change in reversed(self.learning_rate) if change.includes(step)), None)
+
+    def _shrink_change(self, step: int) -> ShrinkChange | None:
+        begun = (change for change in reversed(self.embedding_gradient_shrink) if change.from_step <= step)
+        return next(begun, None)
+
+
+@dataclass
+class EventLog:
+    """What happened in a run so far, across restarts: its `state` belongs to the checkpoint."""
+
+    history: list[dict[str, Any]] = field(default_factory=list)  # {"step", "event"}, oldest first
+    in_force: list[str] = field(default_factory=list)
+
+    def add(self, step: int, event: str) -> None:
+        self.history.append({"step": step, "event": event})
+
+    def now_in_force(self, step: int, changes: list[str]) -> list[str]:
+        """Record what begins and ends with `step`. Returns the new entries in words."""
+        began = [f"begins: {change}" for change in changes if change not in self.in_force]
+        ended = [f"ends: {change}" for change in self.in_force if change not in changes]
+        self.in_force = changes
+        for event in began + ended:
+            self.add(step, event)
+        return began + ended
+
+    def state(self) -> dict[str, Any]:
+        return {"history": list(self.history), "in_force": list(self.in_force)}
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> EventLog:
+        return EventLog(list(state.get("history", [])), list(state.get("in_force", [])))

@@ -1,0 +1,376 @@
+"""Sections of the configuration: what each setting means, its default, its range, and checks within a section.
+
+config.py puts them into one tree, and checks what concerns several. A component takes its own section where that is all
+it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import (
+    REQUIRED,
+    check,
+    checked,
+    choice,
+    fraction,
+    setting,
+    setting_mapping,
+    shown,
+)
+from data_utils.objectives import LOSS_NAMES
+
+LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("model")
+class ModelConfig:
+    num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
+    hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
+    num_attention_heads: int = setting(REQUIRED, "attention heads; must divide hidden_size", at_least=1)
+    vocab_size: int | None = setting(
+        None, "tokens including GLM's special ones, unpadded; null = the tokenizer's", at_least=1
+    )
+    max_position: int = setting(
+        512, "largest position id; both tables have max_position + 1 rows", at_least=1
+    )
+    embedding_dropout: float = setting(0.1, "dropout probability after the embeddings", at_least=0, below=1)
+    attention_dropout: float = setting(0.1, "dropout probability on attention weights", at_least=0, below=1)
+    output_dropout: float = setting(
+        0.1, "dropout probability on the output of attention and FFN", at_least=0, below=1
+    )
+    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", above=0)
+    init_std: float = setting(
+        0.02, "standard deviation of initial weights; output projections get init_std/sqrt(2L)", above=0
+    )
+    gelu: str = setting(
+        "tanh",
+        "tanh (training of the released models) or erf (their Hugging Face code)",
+        one_of=("tanh", "erf"),
+    )
+    embedding_gradient_shrink: float = setting(
+        1.0,
+        "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off",
+        above=0,
+        at_most=1,
+    )
+    segments: int = setting(
+        0,
+        "rows of a segment embedding: BERT 2 (texts A and B), UniLM 6 (kinds of language model), 0 = none",
+        at_least=0,
+    )
+    task_embedding: bool = setting(False, "add an embedding of the objective that made a token (ERNIE 2.0)")
+    sentence_head: bool = setting(
+        False, "two-class head on CLS for next-sentence and sentence-order labels (BERT, ALBERT, UniLM)"
+    )
+    span_boundary_places: int = setting(
+        0,
+        "places of SpanBERT's head that predicts a span from the tokens around it; 0 = no such head",
+        at_least=0,
+    )
+    embedding_size: int | None = setting(
+        None,
+        "width of the embeddings, projected to hidden_size (ALBERT: 128); null = hidden_size itself",
+        at_least=1,
+    )
+    share_layers: bool = setting(False, "one set of weights for all blocks (ALBERT)")
+
+    def __post_init__(self) -> None:
+        check(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
+            f"({self.hidden_size}); choose a divisor of {self.hidden_size}.",
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """GLM's own layers and no others: what exports and their proofs know."""
+        return not (
+            self.segments
+            or self.task_embedding
+            or self.sentence_head
+            or self.span_boundary_places
+            or self.embedding_size is not None
+            or self.share_layers
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("batch")
+class BatchConfig:
+    micro_batch_size: int = setting(8, "samples per data-parallel rank and forward pass", at_least=1)
+    global_batch_size: int = setting(16, "samples per optimizer step, all ranks together", at_least=1)
+
+    def __post_init__(self) -> None:
+        check(
+            self.global_batch_size % self.micro_batch_size == 0,
+            f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of "
+            f"batch.micro_batch_size ({self.micro_batch_size}); change one of them.",
+        )
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per optimizer step and rank.
+
+        Raises: ConfigError when the world does not fit the batch.
+        """
+        per_pass = self.micro_batch_size * data_parallel_size
+        if self.global_batch_size % per_pass:
+            raise ConfigError(
+                f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of "
+                f"batch.micro_batch_size ({self.micro_batch_size}) x data-parallel ranks "
+                f"({data_parallel_size}) = {per_pass}; start a number of processes that divides "
+                f"{self.global_batch_size // self.micro_batch_size}, or change one of the sizes."
+            )
+        return self.global_batch_size // per_pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("parallel")
+class ParallelConfig:
+    tensor_parallel_size: int = setting(
+        1, "ranks that share every layer; must divide the attention heads", at_least=1
+    )
+    sequence_parallel: bool = setting(
+        False, "split norms, dropout and residuals along the tokens over the tensor-parallel ranks"
+    )
+    pipeline_parallel_size: int = setting(
+        1, "stages that share the sequence of blocks; needs zero_stage 1", at_least=1
+    )
+    # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
+    zero_stage: int = setting(
+        1,
+        "DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights",
+        one_of=(1, 2, 3),
+    )
+    offload_optimizer: bool = setting(
+        False, "keep fp32 weights and Adam moments in CPU memory and step there; not with pipeline stages"
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            self.pipeline_parallel_size == 1 or self.zero_stage == 1,
+            f"parallel.zero_stage is {self.zero_stage} with pipeline_parallel_size "
+            f"{self.pipeline_parallel_size}; DeepSpeed's pipeline shards the optimizer only: set zero_stage to 1.",
+        )
+        check(
+            self.pipeline_parallel_size == 1 or not self.offload_optimizer,
+            f"parallel.offload_optimizer is true with pipeline_parallel_size {self.pipeline_parallel_size}, where "
+            "DeepSpeed lets the tied embedding of the first and last stage drift apart; set one of them to its "
+            "default.",
+        )
+        check(
+            not self.sequence_parallel or self.tensor_parallel_size > 1,
+            "parallel.sequence_parallel is true with tensor_parallel_size 1; it splits tokens over the "
+            "tensor-parallel ranks: raise tensor_parallel_size, or set it to false.",
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that share the samples. Raises ConfigError when the processes do not divide."""
+        per_replica = self.tensor_parallel_size * self.pipeline_parallel_size
+        if world_size % per_replica:
+            raise ConfigError(
+                f"the run has {world_size} processes, but parallel.tensor_parallel_size "
+                f"({self.tensor_parallel_size}) x pipeline_parallel_size ({self.pipeline_parallel_size}) = "
+                f"{per_replica} must divide their number; start a multiple of {per_replica}."
+            )
+        return world_size // per_replica
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("training")
+class TrainingConfig:
+    steps: int = setting(REQUIRED, "optimizer steps of the whole run", at_least=1)
+    seed: int = setting(1234, "seed of initial weights, samples and dropout", at_least=0, below=2**63)
+    precision: str = setting(
+        "bf16",
+        "bf16, fp16 (dynamic loss scaling) or fp32; accumulation is always fp32",
+        one_of=("bf16", "fp16", "fp32"),
+    )
+    recompute: str = setting(
+        "none",
+        "what the backward pass recomputes: none, selective (attention) or full (whole blocks)",
+        one_of=("none", "selective", "full"),
+    )
+    loss_normalization: str = setting(
+        "global_tokens",
+        "global_tokens: sum over loss tokens / their number in the whole step; mean_of_means: the "
+        "reference's mean per micro-batch, then over micro-batches and ranks; per_objective: the sum over the "
+        "losses (masked, next_sentence, ...) of each one's mean over its own tokens in the whole step",
+        one_of=LOSS_NORMALIZATIONS,
+    )
+    loss_weights: dict[str, Any] = setting_mapping(
+        "per_objective only: loss -> factor of its mean, 1 if not named; names as in the log line, loss/NAME"
+    )
+    max_nonfinite_steps: int = setting(
+        20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
+    )
+    replica_check_interval: int = setting(
+        0,
+        "steps between checks that weights held by several ranks are equal bit for bit; 0 = never",
+        at_least=0,
+    )
+    gradient_norm_interval: int = setting(
+        0, "steps between records of every layer's gradient norm, before clipping; 0 = never", at_least=0
+    )
+    eval_interval: int = setting(
+        1000, "steps between evaluations on the validation split; 0 = only at the end", at_least=0
+    )
+    eval_samples: int = setting(
+        256, "validation samples per evaluation, the same ones every time", at_least=1
+    )
+    stop_after_step: int | None = setting(
+        None,
+        "save and stop cleanly after this step (a planned interruption); null = run to the end",
+        at_least=1,
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            not self.loss_weights or self.loss_normalization == "per_objective",
+            f"training.loss_weights is set but training.loss_normalization is {self.loss_normalization}; set "
+            "that to per_objective, or remove the weights.",
+        )
+        for name, weight in self.loss_weights.items():
+            choice("a name in training.loss_weights", name, LOSS_NAMES)
+            number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            check(
+                number and 0 <= weight < float("inf"),
+                f"training.loss_weights.{name} is {shown(weight)}; it must be a number, 0 or more.",
+            )
+        check(
+            self.stop_after_step is None or self.stop_after_step <= self.steps,
+            f"training.stop_after_step is {self.stop_after_step}; it must be at most "
+            f"training.steps ({self.steps}).",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("optimizer")
+class OptimizerConfig:
+    lr: float = setting(1e-4, "peak learning rate of AdamW", above=0)
+    beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = setting(0.98, "decay of the second moment", at_least=0, below=1)
+    eps: float = setting(1e-6, "Adam epsilon", above=0)
+    weight_decay: float = setting(0.1, "decoupled weight decay; none on LayerNorm and biases", at_least=0)
+    clip_grad_norm: float = setting(
+        1.0, "global gradient norm above which gradients are scaled down; 0 = off", at_least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("schedule")
+class ScheduleConfig:
+    kind: str = setting(
+        "cosine",
+        "cosine, linear or constant, after a linear warm-up",
+        one_of=("cosine", "linear", "constant"),
+    )
+    warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", at_least=0)
+    decay_steps: int | None = setting(
+        None, "step at which the floor is reached, warm-up included; null = training.steps", at_least=1
+    )
+    min_lr_ratio: float = fraction(0.1, "floor of the schedule as a fraction of the peak")
+
+    def __post_init__(self) -> None:
+        check(
+            self.decay_steps is None or self.decay_steps > self.warmup_steps,
+            f"schedule.decay_steps ({self.decay_steps}) must be larger than schedule.warmup_steps "
+            f"({self.warmup_steps}).",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("checkpoint")
+class CheckpointConfig:
+    save_interval: int = setting(1000, "steps between checkpoints; 0 = only when the run stops", at_least=0)
+    keep_last: int = setting(3, "newest checkpoints kept; 0 = all", at_least=0)
+    keep_every: int = setting(
+        0, "checkpoints at multiples of this many steps are kept for good; 0 = none", at_least=0
+    )
+    asynchronous: bool = setting(
+        False,
+        "write in the background, from a copy of the state in CPU memory (12 bytes per parameter owned)",
+    )
+    max_failed_saves: int = setting(
+        3,
+        "failed saves in a row, for example on a full disk, that stop the run; below that it only warns",
+        at_least=1,
+    )
+    resume: str = setting(
+        "auto",
+        "auto: continue from the newest valid checkpoint of the run directory; never: refuse to start if it "
+        "has one",
+        one_of=("auto", "never"),
+    )
+    initialize_from: str | None = setting(
+        None,
+        "run directory or step_... directory to begin with where the run directory has no checkpoint yet; "
+        "null = initial weights",
+    )
+    initialize: str = setting(
+        "weights",
+        "what of it: weights (fresh optimizer, step 0) or all (optimizer, step and samples too: a branch)",
+        one_of=("weights", "all"),
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            self.save_interval == 0 or self.keep_every % self.save_interval == 0,
+            f"checkpoint.keep_every ({self.keep_every}) must be a multiple of checkpoint.save_interval "
+            f"({self.save_interval}), or no checkpoint exists at most of its steps; change one of them.",
+        )
+        check(
+            self.initialize == "weights" or self.initialize_from is not None,
+            "checkpoint.initialize is all, but checkpoint.initialize_from is null; name a checkpoint there.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("run")
+class RunConfig:
+    directory: str = setting(
+        "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
+    )
+    log_interval: int = setting(10, "steps between log lines", at_least=1)
+    tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
+    peak_tflops: float | None = setting(
+        None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("timeouts")
+class TimeoutsConfig:
+    setup_seconds: int = setting(
+        1800, "longest time from the start of a process to the first step", at_least=1
+    )
+    step_seconds: int = setting(
+        1800, "longest time of one optimizer step, or of a check between steps", at_least=1
+    )
+    evaluation_seconds: int = setting(3600, "longest time of an evaluation", at_least=1)
+    checkpoint_seconds: int = setting(3600, "longest time of loading or saving a checkpoint", at_least=1)
+    heartbeat_seconds: int = setting(
+        10, "time between the notes of where each rank is, in directory/heartbeats", at_least=1
+    )
+
+    @property
+    def sections(self) -> dict[str, float]:
+        """Limit in seconds by section (watchdog.py)."""
+        return {
+            "setup": self.setup_seconds,
+            "step": self.step_seconds,
+            "evaluation": self.evaluation_seconds,
+            "checkpoint": self.checkpoint_seconds,
+        }
+
+    @property
+    def collective_seconds(self) -> float:
+        """Longest wait in one collective: beyond all limits, because the watchdog says more than torch does."""
+        return max(self.sections.values()) + 60.0

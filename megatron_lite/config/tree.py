@@ -1,0 +1,290 @@
+"""Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
+
+One YAML file is the truth of a run; `load_config` merges several files in order, then dotted overrides, then
+(when given) a DeepSpeed JSON whose values must agree with ours. The sections themselves are in sections.py, events.py,
+data_utils/samples/config.py and beside each objective; here is the tree, and what concerns several sections. A component
+that needs one section takes that one; those that wire the parts of a run together take the tree. Derived values are
+properties, so that nothing is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import (
+    REQUIRED,
+    build,
+    check,
+    inline_sections,
+    load_json,
+    load_yaml,
+    merge,
+    parse_override,
+    section,
+    setting,
+    setting_mapping,
+    shown,
+)
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives.planes import ObjectiveConfig
+from data_utils.samples.config import DataConfig
+from data_utils.text.tokenizers import TokenizerConfig
+from megatron_lite.config.deepspeed_options import deepspeed_options
+from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TimeoutsConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    model: ModelConfig = setting(REQUIRED, "the Transformer")
+    training: TrainingConfig = setting(REQUIRED, "the loop")
+    batch: BatchConfig = section(BatchConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    tokenizer: TokenizerConfig | None = setting(
+        None, "the tokenizer the corpora were built with; required for training"
+    )
+    data: DataConfig = section(DataConfig)
+    objectives: dict[str, Any] = setting_mapping(
+        "objective -> share of the samples, relative to the others; empty = blank_infilling alone. The section "
+        "of the same name says how it works"
+    )
+    objective_starts: dict[str, Any] = setting_mapping(
+        "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
+    )
+    objective_sections: dict[str, ObjectiveConfig] = inline_sections(
+        {name: objective.config_class for name, objective in OBJECTIVES.items()}
+    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    events: EventsConfig = section(EventsConfig)
+    timeouts: TimeoutsConfig = section(TimeoutsConfig)
+    run: RunConfig = section(RunConfig)
+    deepspeed: dict[str, Any] = setting_mapping(
+        "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
+        "contradicted"
+    )
+
+    def __post_init__(self) -> None:
+        steps, schedule = self.training.steps, self.schedule
+        check(
+            schedule.warmup_steps < self.decay_steps,
+            f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
+            f"schedule ends ({self.decay_steps}); lower it or raise training.steps ({steps}).",
+        )
+        self._check_objectives()
+        chosen = [choice.section for choice in self.objective_choices]
+        needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
+        check(
+            needed <= self.model.max_position,
+            f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
+            f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
+            "shorter data.sequence_length.",
+        )
+        self._check_row_length()
+        if self.model.vocab_size is not None:
+            for section in chosen:
+                section.check_vocabulary_size(self.model.vocab_size)
+        self._check_heads()
+        self._check_layout()
+        self.deepspeed_options()
+
+    def _check_row_length(self) -> None:
+        length = self.data.row_length
+        if length is None:
+            return
+        chosen = [choice.section for choice in self.objective_choices]
+        least = max(section.least_row_length(self.data.sequence_length) for section in chosen)
+        usual = max(section.row_length_for(self.data.sequence_length) for section in chosen)
+        check(
+            length >= least,
+            f"data.row_length ({length}) is too short for data.sequence_length ({self.data.sequence_length}) "
+            f"and its masks; it must be at least {least}, null chooses {usual}.",
+        )
+
+    def _check_objectives(self) -> None:
+        for name, weight in self.objectives.items():
+            objective_class(name)
+            number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            check(
+                number and 0 <= weight < float("inf"),
+                f"objectives.{name} is {shown(weight)}; it must be a number, 0 or more.",
+            )
+        for name, first in self.objective_starts.items():
+            check(
+                name in self.objectives,
+                f"objective_starts names {shown(name)}, which is not among objectives; add it there or remove it.",
+            )
+            whole = isinstance(first, int) and not isinstance(first, bool)
+            check(
+                whole and first >= 0,
+                f"objective_starts.{name} is {shown(first)}; it must be a number of samples, 0 or more.",
+            )
+        check(
+            any(choice.first_sample == 0 for choice in self.objective_choices),
+            "no objective takes part from sample 0 on; give one in objectives a positive weight and no "
+            "entry in objective_starts.",
+        )
+
+    @property
+    def objective_choices(self) -> tuple[ObjectiveChoice, ...]:
+        """The objectives of the run that have a weight, with their sections."""
+        weights = self.objectives or {"blank_infilling": 1.0}
+        return tuple(
+            ObjectiveChoice(
+                name, self.objective_sections[name], float(weight), self.objective_starts.get(name, 0)
+            )
+            for name, weight in weights.items()
+            if weight > 0
+        )
+
+    def _check_heads(self) -> None:
+        """Heads and the objectives that need them: a head without labels would never get a gradient."""
+        model, chosen = self.model, self.objective_choices
+        labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
+        with_labels = [
+            name for name, cls in OBJECTIVES.items() if any(loss.sentence_level for loss in cls.losses)
+        ]
+        with_borders = [
+            name for name, section in self.objective_sections.items() if section.has_span_boundaries
+        ]
+        check(
+            model.sentence_head or not labelled,
+            f"model.sentence_head is false, but {', '.join(labelled)} makes next-sentence or sentence-order "
+            "labels; set it to true, or switch the labels off in that section.",
+        )
+        check(
+            not model.sentence_head or bool(labelled),
+            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose one of "
+            f"{', '.join(with_labels)} and switch its labels on.",
+        )
+        check(
+            not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
+            f"model.span_boundary_places is {model.span_boundary_places} without the objective "
+            f"{' or '.join(with_borders)}; set it to 0, or add that to objectives.",
+        )
+        segments = max(choice.section.segments for choice in chosen)
+        check(
+            model.segments in (0, *range(segments, 1000)),
+            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
+            "to 0 for no segment embedding.",
+        )
+
+    def _check_layout(self) -> None:
+        parallel, model = self.parallel, self.model
+        tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        check(
+            model.num_attention_heads % tp == 0,
+            f"model.num_attention_heads ({model.num_attention_heads}) must be divisible by "
+            f"parallel.tensor_parallel_size ({tp}); choose a divisor of {model.num_attention_heads}.",
+        )
+        check(
+            pp <= model.num_layers,
+            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
+            "needs a block.",
+        )
+        check(
+            pp == 1 or not model.share_layers,
+            f"parallel.pipeline_parallel_size is {pp} with model.share_layers, whose one block cannot be on "
+            "several stages; set the size to 1, or share_layers to false.",
+        )
+        check(
+            pp == 1 or self.training.precision != "fp16",
+            "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
+            "embedding of the first and last stage drift apart; use bf16.",
+        )
+        tokens = self.batch.micro_batch_size * self.row_length
+        check(
+            not parallel.sequence_parallel or tokens % tp == 0,
+            f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
+            f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row, padding included."""
+        if self.data.row_length is not None:
+            return self.data.row_length
+        return max(
+            choice.section.row_length_for(self.data.sequence_length) for choice in self.objective_choices
+        )
+
+    @property
+    def loss_share(self) -> float:
+        """Part of the row tokens that is predicted, on average and without padding."""
+        return loss_share(self.objective_choices)
+
+    def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
+        """This configuration with model.vocab_size settled.
+
+        Raises: ConfigError if it contradicts the tokenizer.
+        """
+        configured = self.model.vocab_size
+        if configured is not None and configured != tokenizer_vocab_size:
+            raise ConfigError(
+                f"model.vocab_size is {configured}, but the tokenizer has {tokenizer_vocab_size} tokens; use "
+                "the tokenizer of this model, or set model.vocab_size=null."
+            )
+        return replace(self, model=replace(self.model, vocab_size=tokenizer_vocab_size))
+
+    def deepspeed_options(self, dp_size: int | None = None) -> dict[str, Any]:
+        """The dictionary for `deepspeed.initialize` on `dp_size` data-parallel ranks; None = not known yet.
+
+        Raises: ConfigError for DeepSpeed options that are wrong, or contradict the rest.
+        """
+        sections = (self.batch, self.optimizer, self.parallel, self.training)
+        return deepspeed_options(self.deepspeed, *sections, dp_size)
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate reaches its floor."""
+        return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+
+def load_config(
+    files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
+) -> Config:
+    """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check.
+
+    Raises: ConfigError naming the value, the rule and the remedy.
+    """
+    tree: dict[str, Any] = {}
+    for path in files:
+        tree = merge(tree, load_yaml(path))
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    if deepspeed_config is not None:
+        ours = tree.get("deepspeed", {})
+        if isinstance(ours, Mapping):
+            tree["deepspeed"] = _joined(
+                load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
+            )
+    return build(Config, tree)
+
+
+def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A DeepSpeed file and the configuration's deepspeed section together; ConfigError where they differ."""
+    joined = {**given, **ours}
+    for key in given.keys() & ours.keys():
+        if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):
+            joined[key] = _joined(given[key], ours[key], path)
+        elif given[key] not in ("auto", ours[key]):
+            raise ConfigError(
+                f"{path}: {key} is {shown(given[key])}, but the configuration's deepspeed section says "
+                f"{shown(ours[key])}; make them equal, or remove one."
+            )
+    return joined

@@ -1,0 +1,143 @@
+"""Open a training run for use in one process: its configuration, tokenizer and newest weights. Needs no DeepSpeed.
+
+What a run was trained on decides what it can do: only blank infilling teaches to write spans into blanks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.base.errors import CheckpointError, ConfigError, DataError
+from data_utils.base.settings import build
+from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
+from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, load_tokenizer
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.model.glm import GLM
+from megatron_lite.model.tensor_parallel import local_shard, partition_of
+from megatron_lite.parallel.context import ParallelContext
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    config: Config  # with model.vocab_size
+    tokenizer: Tokenizer
+    checkpoint: checkpoint.Checkpoint
+
+    @property
+    def objectives(self) -> tuple[ObjectiveChoice, ...]:
+        """What the checkpoint was trained on; an objective that had not begun yet is left out."""
+        consumed = self.checkpoint.state.get("consumed_samples", 0)
+        return tuple(
+            choice for choice in self.config.objective_choices if choice.first_sample < max(consumed, 1)
+        )
+
+    def require_blank_infilling(self, blanks: Collection[str]) -> None:
+        """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if none can be filled at all."""
+        if "blank_infilling" not in objective_names(self.objectives):
+            raise ConfigError(
+                f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
+                "not teach to fill blanks; give a run of blank_infilling, or train this one on it."
+            )
+        trained = {blank for blank, share in blank_shares(self.objectives).items() if share}
+        if missing := sorted(set(blanks) - trained):
+            log.warning(
+                "%s: trained on %s, not on %s; such blanks may be filled badly",
+                *(self.checkpoint.path, ", ".join(sorted(trained)), ", ".join(missing)),
+            )
+
+    def with_model(self, device: torch.device | None = None) -> Run:
+        """Load the weights, onto a GPU if there is one."""
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(self.checkpoint, self.config.model).to(device)
+        return Run(self.config, self.tokenizer, self.checkpoint, model)
+
+
+@dataclass(frozen=True)
+class Run(OpenRun):
+    model: GLM  # fp32, eval mode
+
+
+def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
+    """A run directory (its newest valid checkpoint) or one `step_...` directory, without the weights.
+
+    Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
+    """
+    found = find_checkpoint(path)
+    config = build(Config, found.trainer_state().config)
+    if config.tokenizer is None:
+        raise CheckpointError(
+            f"checkpoint {found.path} names no tokenizer; give one of a run of pretrain_glm.py."
+        )
+    section = (
+        config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
+    )
+    if not Path(section.path).exists():
+        raise DataError(
+            f"the tokenizer of {found.path}, {section.path}, does not exist; say with --tokenizer where it is now."
+        )
+    tokenizer = load_tokenizer(section)
+    return OpenRun(config.with_vocab_size(tokenizer.vocab_size), tokenizer, found)
+
+
+def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.device | None = None) -> Run:
+    """`open_run(...).with_model(...)`."""
+    return open_run(path, tokenizer_path).with_model(device)
+
+
+def objective_names(objectives: Iterable[ObjectiveChoice]) -> list[str]:
+    """Names as in the configuration. Blank infilling that writes no spans after sop has the option's name too."""
+    return [name + _ablation(section) for name, section in ((o.name, o.section) for o in objectives)]
+
+
+def _ablation(section: Any) -> str:
+    if not isinstance(section, BlankInfillingConfig):
+        return ""
+    if section.masked_lm:
+        return ".masked_lm"
+    return "" if section.sentinel_first is None else ".sentinel_first"
+
+
+def blank_shares(objectives: Iterable[ObjectiveChoice]) -> dict[str, float]:
+    """Blank -> share of blank infilling's samples that have it: [MASK] token, [sMASK] sentence, [gMASK] document."""
+    for choice in objectives:
+        if choice.name == "blank_infilling":
+            section = choice.section
+            drawn = 1.0 - section.single_span_prob  # else one short span
+            shares = (section.token_prob, section.sentence_prob, section.document_prob)
+            token, sentence, document = (
+                round(drawn * share, 9) for share in shares
+            )  # 1 - 0.7 - 0.3 is not 0
+            token += section.single_span_prob
+            return dict(zip(PROMPT_MARKERS, (token, sentence, document), strict=True))
+    return dict.fromkeys(PROMPT_MARKERS, 0.0)
+
+
+def load_model(
+    found: checkpoint.Checkpoint,
+    config: ModelConfig,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
+) -> GLM:
+    """The fp32 model of a checkpoint in eval mode; `change` is applied to each weight, for example to round it."""
+    with torch.device("meta"):
+        model = GLM(config)
+    parameters = dict(model.named_parameters())
+    weights = {}
+    for name, weight in checkpoint.iterate_weights(found):
+        parameter = parameters[name]
+        weights[name] = local_shard(change(weight), partition_of(parameter), 0, 1, len(parameter))
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
+    """A `step_...` directory, or the newest valid checkpoint of a run directory; checksums verified."""
+    return checkpoint.find_checkpoint(path, ParallelContext.alone())

@@ -1,0 +1,256 @@
+"""The output side: from the last block's hidden state to the loss of every row with one.
+
+Every model predicts tokens through its word embedding, after the final LayerNorm. Options add BERT's sentence head
+(two classes at CLS), SpanBERT's boundary head (a span's tokens from the rows around it) and ALBERT's way back from the
+hidden size to a smaller embedding. Which head predicts a row follows from the `objective` plane: `find_loss_rows`.
+
+All of it runs on the rows with loss only, and under tensor parallelism all ranks hold all of these rows: what is not
+split over the vocabulary is computed by each, with equal results and equal gradients.
+
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K rows that predict their token,
+P of them once more from the borders of their span, M rows of CLS that predict a class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from data_utils.objectives import LOSSES
+from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
+from megatron_lite.config.parameter_count import SPAN_PLACE_SIZE
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
+from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
+
+_SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """Rows with loss, sorted by the head that predicts them, and what they predict: int64, indices into [T]."""
+
+    tokens: torch.Tensor  # [K]
+    borders: torch.Tensor  # [P, 3]: the row before a span, the row after it, place in it from 0
+    sentences: torch.Tensor  # [M]
+    labelled: torch.Tensor  # [K + P + M]: rows of target and weight, in the order tokens, borders, sentences
+    objectives: torch.Tensor  # [K + P + M]: which loss each belongs to
+
+    def to(self, device: torch.device) -> LossRows:
+        return LossRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: ModelConfig) -> LossRows:
+    """From the flattened planes fp32 [T] and int [T] of a batch, or of its tokens without padding."""
+    rows = weights.nonzero().squeeze(1)
+    objective = objectives[rows].long()
+    empty = rows[:0]
+    sentences, borders, spans = empty, torch.stack([empty] * 3, dim=1), empty
+    if config.sentence_head:
+        is_sentence = torch.isin(objective, torch.tensor(_SENTENCE_LEVEL, device=rows.device))
+        sentences, rows = rows[is_sentence], rows[~is_sentence]
+    if config.span_boundary_places:
+        predicted = (weights != 0) & (objectives == MASKED_SPANS.number)
+        borders, spans = _span_borders(predicted, config.span_boundary_places)
+    return LossRows(
+        tokens=rows,
+        borders=borders,
+        sentences=sentences,
+        labelled=torch.cat([rows, spans, sentences]),
+        objectives=torch.cat(
+            [
+                objectives[rows].long(),
+                torch.full_like(spans, SPAN_BOUNDARY.number),
+                objectives[sentences].long(),
+            ]
+        ),
+    )
+
+
+def _span_borders(predicted: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs of True in [T]: for each True int64 [P, 3] as in LossRows, and its own index [P].
+
+    A token that is not predicted stands on both sides of every span (data_utils/objectives/spanbert.py): CLS or SEP
+    at the least. Places beyond the table take its last row.
+    """
+    index = torch.arange(len(predicted), device=predicted.device)
+    outside = ~predicted
+    before = torch.where(outside, index, -1).cummax(0).values
+    after = torch.where(outside, index, len(predicted)).flip(0).cummin(0).values.flip(0)
+    rows = predicted.nonzero().squeeze(1)
+    place = (rows - before[rows] - 1).clamp(max=places - 1)
+    return torch.stack([before[rows], after[rows], place], dim=1), rows
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class SentenceHead(nn.Module):
+    """BERT's pooler and classifier: [M, D] -> [M, 2]. Class 0 is the text as it was, 1 the exchanged one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.classifier = Linear(config.hidden_size, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.classifier(torch.tanh(self.dense(rows)))
+
+
+class _GeluNorm(nn.Module):
+    """LayerNorm(GeLU(dense(x)))."""
+
+    def __init__(self, in_features: int, out_features: int, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(in_features, out_features)
+        self.layernorm = LayerNorm(out_features, config.layernorm_epsilon, TensorParallel())
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(F.gelu(self.dense(x), approximate=self.approximate))
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
+        self.inner = _GeluNorm(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = _GeluNorm(config.hidden_size, config.hidden_size, config)
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, D]"""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+
+
+class Heads(nn.Module):
+    """Everything after the final LayerNorm but the word embedding, which belongs to the input side: often nothing."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.parallel = parallel
+        self.sentence = SentenceHead(config) if config.sentence_head else None
+        self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
+        size = config.embedding_size
+        self.projection = None if size is None else _GeluNorm(config.hidden_size, size, config)
+
+    def forward(
+        self, hidden: torch.Tensor, found: LossRows, final_layernorm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last block's [T, D] -> what the vocabulary predicts from, [K + P, E], and class logits [M, 2]."""
+        if self.parallel.sequence_parallel:
+            hidden = gather_tokens(hidden, self.parallel.group, reduce_backward=False)
+        rows = final_layernorm(hidden.index_select(0, found.tokens))
+        if self.span_boundary is not None:
+            before, after = (final_layernorm(hidden.index_select(0, found.borders[:, i])) for i in range(2))
+            rows = torch.cat([rows, self.span_boundary(before, after, found.borders[:, 2])])
+        classes = rows.new_zeros(0, 2)
+        if self.sentence is not None:
+            classes = self.sentence(final_layernorm(hidden.index_select(0, found.sentences)))
+        return rows if self.projection is None else self.projection(rows), classes
+
+    def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
+        """[..., E] -> [..., local V]; the padding rows of the vocabulary do not take part."""
+        return linear(self.parallel.copy(vectors), embedding.weight[: embedding.local_vocab])
+
+    def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
+        """The final LayerNorm's [..., D] -> [..., local V], to predict tokens at their own rows."""
+        rows = normed if self.projection is None else self.projection(normed)
+        return self.vocabulary_logits(rows, embedding)
+
+
+# Cross entropy per row in fp32, from half-precision logits, with the gradient written over the logits. The logits are
+# the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax
+# of it and a gradient: 12 bytes per logit on top of the logits. Here rows are widened in chunks, only the log-sum-exp
+# is kept, and the backward pass turns the saved logits into their gradient in place.
+
+# fp32 bytes widened at a time. CPU: what a core's L2 cache holds; GPU: enough to outweigh the kernels' start.
+_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_KV, targets_K, group, first):  # type: ignore[no-untyped-def]
+        rows = max(1, _CHUNK_BYTES[logits_KV.device.type] // (4 * max(1, logits_KV.shape[1])))
+        lse_K = torch.cat([chunk.float().logsumexp(-1) for chunk in logits_KV.split(rows)])
+        local_K = targets_K - first
+        is_here_K = (local_K >= 0) & (local_K < logits_KV.shape[1])
+        local_K = local_K.masked_fill(~is_here_K, 0)
+        picked_K = torch.zeros_like(lse_K)
+        if logits_KV.shape[1]:  # the last ranks of a small vocabulary may hold nothing but padding
+            picked_K = logits_KV.gather(1, local_K[:, None]).squeeze(1).float().masked_fill(~is_here_K, 0.0)
+        if group.size > 1:
+            most_K = all_reduce(lse_K.clone(), group, dist.ReduceOp.MAX)
+            lse_K = all_reduce((lse_K - most_K).exp(), group).log() + most_K
+            all_reduce(picked_K, group)
+        ctx.save_for_backward(logits_KV, local_K, is_here_K, lse_K)
+        ctx.rows = rows
+        return lse_K - picked_K
+
+    @staticmethod
+    def backward(ctx, grad_K):  # type: ignore[no-untyped-def]
+        logits_KV, local_K, is_here_K, lse_K = ctx.saved_tensors
+        if not logits_KV.shape[1]:
+            return logits_KV, None, None, None
+        for start in range(0, len(logits_KV), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            probabilities = (logits_KV[part].float() - lse_K[part, None]).exp_()
+            rows = torch.arange(len(probabilities), device=grad_K.device)
+            probabilities[rows, local_K[part]] -= is_here_K[part].float()
+            logits_KV[part] = probabilities.mul_(grad_K[part, None]).to(logits_KV.dtype)
+        return logits_KV, None, None, None
+
+
+def cross_entropy(
+    logits_KV: torch.Tensor, targets_K: torch.Tensor, group: Group = SINGLE, first: int = 0
+) -> torch.Tensor:
+    """Per-row cross entropy in nats, without gathering the vocabulary.
+
+    Args:
+        logits_KV: [K rows, V of this rank's vocabulary], any float dtype. Overwritten by the backward pass: use it
+            nowhere else.
+        targets_K: int64 labels, global ids, equal on all ranks of the group.
+        group: the ranks whose shards make up the vocabulary.
+        first: global id of this rank's first column.
+    Returns: fp32 loss_K, equal on all ranks of the group.
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    return _CrossEntropy.apply(logits_KV, targets_K, group, first)
+
+
+def row_losses(
+    logits: torch.Tensor, classes: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+) -> torch.Tensor:
+    """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
+
+    Args: logits: [K + P, local V]. classes: [M, 2]. targets: int64 [K + P + M].
+    """
+    vocabulary, sentence = targets.split([len(logits), len(classes)])
+    losses = cross_entropy(logits, vocabulary, embedding.parallel.group, embedding.first)
+    if not len(classes):
+        return losses + classes.float().sum()  # keeps an unused head in the graph, with a gradient of zero
+    return torch.cat([losses, F.cross_entropy(classes.float(), sentence, reduction="none")])
+
+
+def sum_losses(
+    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_losses: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss sum; without gradient, fp32 [objectives, 2]: loss sum and weight of each objective."""
+    weighted = losses * weights
+    per_objective = torch.zeros(num_losses, 2, device=losses.device)
+    per_objective.index_add_(0, objectives, torch.stack([weighted.detach(), weights], dim=1))
+    return weighted.sum(), per_objective

@@ -1,0 +1,219 @@
+"""Layers whose weights are split over the tensor-parallel ranks, what each parameter says of itself, and their product.
+
+A block needs two collectives in each direction: its column-parallel layers (Q|K|V, first MLP layer) take equal inputs
+and give each rank its own outputs, its row-parallel layers (attention output, second MLP layer) sum the products.
+With sequence parallelism the tokens between these regions are split over the ranks: the same bytes move as a gather
+before and a reduce-scatter after, and norms, dropout and residuals hold 1/size of the activations.
+
+At degree 1 every layer runs the same arithmetic as the plain one.
+
+All of them multiply with `linear`. CPUs without bf16/fp16 matrix instructions (before Sapphire Rapids: no AMX, no
+AVX512-BF16) run torch's half-precision matmul 4 to 5 times slower than fp32. There, half-precision operands are widened
+to fp32, multiplied with fp32 accumulation and rounded once on the way out, as the native instructions do.
+
+Source: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.parallel.collectives import (
+    SINGLE,
+    Group,
+    copy_to_group,
+    gather_tokens,
+    reduce_from_group,
+    reduce_scatter_tokens,
+)
+
+
+@functools.cache
+def cpu_has_half_matmul(dtype: torch.dtype) -> bool:
+    """True if this CPU multiplies matrices of `dtype` with dedicated instructions."""
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if dtype == torch.float16:
+        return torch.cpu._is_amx_fp16_supported()
+    return True
+
+
+def widens(x: torch.Tensor) -> bool:
+    """True if matmuls on `x` should run in fp32 on widened operands."""
+    return x.device.type == "cpu" and not cpu_has_half_matmul(x.dtype)
+
+
+class _WidenedLinear(torch.autograd.Function):
+    """Saves the half-precision operands (not their fp32 copies) for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        grad = grad.float()
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.float()).to(x.dtype)
+        flat = grad.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (flat.T @ x.flatten(0, -2).float()).to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [..., in] -> [..., out]` with `weight [out, in]`; rounds once to x's dtype."""
+    if widens(x):
+        return _WidenedLinear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What a layer needs to know of tensor parallelism."""
+
+    group: Group = SINGLE
+    sequence_parallel: bool = False  # tokens are split over the group outside the layers below
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """To the input of column-parallel layers: equal [T, D] on all ranks."""
+        if self.sequence_parallel:
+            return gather_tokens(hidden, self.group, reduce_backward=True)
+        return self.copy(hidden)
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """What is equal on all ranks, before a product of which each rank computes a part."""
+        return x if self.group.size == 1 else copy_to_group(x, self.group)
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """From the partial sums [T, D] of row-parallel layers to the stream between regions."""
+        if self.sequence_parallel:
+            return reduce_scatter_tokens(partial, self.group)
+        return reduce_from_group(partial, self.group)
+
+    def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter used between regions: under sequence parallelism each rank sees a part of its gradient."""
+        return copy_to_group(parameter, self.group) if self.sequence_parallel else parameter
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How a parameter is split over the tensor-parallel ranks: the one source for initial values and checkpoints.
+
+    dim: the split dimension; None: the same on all ranks. parts: equal blocks along dim 0 (Q|K|V: 3), each split on its
+    own. rows: rows that count along dim 0, what lies beyond is padding (vocabulary).
+    """
+
+    dim: int | None = None
+    parts: int = 1
+    rows: int | None = None
+
+
+def partition_of(parameter: nn.Parameter) -> Partition:
+    """The description a layer gave its parameter; a parameter without one is the same on all ranks."""
+    return getattr(parameter, "tensor_partition", Partition())
+
+
+def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
+    """Describe a parameter that is split over the tensor-parallel ranks."""
+    # Not "partition": at ZeRO 3 DeepSpeed gives parameters a method of this name.
+    parameter.tensor_partition = partition  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # else DeepSpeed's gradient norm is wrong
+    return parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features split: weight [out/size, in]. The input must have entered the region."""
+
+    def __init__(self, in_features: int, out_features: int, parallel: TensorParallel, parts: int = 1):
+        super().__init__()
+        size = parallel.group.size
+        assert out_features % (parts * size) == 0, "configuration checks that features divide"
+        partition = Partition(dim=0, parts=parts)
+        self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
+        self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the input features split: weight [out, in/size], bias [out] added once, after the sum."""
+
+    def __init__(self, in_features: int, out_features: int, parallel: TensorParallel):
+        super().__init__()
+        size = parallel.group.size
+        assert in_features % size == 0, "configuration checks that features divide"
+        self.parallel = parallel
+        self.weight = sharded(nn.Parameter(torch.empty(out_features, in_features // size)), Partition(dim=1))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel.group.size == 1:
+            return linear(x, self.weight, self.bias)
+        return self.parallel.leave(linear(x, self.weight)) + self.parallel.replicated(self.bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding with the padded vocabulary split: weight [padded/size, E]. Ranks sum their partial look-ups."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        assert config.vocab_size is not None
+        rows = padded_vocab_size(config.vocab_size, parallel.group.size) // parallel.group.size
+        self.parallel = parallel
+        self.first = parallel.group.rank * rows
+        self.local_vocab = max(0, min(config.vocab_size - self.first, rows))  # rows that are no padding
+        partition = Partition(dim=0, rows=config.vocab_size)
+        self.weight = sharded(
+            nn.Parameter(torch.empty(rows, config.embedding_size or config.hidden_size)), partition
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int [T] -> [T, E], or this rank's tokens of it under sequence parallelism."""
+        if self.parallel.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.parallel.leave(rows.masked_fill(elsewhere[:, None], 0.0))
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm between tensor-parallel regions."""
+
+    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.epsilon = epsilon
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.parallel.replicated(self.weight), self.parallel.replicated(self.bias)
+        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:
+    """This rank's part of a whole parameter; `rows` is its number of rows, missing ones (padding) are 0."""
+    if partition.rows is not None:
+        part = whole[rank * rows : (rank + 1) * rows]
+        return F.pad(part, (0, 0, 0, rows - len(part)))
+    if partition.dim is None or size == 1:
+        return whole
+    if partition.dim == 0:
+        return torch.cat([part.chunk(size)[rank] for part in whole.chunk(partition.parts)])
+    return whole.chunk(size, dim=partition.dim)[rank]

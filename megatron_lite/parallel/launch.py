@@ -1,0 +1,196 @@
+"""What the launcher told this process, and how to tell it how the run ended.
+
+Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, when srun itself started the process, from
+SLURM_*. Imports no torch, so that a world that does not fit is refused at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_utils.base.errors import ConfigError
+
+# Rank, number of ranks, rank within the node.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# Set in steps of srun only. SLURM_NTASKS and SLURM_PROCID exist in batch scripts too, where one process is alone.
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+# Below the ports that Linux hands out (32768 and up), above those that services use.
+FIRST_PORT, NUMBER_OF_PORTS = 15000, 17000
+
+STATUS_FILE_VARIABLE = "GLM_STATUS_FILE"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (deepspeed, torchrun, srun, or none) told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str = "127.0.0.1"  # where rank 0 listens, unless MASTER_ADDR and MASTER_PORT say otherwise
+    master_port: int | None = None  # None: the launcher must have set MASTER_PORT
+    threads: int | None = (
+        None  # this rank's share of the cores, for computing on the CPU; None: leave it as it is
+    )
+
+    @staticmethod
+    def from_environment(local_rank: int | None = None) -> Launch:
+        """Read the launcher's variables, else those of srun; a process started by hand is rank 0 of 1.
+
+        Args:
+            local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
+        """
+        variables = os.environ
+        if not _started_by_srun(variables):
+            defaults = (0, 1, local_rank or 0)
+            rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
+            _check_ranks(rank, world_size, local)
+            return Launch(rank, world_size, local, threads=_share_of_cores(variables))
+        nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
+        port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
+        return Launch(rank, world_size, local, first_node(nodes), port)
+
+
+def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
+    """Raise ConfigError for a rank that the others would never meet, or for whom they would wait for ever."""
+    here = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", world_size))  # torchrun's and deepspeed's name
+    if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
+        return
+    error = ConfigError(
+        f"RANK is {rank} and LOCAL_RANK {local_rank}, of WORLD_SIZE {world_size} with {here} on this node; ranks "
+        "count from 0 to below these sizes. Start through deepspeed, torchrun or srun, or unset them."
+    )
+    error.only_here = True
+    raise error
+
+
+def _started_by_srun(variables: Mapping[str, str]) -> bool:
+    launched = any(name in variables for name in ("RANK", "WORLD_SIZE"))
+    return not launched and "SLURM_STEP_NUM_TASKS" in variables
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(
+            f"environment variable {name} is {text!r}; it must be a whole number. Start through deepspeed, "
+            f"torchrun or srun, or unset it."
+        )
+    return int(text)
+
+
+def _share_of_cores(variables: Mapping[str, str]) -> int | None:
+    """Cores for each of the launcher's ranks on this node: deepspeed leaves every rank a thread for every core.
+
+    None where OMP_NUM_THREADS decides, which torchrun sets itself.
+    """
+    if "OMP_NUM_THREADS" in variables:
+        return None
+    ranks = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))  # torchrun's and deepspeed's name
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
+
+
+class LauncherWatch:
+    """Whether the launcher that started this process has ended; never for one started by hand or by srun.
+
+    `deepspeed` is two processes, of which the first ends at SIGTERM or Ctrl-C without a word to the second.
+    """
+
+    def __init__(self) -> None:
+        launched = any(
+            name in os.environ for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+        )  # deepspeed, torchrun
+        self._launchers = _launchers() if launched else None
+
+    def has_ended(self) -> bool:
+        if self._launchers is None:
+            return False
+        # Process 1 takes the children of those that have ended, perhaps before this process looked first.
+        orphaned = self._launchers[-1] == 1 and b"deepspeed" not in _proc(1, "cmdline")
+        return orphaned or _launchers() != self._launchers
+
+
+def _launchers() -> list[int]:
+    """Process ids: this process's parent and, where that is deepspeed's second process, the first."""
+    parent = os.getppid()
+    if b"deepspeed.launcher.launch" not in _proc(parent, "cmdline"):
+        return [parent]
+    after_name = _proc(parent, "stat").rpartition(b")")[2].split()  # state, parent, ...
+    return [parent, int(after_name[1])] if len(after_name) > 1 else [parent]
+
+
+def _proc(process: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def is_first_of_node() -> bool:
+    """True for the process of each node that reports the mistakes that all ranks find."""
+    variables = SLURM_VARIABLES if _started_by_srun(os.environ) else LAUNCHER_VARIABLES
+    return os.environ.get(variables[2], "0") == "0"
+
+
+def first_node(nodes: str) -> str:
+    """The first of SLURM's list of nodes: rack[2-3]gpu[007-011,20],login1 -> rack2gpu007.
+
+    `scontrol show hostnames` says the same, but is often missing in containers.
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def slurm_port(job_id: int, step_id: int = 0) -> int:
+    """A port for a job step's rendezvous: jobs and steps that run at once hardly ever share one."""
+    return FIRST_PORT + (job_id * 7 + step_id) % NUMBER_OF_PORTS
+
+
+def free_slurm_port(job_id: int) -> int:
+    """The first port from the job's own on that nothing uses on this machine."""
+    candidates = range(slurm_port(job_id), FIRST_PORT + NUMBER_OF_PORTS + 100)
+    return next(port for port in candidates if _port_error(port) is None)
+
+
+def slurm_attempt() -> tuple[str, int]:
+    """The SLURM job's number, "" outside of one, and how often it was queued again."""
+    return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
+
+
+def check_port_is_free(port: int) -> None:
+    """Raises ConfigError if something on this machine listens on `port`."""
+    error = _port_error(port)
+    if error is not None:
+        raise ConfigError(
+            f"port {port}, which follows from the SLURM job, cannot be used on {socket.gethostname()} "
+            f"({error.strerror}); set MASTER_PORT to a free one below 32768."
+        )
+
+
+def _port_error(port: int) -> OSError | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error
+    return None
+
+
+def report_status(status: int) -> None:
+    """Write how the run ended to the file named by GLM_STATUS_FILE, if any; the first process to write wins.
+
+    Launchers replace or lose exit statuses: torchrun always exits with 1, deepspeed with 0 when it was itself killed.
+    """
+    path = os.environ.get(STATUS_FILE_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+            file.write(f"{int(status)}\n")

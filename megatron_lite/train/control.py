@@ -1,0 +1,163 @@
+"""How a run is told to stop or to save: signals to any rank, and the files STOP and SAVE in its directory.
+
+A signal only leaves a note; the ranks exchange their notes in every step's reduction (trainer.py), so that all act
+after the same step. A second signal ends the process at once, even one that waits in a collective for ever: Python runs
+signal handlers between its own instructions only, but the number of the signal reaches a pipe from the operating
+system's handler, and a thread reads it there. That thread also answers each request at once, in one line; ends the
+process at the first signal while nothing has been trained; and takes the end of the launcher for a signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from data_utils.base.errors import ExitStatus, HaltedError
+from megatron_lite.parallel.launch import LauncherWatch, report_status
+
+log = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# One request often arrives twice, from the system and from a launcher that passes it on.
+SAME_REQUEST_SECONDS = 2.0
+
+LAUNCHER_CHECK_SECONDS = 0.5
+
+FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecond
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What was asked of the run, agreed by all ranks."""
+
+    stop: bool = False  # by a signal: save and end
+    halt: bool = False  # by the file STOP: save and end, and do not start again while it exists
+    save: bool = False  # by the file SAVE: save now and go on
+
+    @property
+    def end(self) -> bool:
+        return self.stop or self.halt
+
+
+class Phase(Enum):
+    """What a signal does: it ends the process at once, asks to save and end, nothing."""
+
+    STARTING = auto()
+    TRAINING = auto()
+    OVER = auto()
+
+
+class RunControl:
+    """This process's share of the requests. Listens for signals from the moment it is made, in the main thread."""
+
+    def __init__(self, directory: Path, is_main: bool):
+        """Args: is_main: this rank looks at the files."""
+        self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
+        self._is_main = is_main
+        self.leave: Callable[[], None] = lambda: (
+            None
+        )  # what to do where the process ends before it has trained
+        self._launcher = LauncherWatch()
+        self._phase = Phase.STARTING
+        self._stop_signal = False
+        self._found = Requests()
+        self._next_look = 0.0
+        self._can_delete = True
+        self._listen()
+
+    def refuse_if_halted(self) -> None:
+        """Raise HaltedError while the file STOP exists."""
+        if self.stop_file.exists():
+            raise HaltedError(f"{self.stop_file} exists, which stops this run; remove it to train on.")
+
+    def local_requests(self) -> list[float]:
+        """This rank's requests as numbers, to be summed over the ranks and given to `agreed`."""
+        files = self._look() if self._is_main else Requests()
+        return [float(self._stop_signal), float(files.halt), float(files.save)]
+
+    @staticmethod
+    def agreed(sums: list[float]) -> Requests:
+        return Requests(*(value > 0 for value in sums))
+
+    def saved(self) -> None:
+        """What the file SAVE asked for is done."""
+        self._found = Requests()
+        if self._is_main:
+            try:
+                self.save_file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s: %s; it is ignored from now on.", self.save_file, error.strerror)
+                self._can_delete = False
+
+    def _look(self) -> Requests:
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + FILE_CHECK_SECONDS
+            self._found = Requests(
+                halt=self.stop_file.exists(), save=self._can_delete and self.save_file.exists()
+            )
+        return self._found
+
+    def _listen(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._await_requests, args=(reader,), name="signals", daemon=True).start()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request_stop)
+
+    def enter(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_signal = True
+
+    def _await_requests(self, reader: int) -> None:
+        """In a thread: answer signals and the end of the launcher."""
+        first, launcher_ended = math.inf, False
+        while True:
+            ready, _, _ = select.select([reader], [], [], LAUNCHER_CHECK_SECONDS)
+            for number in os.read(reader, 64) if ready else b"":
+                if number not in STOP_SIGNALS:
+                    continue
+                name, now = signal.Signals(number).name, time.monotonic()
+                if first == math.inf:
+                    first = now
+                    self._answer(name)
+                elif now - first >= SAME_REQUEST_SECONDS and self._phase != Phase.OVER:
+                    _say(f"second signal ({name}): ending at once")
+                    _end(128 + number)
+            if first == math.inf and not launcher_ended and self._launcher.has_ended():
+                launcher_ended = self._stop_signal = True
+                self._answer("the launcher has ended")
+
+    def _answer(self, cause: str) -> None:
+        if self._phase == Phase.TRAINING and self._is_main:
+            _say(f"{cause}: saving after this step, then ending; a later signal ends at once, without saving")
+        if self._phase == Phase.STARTING:
+            if self._is_main:
+                _say(f"{cause}: ending before the first step")
+            leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
+            leaving.start()
+            leaving.join(SAME_REQUEST_SECONDS)
+            _end(ExitStatus.STOPPED)
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
+
+
+def _end(status: int) -> NoReturn:
+    report_status(status)
+    os._exit(status)

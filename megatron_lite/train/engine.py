@@ -1,0 +1,310 @@
+"""What trainer and checkpoint see of DeepSpeed (its dictionary: deepspeed_options.py; its start: parallel_context.py).
+
+An `Engine` gives a training step with its outcome, the losses of an evaluation, and the fragments of fp32 weights and
+Adam moments that this rank owns under ZeRO. plain_engine.py and pipeline.py hold the two kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite.checkpoint.boxes import Run, runs
+from megatron_lite.config.tree import Config
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.tensor_parallel import Partition, partition_of
+from megatron_lite.parallel.collectives import Group
+from megatron_lite.parallel.context import ParallelContext
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with weight decay; LayerNorm and biases without."""
+    decay = [p for name, p in named.items() if not _without_decay(name)]
+    plain = [p for name, p in named.items() if _without_decay(name)]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def _without_decay(name: str) -> bool:
+    return name.endswith("bias") or "layernorm" in name
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """DeepSpeed prints topologies and memory tables at no log level; they go to the log, at level debug."""
+    with contextlib.redirect_stdout(io.StringIO()) as chatter:
+        yield
+    log.debug("%s", chatter.getvalue())
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a step."""
+
+    batch: Batch
+    dropout_seed: int
+    loss_factor: float  # what turns its loss sum into its share of the step's loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one optimizer step."""
+
+    objective_sums: (
+        torch.Tensor
+    )  # fp64 [objectives, 2] of this rank's samples; zeros on ranks that see no losses
+    grad_norm: float  # global norm before clipping; inf when skipped
+    skipped: bool  # non-finite gradients: all ranks left their weights unchanged
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A run of elements of one parameter's shard (flattened) that this rank owns: fp32 weights and Adam moments."""
+
+    name: str
+    shape: tuple[int, ...]  # of this rank's tensor-parallel shard
+    partition: Partition
+    tp: Group
+    start: int  # first element, in the flattened shard
+    tensors: dict[
+        str, torch.Tensor
+    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    is_copy: bool  # the same values are owned by another rank, which writes them
+
+    def runs(self) -> Iterator[Run]:
+        """Where the fragment's elements lie in the whole parameter."""
+        count = self.tensors["weight"].numel()
+        return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
+
+
+GradientObserver = Callable[[Fragment, torch.Tensor], None]
+
+
+class Engine(ABC):
+    """What trainer and checkpoint need of a model under DeepSpeed, whatever its layout."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: dict[str, nn.Parameter],
+        config: Config,
+        context: ParallelContext,
+        mpu: Any,
+    ):
+        """Args: named: the parameters of this rank under their global names."""
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        if context.device.type == "cpu":
+            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
+            get_accelerator().is_fp16_supported = lambda: True
+        optimizer = torch.optim.AdamW(
+            parameter_groups(named, config.optimizer.weight_decay),
+            lr=0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
+            betas=(config.optimizer.beta1, config.optimizer.beta2),
+            eps=config.optimizer.eps,
+            fused=True,
+        )
+        options = config.deepspeed_options(context.dp.size)
+        with without_chatter():
+            self._engine, self._zero, _, _ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
+            )
+        self.context = context
+        self.named_parameters = named
+        self._clip_grad_norm = config.optimizer.clip_grad_norm
+        self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
+        self._announce_updates()
+        self._allocate_moments()
+
+    @abstractmethod
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
+
+    def _allocate_moments(self) -> None:
+        """Adam's moments exist from the start: saving and loading do not depend on whether a step was made."""
+        optimizer = self._zero.optimizer
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        if self._is_stage_3:
+            flats = self._zero.fp32_partitioned_groups_flat
+        for flat in flats:
+            state = optimizer.state[flat]
+            state["step"] = torch.tensor(0.0, device=flat.device)
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(flat)
+        if not self._is_stage_3:
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _announce_updates(self) -> None:
+        """Between two updates, forward and backward leave the fragments alone: a copy of them can be made meanwhile."""
+        step = self._zero.step
+
+        def announced_step(*args: Any, **kwargs: Any) -> Any:
+            self.before_update()
+            return step(*args, **kwargs)
+
+        self._zero.step = announced_step
+
+    @property
+    def loss_scale(self) -> float:
+        scaler = self._loss_scaler
+        return 1.0 if scaler is None else float(scaler.cur_scale)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """None under DeepSpeed's BF16_Optimizer, its choice for bf16 with fp32 accumulation at ZeRO 1."""
+        return getattr(self._zero, "loss_scaler", None)
+
+    def set_embedding_gradient_shrink(self, factor: float) -> None:
+        """Scale the embeddings' gradients by `factor` from the next step on."""
+        for module in self._engine.module.modules():
+            if isinstance(module, PositionEmbeddings):
+                module.gradient_shrink = factor
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self._zero.param_groups:
+            group["lr"] = lr
+
+    def _result(self, objective_sums: torch.Tensor) -> StepResult:
+        norm = self._engine.get_global_grad_norm()
+        norm = math.inf if norm is None else float(norm)
+        skipped = bool(self._zero.overflow)
+        if skipped and getattr(self._zero, "cpu_offload", False):
+            # DeepSpeed 0.19.8 forgets this when it offloads, and every later step would inherit the bad gradients.
+            self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
+        return StepResult(objective_sums, norm, skipped, self.loss_scale)
+
+    # Gradients
+
+    @contextlib.contextmanager
+    def observed_gradients(self, observer: GradientObserver) -> Iterator[None]:
+        """Meanwhile, every optimizer step shows `observer` each fragment this rank owns, and its gradient fp32 [numel].
+
+        It is the gradient of the step's loss over all samples as AdamW takes it: reduced, unscaled and clipped
+        (`clip_divisor` undoes that). A skipped step shows none.
+        """
+
+        def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+            for fragment in self.fragments():
+                gradient = _gradient_of(fragment.tensors["weight"], flats)
+                if gradient is not None:
+                    observer(fragment, gradient)
+
+        # Every stage of ZeRO ends in a step of this optimizer on flat fp32 partitions, of one group or of all.
+        hook = self._zero.optimizer.register_step_pre_hook(show)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def clip_divisor(self, grad_norm: float) -> float:
+        """What clipping divided the gradients of a step by, from their norm before it."""
+        if self._clip_grad_norm == 0:
+            return 1.0
+        return max(1.0, (grad_norm + 1e-6) / self._clip_grad_norm)  # DeepSpeed's formula
+
+    # State for checkpoints
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The fragments this rank owns. Together the ranks own every element, some of them several times."""
+        tp = self.context.tp
+        for name, parameter in self.named_parameters.items():
+            owned = self._owned(parameter)
+            if owned is None:
+                continue
+            shape, start, tensors = owned
+            partition = partition_of(parameter)
+            is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
+            yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
+
+    def _owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """Shape of the shard, first element and state of this rank's run of it; None if it owns nothing."""
+        keys = {"weight": None, **{key: key for key in MOMENTS}}
+        if self._is_stage_3:
+            # Each rank has an equal run of every parameter, the last ones padded.
+            length = parameter.ds_tensor.numel()
+            start = self.context.dp.rank * length
+            count = min(length, parameter.ds_numel - start)
+            if count <= 0:
+                return None
+            read = self._zero._get_fp32_opt_state_partition
+            tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+            return tuple(parameter.ds_shape), start, tensors
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        tensors = {kind: mapping.get_hp_fragment(optim_state_key=key) for kind, key in keys.items()}
+        return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
+
+    @property
+    def _is_stage_3(self) -> bool:
+        return self._engine.zero_optimization_stage() == 3
+
+    def count_parameters(self) -> int:
+        """Parameter tensors of the whole model, over all pipeline stages."""
+        context = self.context
+        mine = [name for name in self.named_parameters if not self._is_tied_copy(name)]
+        counts = context.dp.rank == 0 and context.tp.rank == 0
+        return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
+
+    def _is_tied_copy(self, name: str) -> bool:
+        """True for the last pipeline stage's copy of the word embedding."""
+        return name.startswith("embedding.") and self.context.pp.rank > 0
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Adam's step count and the loss scaler, as JSON values."""
+        optimizer = self._zero.optimizer
+        first = next(iter(optimizer.state.values()))
+        scaler = {
+            key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)
+        }
+        return {"adam_step": float(first["step"]), "loss_scaler": scaler}
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        for values in self._zero.optimizer.state.values():
+            values["step"].fill_(state["adam_step"])
+        for key, value in state["loss_scaler"].items():
+            if key in SCALER_STATE and hasattr(self._loss_scaler, key):
+                setattr(self._loss_scaler, key, value)
+
+    def publish_weights(self) -> None:
+        """After fragments were written to: model weights from the fp32 masters, on every rank."""
+        if not self._is_stage_3:
+            self._zero.update_lp_params()
+            return
+        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self._zero.persistent_parameters:  # small ones, kept whole on every rank
+            self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
+
+
+def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of a fragment's fp32 weight, which is a view of one of the optimizer's flat partitions."""
+    for flat in flats:
+        start, byte = divmod(weight.data_ptr() - flat.data_ptr(), flat.element_size())
+        if flat.grad is not None and byte == 0 and 0 <= start < flat.numel():
+            return flat.grad[start : start + weight.numel()]
+    return None

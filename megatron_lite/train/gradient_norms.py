@@ -1,0 +1,44 @@
+"""Gradient norms of single layers, on demand: which layer makes the global norm grow.
+
+Each rank adds up the squares of what it owns under ZeRO, each element on one rank only; one reduction of a few numbers
+joins them. No gradient is copied or gathered.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine import Fragment
+
+
+def layer_of(parameter: str) -> str:
+    """The layer of a parameter: an embedding table or projection, a block, the final LayerNorm, a head."""
+    return ".".join(parameter.split(".")[:2]).removesuffix(".weight").removesuffix(".bias")
+
+
+def layer_names(config: ModelConfig) -> list[str]:
+    """The layers of the whole model, which every rank knows in the same order, whatever it owns of them."""
+    return list(dict.fromkeys(map(layer_of, parameter_shapes(config))))
+
+
+class GradientNorms:
+    """Norms of one step's gradients: `add` is the observer of `Engine.observed_gradients`."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext):
+        self._context = context
+        self._names = layer_names(config)
+        self._squares = torch.zeros(len(self._names), dtype=torch.float64, device=context.device)
+
+    def add(self, fragment: Fragment, gradient: torch.Tensor) -> None:
+        if fragment.is_copy:
+            return
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        self._squares[self._names.index(layer_of(fragment.name))] += norm.to(self._squares.device) ** 2
+
+    def norms(self, clip_divisor: float) -> dict[str, float]:
+        """Layer -> norm before clipping, over all ranks; called by every rank."""
+        norms = self._context.sum(self._squares.clone()).sqrt() * clip_divisor
+        return dict(zip(self._names, norms.tolist(), strict=True))

@@ -1,0 +1,61 @@
+"""The engine of every layout without pipeline stages, and the choice between it and that of pipeline.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lite.config.tree import Config
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.parallel.context import Mpu, ParallelContext
+from megatron_lite.train.engine import Engine, MicroBatch, StepResult
+
+
+class PlainEngine(Engine):
+    """The whole sequence of layers in every process: data parallelism, ZeRO and tensor parallelism."""
+
+    def __init__(self, config: Config, context: ParallelContext, num_losses: int):
+        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        self.model = build_model(config, num_losses, parallel)
+        super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        self._set_lr(lr)
+        sums = self._no_sums()
+        for micro in micro_batches:
+            batch = self._input(micro.batch, micro.dropout_seed)
+            loss_sum, per_objective = self._engine(batch)
+            # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
+            self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
+            self._engine.step()
+            sums += per_objective
+        return self._result(sums)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        sums = self._no_sums()
+        for batch in batches:
+            sums += self.model(self._input(batch, None))[1]
+        return sums
+
+    def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
+        # Sequence parallelism splits the tokens evenly, which only whole rows allow.
+        whole = self.model.parallel.sequence_parallel
+        return ModelInput.from_batch(
+            batch, self.context.device, self.model.config, dropout_seed=dropout_seed, keep_padding=whole
+        )
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(self.model.num_losses, 2, dtype=torch.float64, device=self.context.device)
+
+
+def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
+    """Build, initialise and shard the model of a configuration for its layout."""
+    if context.pp.size == 1:
+        return PlainEngine(config, context, num_losses)
+    from megatron_lite.train.pipeline import PipelineEngine
+
+    return PipelineEngine(config, context, num_losses)

@@ -1,0 +1,515 @@
+"""The loop: train steps, evaluation, logging, checkpoints, and a clean stop when asked.
+
+A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
+its learning rate of the step: so the state to save is small, and a resumed run repeats the unbroken one bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from data_utils.base.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
+from data_utils.base.random_streams import derive_seed
+from data_utils.base.settings import to_tree
+from data_utils.samples.loader import SampleLoader
+from data_utils.samples.mixture import batch_indices
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.events import EventLog
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import Config
+from megatron_lite.model.batch import Batch
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train import version
+from megatron_lite.train.control import Phase, Requests, RunControl
+from megatron_lite.train.engine import Engine, MicroBatch, StepResult
+from megatron_lite.train.gradient_norms import GradientNorms
+from megatron_lite.train.lr_schedule import learning_rate
+from megatron_lite.train.replicas import differing_replicas
+from megatron_lite.train.reports import (
+    Interval,
+    Metrics,
+    keep_aside,
+    memory_gib,
+    objective_losses,
+    peak_tflops,
+    step_flops,
+    train_line,
+)
+from megatron_lite.train.resume import (
+    changed_samples,
+    check_may_continue,
+    checkpoint_directory,
+    config_changes,
+)
+from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        engine: Engine,
+        train_data: SampleLoader,
+        validation_data: SampleLoader | None,
+        loss_names: Sequence[str],
+        control: RunControl | None = None,
+        watchdog: Watchdog | None = None,
+    ):
+        """Args: control, watchdog: those of the process, where it has made them before; None: made in `fit`, none."""
+        self.config = config
+        self.context = context
+        self.engine = engine
+        self.train_data = train_data
+        self.validation_data = validation_data
+        self.loss_names = list(loss_names)
+        by_objective = config.training.loss_normalization == "per_objective"
+        self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
+        self.directory = Path(config.run.directory)
+        self.checkpoints = checkpoint_directory(config)
+        self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
+        self.peak_tflops = peak_tflops(
+            config.run.peak_tflops, DTYPES[config.training.precision], context.device
+        )
+        self.step = 0
+        self.consumed_samples = 0
+        self.consumed_tokens = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.restarts = 0  # how often the run was continued from a checkpoint
+        self.events = EventLog()
+        self._news: list[str] = []  # events of the start, to be recorded as soon as that is possible
+        self._shrink = config.model.embedding_gradient_shrink
+        self.watchdog = watchdog or NoWatchdog()
+        self._program = version.program() if context.is_main else {}  # for the main rank alone writes it
+        self._control = control
+        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
+
+    # The run
+
+    def fit(self) -> ExitStatus:
+        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate.
+
+        Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
+        """
+        self.control = self._control or RunControl(self.directory, self.context.is_main)
+        self.watchdog.enter(Section.CHECKPOINT, "loading")
+        self._resume()
+        if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
+            save_resolved(self.config, self._program)
+            log.info("%s", start_line(self.config, self.context, self.step))
+            if not self.restarts:
+                keep_aside(self.directory)
+        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        for event in self._news:
+            self._record(event, self.step)
+        self._record_rewinds()
+        stop_after = self.config.training.stop_after_step or self.config.training.steps
+        interval = self._new_interval()
+        requests = Requests()
+        self.control.enter(Phase.TRAINING)
+        while self.step < stop_after and not requests.end:
+            self._apply_events()
+            result, requests = self._train_step(interval)
+            if self.step % self.config.run.log_interval == 0 or self.step == stop_after:
+                self._log_interval(interval, result)
+                interval = self._new_interval()
+            if self._is_multiple(self.config.training.replica_check_interval):
+                self.watchdog.enter(Section.STEP, "replica check")
+                interval = self._outside(interval, self._check_replicas)
+            self._record_requests(requests)
+            # Before an evaluation, which may be long, or hang.
+            if requests.save or requests.end or self._is_multiple(self.config.checkpoint.save_interval):
+                self.watchdog.enter(Section.CHECKPOINT, "saving")
+                interval = self._outside(interval, self._save)
+            else:
+                self._saver.poll()
+            if requests.save:
+                self._saver.finish()
+                self.control.saved()
+            if self._is_multiple(self.config.training.eval_interval):
+                self.watchdog.enter(Section.EVALUATION)
+                interval = self._outside(interval, self.evaluate)
+        self.watchdog.enter(Section.CHECKPOINT, "saving")
+        self._saver.save_last(self.step, self._state())
+        if self.step == self.config.training.steps and not self._is_multiple(
+            self.config.training.eval_interval
+        ):
+            self.watchdog.enter(Section.EVALUATION)
+            self.evaluate()
+        if self.context.is_main and self.step < self.config.training.steps:
+            log.info(
+                "stopped at step %d of %d; start again with the same run.directory to continue.",
+                self.step,
+                self.config.training.steps,
+            )
+        self.metrics.close()
+        if self.step >= stop_after:
+            return ExitStatus.FINISHED
+        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+
+    def _apply_events(self) -> None:
+        """Before a step: what the configuration wants to be different from it on."""
+        events = self.config.events
+        first = events.next_sample(self.consumed_samples, self.config.batch.global_batch_size)
+        if first > self.consumed_samples:
+            self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", self.step + 1)
+            self.consumed_samples = first
+        news = self.events.now_in_force(self.step + 1, events.in_force(self.step + 1))
+        for event in news:
+            self._report(event, self.step + 1)
+        shrink = events.shrink_at(self.step + 1, self.config.model.embedding_gradient_shrink)
+        if shrink != self._shrink:
+            self.engine.set_embedding_gradient_shrink(shrink)
+            self._shrink = shrink
+
+    def _record_rewinds(self) -> None:
+        """What `scripts/checkpoints.py rewind` has done since the checkpoint that the run was continued from."""
+        known = [entry["event"] for entry in self.events.history]
+        for path, last in checkpoint.rewinds(self.checkpoints) if self.context.is_main else ():
+            event = f"went back from step {last}, whose checkpoint is in {path.name}"
+            if event not in known:
+                self._record(event, self.step)
+
+    def _record_requests(self, requests: Requests) -> None:
+        for asked, event in (
+            (requests.save, "saved at the request of the file SAVE"),
+            (requests.stop, "stopped at the request of a signal"),
+            (requests.halt, "stopped at the request of the file STOP"),
+        ):
+            if asked:
+                self._record(event, self.step)
+
+    def _record(self, event: str, step: int) -> None:
+        self.events.add(step, event)
+        self._report(event, step)
+
+    def _report(self, event: str, step: int) -> None:
+        self.metrics.write("event", step, {"event": event}, f"event at step {step}: {event}")
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _new_interval(self) -> Interval:
+        return Interval(np.zeros((len(self.loss_names), 2)))
+
+    def _outside(self, interval: Interval, action: Any) -> Interval:
+        """Run something whose duration is not training time."""
+        start = time.perf_counter()
+        action()
+        interval.started += time.perf_counter() - start
+        return interval
+
+    # One step
+
+    def _train_step(self, interval: Interval) -> tuple[StepResult, Requests]:
+        """One optimizer step. Returns its outcome and what was asked of some rank meanwhile."""
+        self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
+        start = time.perf_counter()
+        batches = self._next_batches()
+        interval.data_seconds += time.perf_counter() - start
+        self.watchdog.at("summing totals of all ranks")
+        totals, requests = self._totals(batches)
+        tokens, visible_keys, loss_rows, *loss_weights = totals
+        if self.loss_factors is not None:
+            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
+            batches = [batch.as_means(factors, loss_weights) for batch in batches]
+        loss_weight = sum(loss_weights)
+        micro_batches = [
+            MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
+            for micro, batch in enumerate(batches)
+        ]
+        self.watchdog.at("forward, backward and optimizer")
+        result = self._engine_step(micro_batches)
+        self.watchdog.at("summing losses of all ranks")
+
+        self.step += 1
+        self.consumed_samples += self.config.batch.global_batch_size
+        self.consumed_tokens += int(tokens)
+        self._count_skip(result)
+        interval.steps += 1
+        interval.tokens += int(tokens)
+        interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
+        interval.objective_sums += self._all_losses(result.objective_sums)
+        return result, requests
+
+    def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
+        """The step itself; now and then with a record of every layer's gradient norm."""
+        step, interval = self.step + 1, self.config.training.gradient_norm_interval
+        lr = self._learning_rate(step)
+        if interval == 0 or step % interval:
+            return self.engine.train_step(micro_batches, lr)
+        layers = GradientNorms(self.config.model, self.context)
+        with self.engine.observed_gradients(layers.add):
+            result = self.engine.train_step(micro_batches, lr)
+        if not result.skipped:
+            norms = layers.norms(self.engine.clip_divisor(result.grad_norm))
+            largest = max(norms, key=norms.__getitem__)
+            line = f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
+            self.metrics.write("gradient_norms", step, norms, line)
+        return result
+
+    def _totals(self, batches: list[Batch]) -> tuple[list[float], Requests]:
+        """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
+        counts, weights = [0.0] * 3, np.zeros(len(self.loss_names))
+        if self.context.counts_samples:
+            counts = [
+                sum(batch.tokens for batch in batches),
+                sum(batch.visible_keys for batch in batches),
+                sum(batch.loss_rows for batch in batches),
+            ]
+            for batch in batches:
+                weights += batch.loss_weights(len(weights))
+        requests = self.control.local_requests()
+        local = torch.tensor([*requests, *counts, *weights], dtype=torch.float64, device=self.context.device)
+        sums = self.context.sum(local).tolist()
+        return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
+
+    def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
+        """fp64 [objectives, 2] over all samples, each counted on one rank."""
+        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
+
+    def _next_batches(self) -> list[Batch]:
+        batches = [_read(self.train_data, samples) for samples in self._samples(self.consumed_samples)]
+        # The disk reads the next step's text while this one computes.
+        following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
+        self.train_data.prefetch(following.ravel())
+        return batches
+
+    def _samples(self, consumed: int) -> np.ndarray:
+        """int64 [micro-batches, micro_batch_size]: this rank's samples of the step that begins after `consumed`."""
+        return batch_indices(
+            consumed,
+            global_batch_size=self.config.batch.global_batch_size,
+            micro_batch_size=self.config.batch.micro_batch_size,
+            dp_rank=self.context.dp.rank,
+            dp_size=self.context.dp.size,
+        )
+
+    def _loss_factor(self, batch: Batch, loss_weight: float) -> float:
+        """What turns a micro-batch's loss sum into its share of the step's loss."""
+        if self.loss_factors is not None:
+            return 1.0  # the weights hold it
+        if self.config.training.loss_normalization == "global_tokens":
+            return 1.0 / max(loss_weight, 1.0)
+        own_weight = float(batch.weights.sum())
+        return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
+
+    def _learning_rate(self, step: int) -> float:
+        schedule = self.config.schedule
+        scheduled = learning_rate(
+            step,
+            peak=self.config.optimizer.lr,
+            kind=schedule.kind,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=self.config.decay_steps,
+            min_lr_ratio=schedule.min_lr_ratio,
+        )
+        return self.config.events.learning_rate_at(step, scheduled)
+
+    def _dropout_seed(self, micro: int) -> int:
+        seed = derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp.rank)
+        return seed >> 1  # pipeline stages send it as int64
+
+    def _count_skip(self, result: StepResult) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.skipped_steps += result.skipped
+        limit = self.config.training.max_nonfinite_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
+                f"left as they were before them. Lower optimizer.lr, or go back "
+                f"with `scripts/checkpoints.py rewind {self.directory} STEP`."
+            )
+
+    def _check_replicas(self) -> None:
+        found = differing_replicas(
+            self.engine.named_parameters, self.context, self.config.parallel.zero_stage
+        )
+        if found:
+            raise TrainingError(
+                f"after step {self.step} these weights differ between ranks that should hold the same: "
+                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and go back to "
+                f"before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
+            )
+
+    # Reports
+
+    def _log_interval(self, interval: Interval, result: StepResult) -> None:
+        elapsed = time.perf_counter() - interval.started
+        tflops = interval.flops / elapsed / self.context.world_size / 1e12
+        values: dict[str, Any] = {
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            **objective_losses(interval.objective_sums, self.loss_names, self.loss_factors),
+            "lr": self._learning_rate(self.step),
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "tokens_per_second": interval.tokens / elapsed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops,
+            "memory_gib": memory_gib(self.context.device),
+            "data_share": interval.data_seconds / elapsed,
+            "seconds_per_step": elapsed / interval.steps,
+            "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
+        }
+        self.metrics.write(
+            "train", self.step, values, train_line(self.step, self.config.training.steps, values)
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
+        if self.validation_data is None:
+            return {}
+        size, dp = self.config.batch.micro_batch_size, self.context.dp
+        samples = np.arange(self.config.training.eval_samples)
+        per_pass = size * dp.size
+        batches = []
+        for start in range(0, len(samples), per_pass):
+            batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
+            batches.append(batch.padded(size))  # all ranks make the same number of passes of the same shape
+        sums = self._all_losses(self.engine.evaluate(batches))
+        losses = objective_losses(sums, self.loss_names, self.loss_factors)
+        values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
+        line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
+        return values
+
+    # State
+
+    def _state(self) -> dict[str, Any]:
+        return TrainerState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            skipped_in_a_row=self.skipped_in_a_row,
+            restarts=self.restarts,
+            events=self.events.state(),
+            config=to_tree(self.config),
+            data=self.train_data.fingerprint(),
+            program=self._program,
+        ).to_json()
+
+    def _watch_save(self, what: str) -> AbstractContextManager[None]:
+        return self.watchdog.beside(Section.CHECKPOINT, what)
+
+    def _save(self) -> None:
+        self._saver.save(self.step, self._state())
+
+    def _resume(self) -> None:
+        """Continue the run, or begin with what `checkpoint.initialize_from` names; the former wins."""
+        settings = self.config.checkpoint
+        found = checkpoint.newest_valid(self.checkpoints, self.context)
+        if found is None:
+            if settings.initialize_from is not None:
+                self._initialize(Path(settings.initialize_from), settings.initialize)
+            return
+        check_may_continue(self.config, found)
+        before = self._restore(found)
+        self._saver.saved_step = self.step
+        self.restarts = before.restarts + 1
+        self._news = [
+            f"changed, so that its samples are not those of an unbroken run: {change}"
+            for change in changed_samples(before.config, to_tree(self.config))
+        ]
+        if self.context.is_main:
+            for change in config_changes(before.config, to_tree(self.config)):
+                log.warning("changed since the checkpoint: %s", change)
+            if before.program != self._program:
+                old, new = version.describe(before.program), version.describe(self._program)
+                log.warning("changed since the checkpoint: the program: %s -> %s", old, new)
+
+    def _restore(self, found: checkpoint.Checkpoint) -> TrainerState:
+        state = found.trainer_state()
+        checkpoint.load(found, self.engine, self.context)
+        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.consumed_tokens = state.consumed_tokens
+        self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+        self.events = EventLog.from_state(state.events)
+        if self.context.is_main:
+            log.info(
+                "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
+            )
+            if state.data != self.train_data.fingerprint():
+                log.warning(
+                    "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
+                )
+        return state
+
+    def _initialize(self, path: Path, what: str) -> None:
+        found = checkpoint.find_checkpoint(path, self.context)
+        if what == "all":
+            self._restore(found)
+            return
+        checkpoint.load_weights_only(found, self.engine, self.context)
+        if self.context.is_main:
+            log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
+
+
+def _read(data: SampleLoader, samples: np.ndarray) -> Batch:
+    """A batch. What is wrong with one rank's samples no other rank reports."""
+    try:
+        return Batch(data.batch(samples))
+    except UserError as error:
+        error.only_here = True
+        raise
+
+
+@contextmanager
+def memory_advice(config: Config) -> Iterator[None]:
+    """Where a device's memory is used up: raises DeviceMemoryError, which says what would need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        advised = DeviceMemoryError(
+            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
+            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
+            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            "estimates what a layout needs."
+        )
+        advised.only_here = True
+        raise advised from error
+
+
+def save_resolved(config: Config, program: dict[str, Any]) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
+
+    Args: program: that trains, for a comment.
+    """
+    path = Path(config.run.directory) / "config.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
+        ) from None
+
+
+def start_line(config: Config, context: ParallelContext, step: int) -> str:
+    """What is said before the first step, which may take minutes where kernels are compiled."""
+    return (
+        f"{parameter_count(config.model):,} parameters | pipeline {context.pp.size} x data {context.dp.size} x "
+        f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
+        f"step {step} to {config.training.steps}; the first step on a machine compiles"
+    )
