@@ -38,8 +38,8 @@ import torch
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.base.errors import ArgumentParser, run_command
 from data_utils.base.settings import build
-from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.tree import CheckpointConfig, Config, ParallelConfig
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch

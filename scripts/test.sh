@@ -2,7 +2,7 @@
 # Run the tests, on a bare machine too: sets up .venv on the first call. Arguments go to pytest:
 #
 #     scripts/test.sh                      all tests
-#     scripts/test.sh tests/test_config.py -k batch
+#     scripts/test.sh tests/config/test_config.py -k batch
 #
 # Exit status and last line are pytest's own.
 set -euo pipefail

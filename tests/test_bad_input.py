@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from support.project import ROOT
 
 from data_utils.base.settings import merge
 

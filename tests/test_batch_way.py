@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import yaml
-from conftest import ROOT, small_run
+from support.project import ROOT, small_run
 
 from data_utils.base.settings import merge
 

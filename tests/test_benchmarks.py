@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.project import ROOT
 
 from benchmarks import attention, padding, parallel, train_step
 from data_utils.base.errors import ConfigError
@@ -25,10 +25,10 @@ from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout
-from megatron_lite.model.glm import GLM, ModelInput, heads, initialize_parameters
+from megatron_lite.model import heads
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture

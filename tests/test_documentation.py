@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from support.project import ROOT
 
 from data_utils.base.settings import setting_names
 from megatron_lite.config.tree import Config

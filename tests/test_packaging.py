@@ -5,8 +5,8 @@ import itertools
 import tomllib
 
 import pytest
-from conftest import ROOT
 from packaging.requirements import Requirement
+from support.project import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

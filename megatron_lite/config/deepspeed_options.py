@@ -149,7 +149,7 @@ class _Wandb:
 class Options:
     """The DeepSpeed options that are taken, with DeepSpeed's names and types; None = its default.
 
-    tests/test_deepspeed_options.py compares them with the installed DeepSpeed.
+    tests/config/test_deepspeed_options.py compares them with the installed DeepSpeed.
     """
 
     train_batch_size: int | None = None

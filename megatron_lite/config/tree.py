@@ -1,10 +1,10 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
 One YAML file is the truth of a run; `load_config` merges several files in order, then dotted overrides, then
-(when given) a DeepSpeed JSON whose values must agree with ours. The sections themselves are in sections.py, events.py,
-data_utils/samples/config.py and beside each objective; here is the tree, and what concerns several sections. A component
-that needs one section takes that one; those that wire the parts of a run together take the tree. Derived values are
-properties, so that nothing is stored twice.
+(when given) a DeepSpeed JSON whose values must agree with ours. The sections themselves are in sections.py,
+events.py, data_utils/samples/config.py and beside each objective. Here is the tree, and what concerns several
+sections. A component that needs one section takes that one; those that wire the parts of a run together take the
+tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.objectives.planes import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint.tensor_files import describe_file
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.generate.open_run import load_model

@@ -23,9 +23,9 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import to_tree
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import batch_indices
+from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config

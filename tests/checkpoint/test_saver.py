@@ -1,0 +1,269 @@
+"""Saves in the background, failed saves, the last save."""
+
+import threading
+import time
+
+import pytest
+import torch
+from support.batches import prefix_batch
+from support.checkpoints import layout, make_engine, run_layout
+from support.distributed import run_ranks
+from support.engines import SAMPLES
+from support.stub_engine import StubEngine, whole_state_is
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine import MicroBatch
+
+ALONE = ParallelContext.alone()
+
+
+def make(directory, context, **options):
+    engine = StubEngine(context.rank, context.world_size)
+    return engine, Saver(directory, engine, context, CheckpointConfig(save_interval=0, **options))
+
+
+def valid_steps(directory):
+    """Steps of the checkpoints that are complete and hold what they should."""
+    steps = []
+    for path in checkpoint.list_checkpoints(directory):
+        found = checkpoint.read_checkpoint(path)
+        checkpoint.verify(found)
+        assert whole_state_is(found, found.step)
+        steps.append(found.step)
+    return steps
+
+
+class Gate:
+    """Holds back the writing of this process until it is opened."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+        self.write, checkpoint._write_rank = checkpoint._write_rank, self
+
+    def __call__(self, *args):
+        assert self.opened.wait(timeout=60)
+        self.write(*args)
+
+    def close(self):
+        checkpoint._write_rank = self.write
+
+
+def train_during_a_save(context, directory):
+    engine, saver = make(directory, context, asynchronous=True)
+    gate = Gate()
+    engine.train(1)
+    saver.save(1, {})
+    for step in (2, 3, 4):
+        engine.train(step)
+        saver.poll()
+        assert saver.saved_step == 0
+    assert not checkpoint.list_checkpoints(directory)
+    if context.rank == 0:
+        gate.opened.set()  # one rank is ready: that is not enough
+        time.sleep(0.2)
+    saver.poll()
+    assert saver.saved_step == 0
+    gate.opened.set()
+    while saver.saved_step == 0:  # changes on all ranks in the same call
+        saver.poll()
+    gate.close()
+    return valid_steps(directory)
+
+
+def test_a_background_save_holds_the_state_of_its_step_and_all_ranks_commit_together(tmp_path):
+    assert run_ranks(train_during_a_save, 3, tmp_path) == [[1], [1], [1]]
+
+
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path):
+    engine, saver = make(tmp_path, ALONE, asynchronous=True)
+    gate = Gate()
+    engine.train(1)
+    saver.save(1, {})
+    threading.Timer(0.3, gate.opened.set).start()
+    engine.train(2)
+    saver.save(2, {})
+    assert saver.saved_step == 1
+    saver.finish()
+    gate.close()
+    assert saver.saved_step == 2 and valid_steps(tmp_path) == [1, 2]
+
+
+def test_the_last_save_is_not_made_twice_and_ends_before_the_run(tmp_path):
+    engine, saver = make(tmp_path, ALONE, asynchronous=True)
+    engine.train(1)
+    saver.save(1, {})
+    saver.save_last(1, {})
+    (first,) = checkpoint.list_checkpoints(tmp_path)
+    written = first.stat().st_ino
+    saver.save_last(1, {})
+    assert first.stat().st_ino == written
+    engine.train(2)
+    saver.save_last(2, {})
+    assert valid_steps(tmp_path) == [1, 2]
+
+
+def test_retention_is_the_savers(tmp_path):
+    engine, saver = make(tmp_path, ALONE, keep_last=2)
+    for step in range(1, 5):
+        engine.train(step)
+        saver.save(step, {})
+    assert valid_steps(tmp_path) == [3, 4]
+
+
+def break_writing(context, rank=1):
+    def broken(*args):
+        raise OSError(28, "No space left on device")
+
+    write = checkpoint._write_rank
+    if context.rank == rank % context.world_size:
+        checkpoint._write_rank = broken
+
+    def mend():
+        checkpoint._write_rank = write
+
+    return mend
+
+
+def fail_and_go_on(context, directory, asynchronous):
+    engine, saver = make(directory, context, asynchronous=asynchronous, max_failed_saves=3)
+
+    def save(step):
+        engine.train(step)
+        saver.save(step, {})
+        saver.finish()
+
+    save(1)
+    mend = break_writing(context)
+    save(2)
+    save(3)
+    assert saver.saved_step == 1
+    mend()
+    save(4)  # a good one ends the row
+    mend = break_writing(context)
+    save(5)
+    save(6)
+    with pytest.raises(
+        CheckpointError, match=r"the newest checkpoint is step_00000004.*start again"
+    ) as caught:
+        save(7)
+    mend()
+    assert "\n" not in str(caught.value)
+    return str(caught.value), caught.value.only_here
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_failed_saves_warn_until_the_limit(tmp_path, asynchronous):
+    messages, only_here = zip(*run_ranks(fail_and_go_on, 2, tmp_path, asynchronous), strict=True)
+    assert only_here == (False, True)  # so that the rank whose message says why is heard
+    assert "1 other rank(s) failed" in messages[0] and "No space left on device" in messages[1]
+    assert valid_steps(tmp_path) == [1, 4]
+    assert len(list(tmp_path.iterdir())) == 2  # what was half written has given its space back
+
+
+def test_a_warning_names_the_cause_and_what_is_left(tmp_path, caplog):
+    _, saver = make(tmp_path, ALONE)
+    mend = break_writing(ALONE)
+    saver.save(1, {})
+    mend()
+    (record,) = caplog.records
+    assert "No space left on device. Earlier checkpoints are untouched" in record.message
+    assert "after 3 failed saves in a row (checkpoint.max_failed_saves), this was number 1" in record.message
+
+
+def test_a_failed_last_save_is_an_error_at_once(tmp_path):
+    _, saver = make(tmp_path, ALONE)
+    mend = break_writing(ALONE)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        saver.save_last(1, {})
+    mend()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monkeypatch):
+    engine, saver = make(tmp_path, ALONE, keep_last=1)
+    engine.train(1)
+    saver.save(1, {})
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("megatron_lite.checkpoint.saver.retain", refuse)
+    engine.train(2)
+    saver.save(2, {})
+    assert valid_steps(tmp_path) == [1, 2] and "could not be deleted" in caplog.text
+
+
+def test_a_snapshot_reuses_its_memory(tmp_path):
+    engine, saver = make(tmp_path, ALONE, asynchronous=True)
+    places = []
+    for step in (1, 2):
+        engine.train(step)
+        fragments = list(saver._snapshot.take(engine))
+        places.append([t.data_ptr() for f in fragments for t in f.tensors.values()])
+        live = [t.data_ptr() for f in engine.fragments() for t in f.tensors.values()]
+        assert not set(places[-1]) & set(live)
+        assert all(torch.equal(a, b) for f, g in zip(fragments, engine.fragments(), strict=True)
+                   for a, b in zip(f.tensors.values(), g.tensors.values(), strict=True))  # fmt: skip
+    assert places[0] == places[1]
+
+
+def update_during_a_slow_copy(context, settings, directory):
+    """A real engine, three updates while the copy of the state before them is held back; the saved state."""
+    engine = make_engine(context, settings)
+    saver = Saver(directory, engine, context, CheckpointConfig(save_interval=0, asynchronous=True))
+    before = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
+    copy, started = saver._snapshot._copy, threading.Event()
+
+    def slow_copy(fragments):
+        started.wait()
+        time.sleep(0.5)
+        copy(fragments)
+
+    saver._snapshot._copy = slow_copy
+    saver.save(1, {})
+    train = engine.train_step
+
+    def train_step(*args, **kwargs):
+        started.set()
+        return train(*args, **kwargs)
+
+    engine.train_step = train_step
+    run_steps(engine, settings, context)
+    saver.finish()
+    after = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
+    assert not any(torch.equal(after[name], before[name]) for name in after if "word_embeddings" in name)
+    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    for fragment in engine.fragments():
+        for kind, values in fragment.tensors.items():
+            for run in fragment.runs():  # without padding rows, which are not saved
+                part = slice(run.start - fragment.start, run.stop - fragment.start)
+                assert torch.equal(values[part], before[f"{fragment.name}/{kind}"][part])
+
+
+def run_steps(engine, settings, context):
+    size = settings["batch"]["micro_batch_size"]
+    count = SAMPLES // size // context.dp.size
+    for step in range(2):
+        samples = prefix_batch(step, rows=SAMPLES, vocab=500)
+        mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
+        engine.train_step([MicroBatch(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "ranks, parallel", [(1, layout()), (2, layout(zero=3)), (2, layout(pp=2)), (2, layout(zero=2))]
+)
+def test_an_update_waits_for_the_copy_of_the_state_before_it(tmp_path, ranks, parallel):
+    settings = {"batch": {"micro_batch_size": 1}}
+    run_layout(update_during_a_slow_copy, ranks, parallel, settings, tmp_path)
+
+
+def test_a_copy_that_fails_fails_the_save(tmp_path, caplog):
+    _, saver = make(tmp_path, ALONE, asynchronous=True)
+    saver._snapshot._buffers.pop()
+    saver.save(1, {})
+    saver.finish()
+    assert saver.saved_step == 0 and "ValueError" in caplog.text

@@ -1,0 +1,135 @@
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer, OtherTokenizer
+from support.corpora import make, to_jsonl
+from support.datasets import build
+
+from data_utils.base.checksums import identity
+from data_utils.base.errors import DataError
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.tools import (
+    LengthStatistics,
+    adopt_dataset,
+    length_statistics,
+    merge_datasets,
+    token_counts,
+    upgrade_dataset,
+)
+
+
+def build_bytes(tmp_path, name, texts, tokenizer=ByteTokenizer):
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(to_jsonl(texts))
+    build_corpus(BuildConfig(inputs=[str(path)], output=str(tmp_path / name)), tokenizer)
+    return str(tmp_path / name)
+
+
+def test_a_merge_is_what_one_build_makes(tmp_path):
+    texts = [f"document {i}" for i in range(300)]
+    parts = [build_bytes(tmp_path, "a", texts[:100]), build_bytes(tmp_path, "b", texts[100:])]
+    merged = merge_datasets(parts, str(tmp_path / "merged"))
+    merged.verify()
+    merged.require_tokenizer("bytes-1", 257, 256)
+    make(tmp_path, texts)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"out/corpus{suffix}").read_bytes()
+    assert [part["num_documents"] for part in merged.manifest["merged"]] == [100, 200]
+    assert len(merged.manifest["sources"]) == 2
+
+
+def test_a_merge_is_refused(tmp_path):
+    a, b = build_bytes(tmp_path, "a", ["x"]), build_bytes(tmp_path, "b", ["y"], OtherTokenizer)
+    with pytest.raises(DataError, match="different tokenizers"):
+        merge_datasets([a, b], str(tmp_path / "c"))
+    with pytest.raises(DataError, match="is also an input"):
+        merge_datasets([a, a], a, overwrite=True)
+    with pytest.raises(DataError, match="already exists"):
+        merge_datasets([a, a], b)
+    (tmp_path / "b.json").unlink()
+    adopt_dataset(b)
+    with pytest.raises(DataError, match="was adopted, so its tokenizer is unknown"):
+        merge_datasets([a, b], str(tmp_path / "c"))
+    assert not list(tmp_path.glob("c*"))
+
+
+def make_old(prefix, version):
+    """What versions 1 and 2 of the manifest held. Returns the manifest of today."""
+    path = Path(f"{prefix}.json")
+    today = path.read_bytes()
+    tree = json.loads(today)
+    del tree["checksum"]
+    tree["format_version"] = version
+    for suffix, entry in tree["files"].items() if version == 1 else ():
+        whole = hashlib.sha256(Path(f"{prefix}{suffix}").read_bytes()).hexdigest()
+        tree["files"][suffix] = {"bytes": entry["bytes"], "sha256": whole}
+    path.write_text(json.dumps(tree))
+    return today
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_old_manifest_is_upgraded_to_what_a_build_writes(tmp_path, version):
+    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
+    today = make_old(prefix, version)
+    with pytest.raises(DataError, match=rf"version {version}.*dataset\.py upgrade {prefix}$"):
+        IndexedDataset(prefix)
+    upgrade_dataset(prefix)
+    assert Path(f"{prefix}.json").read_bytes() == today
+    with pytest.raises(DataError, match="nothing to upgrade"):
+        upgrade_dataset(prefix)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("victim", ["a.bin", "a.idx", "num_tokens", "files", "vocab_size"])
+def test_a_damaged_old_dataset_is_not_upgraded(tmp_path, version, victim):
+    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
+    make_old(prefix, version)
+    if victim.startswith("a."):
+        data = bytearray((tmp_path / victim).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / victim).write_bytes(data)
+    else:
+        tree = json.loads((tmp_path / "a.json").read_text())
+        tree[victim] = [] if victim == "files" else 3  # three ids are fewer than occur
+        (tmp_path / "a.json").write_text(json.dumps(tree))
+    before = (tmp_path / "a.json").read_bytes()
+    with pytest.raises(DataError, match=r"a\.(bin|idx|json) .*; rebuild the dataset or copy it again"):
+        upgrade_dataset(prefix)
+    assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_the_identity_of_a_dataset_stays(tmp_path):
+    """As version 2 gave it for these bytes: a run that is resumed must not take them for others."""
+    dataset = build(tmp_path / "d", [[1, 2, 3], [258]])
+    expected = "0073319a5d70b4efa04a45f1eef1061b9721cb00e402e079704bb32d7ce0cf5b"
+    assert identity(dataset.manifest["files"][".bin"]) == expected
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.sampled_from([1, 25, 50, 99, 100]))
+@settings(deadline=None)
+def test_length_statistics(lengths, percent):
+    statistics = LengthStatistics(np.bincount(lengths))
+    expected = np.percentile(lengths, percent, method="inverted_cdf")
+    assert statistics.percentile(percent) == expected
+    assert statistics.mean == pytest.approx(np.mean(lengths), rel=1e-12)  # float64 sums of small integers
+
+
+def test_counts_of_a_dataset(tmp_path):
+    dataset = build(tmp_path / "d", [[1, 2, 3], [7], [7, 7, 1]])
+    assert length_statistics(dataset).counts.tolist() == [0, 1, 0, 2]
+    assert token_counts(dataset).tolist() == [0, 2, 1, 1, 0, 0, 0, 3]
+
+
+def test_the_histogram_is_a_picture(tmp_path):
+    dataset = build(tmp_path / "d", [[1] * n for n in range(1, 50)])
+    length_statistics(dataset).save_histogram(tmp_path / "h.png", "title")
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(DataError, match="cannot be written"):
+        length_statistics(dataset).save_histogram(tmp_path / "missing/h.png", "title")

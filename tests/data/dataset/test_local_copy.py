@@ -1,0 +1,55 @@
+import multiprocessing
+import shutil
+
+import pytest
+from support.datasets import build, damage
+
+from data_utils.base.errors import DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.local_copy import local_copy
+
+
+def test_a_copy_is_made_once_and_again_after_a_rebuild(tmp_path):
+    build(tmp_path / "d", [[1, 2], [3]])
+    first = local_copy(tmp_path / "d", tmp_path / "local")
+    made = first.with_name(f"{first.name}.bin").stat().st_mtime_ns
+    IndexedDataset(first).verify()
+    assert local_copy(tmp_path / "d", tmp_path / "local") == first
+    assert first.with_name(f"{first.name}.bin").stat().st_mtime_ns == made
+    build(tmp_path / "d", [[4, 5], [6]])
+    second = local_copy(tmp_path / "d", tmp_path / "local")
+    assert second != first and IndexedDataset(second).document(0).tolist() == [4, 5]
+
+
+def test_a_dataset_with_the_same_tokens_and_another_manifest_is_copied_again(tmp_path):
+    """Else a copy would be of the old tokenizer for ever."""
+    copies = []
+    for eos in (1, 2):
+        build(tmp_path / "d", [[1, 2], [3]], eos=eos)
+        copies.append(local_copy(tmp_path / "d", tmp_path / "local"))
+        assert IndexedDataset(copies[-1]).manifest == IndexedDataset(tmp_path / "d").manifest
+    assert copies[0] != copies[1]
+
+
+def test_ranks_of_a_node_copy_at_the_same_time(tmp_path):
+    build(tmp_path / "d", [[1, 2, 3]] * 1000)
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        copies = pool.starmap(local_copy, [(tmp_path / "d", tmp_path / "local")] * 4)
+    assert len(set(copies)) == 1
+    IndexedDataset(copies[0]).verify()
+    assert not list((tmp_path / "local").glob("*.partial"))
+
+
+def test_a_damaged_source_leaves_no_copy(tmp_path):
+    build(tmp_path / "d", [[1, 2], [3]])
+    damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
+    with pytest.raises(DataError, match="block that begins at byte 0;"):
+        local_copy(tmp_path / "d", tmp_path / "local")
+    assert [path.suffix for path in (tmp_path / "local").iterdir()] == [".lock"]
+
+
+def test_too_little_space_is_one_error(tmp_path, monkeypatch):
+    build(tmp_path / "d", [[1, 2], [3]])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(DataError, match="has 1 free"):
+        local_copy(tmp_path / "d", tmp_path / "local")

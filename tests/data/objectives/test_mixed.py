@@ -1,0 +1,107 @@
+"""Several objectives in one run: shares, starts, rows equal to those of the objective alone, the registry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.recipes import SPECIAL, make, text_of, vocabulary
+from support.statistics import chi_square, chi_square_limit
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.random_streams import derive_seed
+from data_utils.objectives import (
+    LOSS_NAMES,
+    OBJECTIVES,
+    ObjectiveChoice,
+    Vocabulary,
+    make_objective,
+    objective_class,
+)
+from data_utils.objectives.mixed import Mixed
+from data_utils.objectives.planes import FIELDS, OBJECTIVE
+from data_utils.samples.loader import collate
+
+
+def choice(name: str, weight: float = 1.0, first_sample: int = 0) -> ObjectiveChoice:
+    return ObjectiveChoice(name, OBJECTIVES[name].config_class(), weight, first_sample)
+
+
+def mixture(*choices: ObjectiveChoice, seed: int = 7, sequence_length: int = 40) -> Mixed:
+    return make_objective(choices, vocabulary(), seed, sequence_length)
+
+
+def test_the_shares_are_the_weights():
+    """Chi-square at 0.999."""
+    made = mixture(choice("causal", 2.0), choice("masked_lm", 1.0), choice("t5", 5.0), choice("mass", 0.0))
+    counts = np.bincount(made.choose(np.arange(8000)), minlength=4)
+    assert counts[3] == 0
+    assert chi_square(counts[:3], np.array([2000, 1000, 5000])) < chi_square_limit(2)
+
+
+def test_an_objective_can_join_later():
+    """ERNIE 2.0's schedule: the tasks so far, in proportion; the samples before do not change."""
+    made = mixture(choice("causal"), choice("masked_lm", 1.0, 1000), choice("mass", 2.0, 3000))
+    chosen = made.choose(np.arange(7000))
+    assert set(chosen[:1000]) == {0}
+    second, third = np.bincount(chosen[1000:3000], minlength=3), np.bincount(chosen[3000:], minlength=3)
+    assert second[2] == 0 and abs(second[1] - 1000) < 5 * np.sqrt(500)
+    assert chi_square(third, np.array([1000, 1000, 2000])) < chi_square_limit(2)
+    assert (
+        mixture(choice("causal"), choice("masked_lm", 1.0, 1000)).choose(np.arange(2500)) == chosen[:2500]
+    ).all()
+
+
+def test_rows_are_those_of_each_objective_alone():
+    names = ("masked_lm", "causal", "blank_infilling")
+    made = mixture(*map(choice, names))
+    pieces = [text_of(n) for n in (20, 9, 30, 12, 17, 36) * 4]
+    counts = np.array([2, 1, 2, 1] * 4)
+    lengths = np.array([len(piece) for piece in pieces])
+    samples = np.arange(100, 116)
+    batch = collate(made, np.concatenate(pieces), lengths, counts, samples)
+    assert batch.shape == (16, len(FIELDS), made.row_length)
+    ends = np.cumsum(counts)
+    key = derive_seed(7, "objective")
+    for i, objective in enumerate(made.choose(samples)):
+        mine = pieces[ends[i] - counts[i] : ends[i]]
+        alone = make(names[objective], 40, seed=key, row_length=made.row_length)
+        row = collate(alone, np.concatenate(mine), [len(p) for p in mine], [len(mine)], samples[i : i + 1])
+        assert (row[0] == batch[i]).all()
+
+
+def test_one_objective_needs_no_mixture():
+    made = make_objective([choice("causal")], vocabulary(), 7, 40)
+    assert not isinstance(made, Mixed)
+    batch = collate(made, text_of(30), [30], [1], [0])
+    assert LOSS_NAMES[batch[0, OBJECTIVE, 0]] == "causal"
+
+
+def test_weights_that_make_no_sense():
+    with pytest.raises(ConfigError, match="0 or more"):
+        mixture(choice("causal", -1.0), choice("t5"))
+    with pytest.raises(ConfigError, match="from sample 0"):
+        mixture(choice("causal", 1.0, 5), choice("t5", 0.0))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_registry(name):
+    cls = objective_class(name)
+    section = cls.config_class
+    made = make_objective([ObjectiveChoice(name, section())], vocabulary(), 1, 24)
+    assert type(made) is cls and made.sequence_length == 24 and made.row_length % 8 == 0
+
+
+def test_an_unknown_objective_is_refused():
+    with pytest.raises(ConfigError, match=r"'bert'; it must be one of blank_infilling, causal"):
+        objective_class("bert")
+
+
+@pytest.mark.parametrize("name", ["spanbert", "albert", "ernie"])
+def test_whole_words_need_to_be_known(name):
+    with pytest.raises(ConfigError, match="begin a word"):
+        make_objective([choice(name)], Vocabulary(SPECIAL, 3000), 1, 24)
+
+
+def test_sentences_need_to_be_known():
+    with pytest.raises(ConfigError, match="permute_sentences"):
+        make_objective([choice("bart")], Vocabulary(SPECIAL, 3000), 1, 24)

@@ -1,0 +1,268 @@
+"""What is particular to each recipe: its distributions, exhaustively where small, and its labels.
+
+Chi-square tests are at level 0.001 with fixed seeds: they either pass for ever or show a change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from support.collated import collate
+from support.mask_rule import allowed, leaks
+from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, many, rebuilt_in_place, text_of, unilmv2, xlnet
+from support.statistics import chi_square, chi_square_limit
+
+from data_utils.base.errors import ConfigError
+from data_utils.objectives import LOSS_NAMES, Example
+from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
+from data_utils.objectives.planes import Vocabulary
+from data_utils.objectives.spanbert import span_boundaries
+
+
+def uniform(counts: Counter, cases: int) -> bool:
+    values = np.array(list(counts.values()))
+    assert len(values) == cases
+    return chi_square(values, np.full(cases, values.sum() / cases)) < chi_square_limit(cases - 1)
+
+
+# BERT, ALBERT, UniLM
+
+
+@pytest.mark.parametrize(("name", "label"), [("masked_lm", "next_sentence"), ("albert", "sentence_order")])
+def test_half_of_the_labels_are_wrong_and_true_to_the_text(name, label):
+    config = {"next_sentence": True} if name == "masked_lm" else {}
+    examples = many(make(name, 40, **config), text_of(30), 2000)
+    wrong = 0
+    for example in examples:
+        assert LOSS_NAMES[example.objective[0]] == label and example.weights[0] == 1
+        text = np.where(example.weights > 0, example.targets, example.tokens)
+        middle = int(np.argmax(text[1:] == SPECIAL.sep)) + 1
+        in_order = text[1] < text[middle + 1] or text[middle + 1] == SPECIAL.eos
+        assert in_order == (example.targets[0] == 0)
+        assert set(example.segment_ids[: middle + 1]) == {0} and set(example.segment_ids[middle + 1 :]) == {1}
+        wrong += int(example.targets[0])
+    assert abs(wrong - 1000) < 5 * np.sqrt(500)
+
+
+def test_wrong_next_sentences_come_from_other_documents():
+    """Three documents in a window: B of a wrong pair is never its own, and no text is lost."""
+    made = make("masked_lm", 100, next_sentence=True, mask_token_prob=0.0, random_token_prob=0.0)
+    window = [text_of(20, False, FIRST_TEXT_TOKEN + 100 * k) for k in range(3)]
+    batch = collate(made, [window] * 1000)
+    wrong_pairs = 0
+    for planes in batch:
+        documents = Example.from_planes(planes).documents()
+        wrong = [document.targets[0] == 1 for document in documents]
+        for k, document in enumerate(documents):
+            text = document.tokens[1:-1][document.tokens[1:-1] != SPECIAL.sep]
+            from_k = text // 100 == window[k][0] // 100
+            if not wrong[k]:
+                assert (rebuilt_in_place(document) == window[k]).all()
+            elif sum(wrong) == 1:
+                assert from_k.all()
+            else:
+                wrong_pairs += 1
+                middle = int(np.argmax(document.tokens == SPECIAL.sep)) - 1
+                assert from_k[:middle].all() and not from_k[middle:].any()
+    assert wrong_pairs > 1000
+
+
+def test_pairs_are_cut_at_ends_of_sentences():
+    made = make("albert", 40, sentence_order=True)
+    for example in many(made, text_of(30), 200):
+        text = np.where(example.weights > 0, example.targets, example.tokens)
+        middle = int(np.argmax(text[1:] == SPECIAL.sep)) + 1
+        first_half_ends = text[middle - 1] if example.targets[0] == 0 else text[-2]
+        assert first_half_ends % 7 == 0
+
+
+def test_static_masks_repeat_and_dynamic_ones_do_not():
+    static = make("masked_lm", 64, static_copies=3)
+    rows = [example.tokens.tobytes() for example in many(static, text_of(60), 30)]
+    assert len(set(rows)) == 3 and rows[:3] * 10 == rows
+    assert len({example.tokens.tobytes() for example in many(make("masked_lm", 64), text_of(60), 30)}) == 30
+    other = [example.tokens for example in many(static, text_of(60, True, 1500), 3)]
+    assert (other[0] - 500 != np.frombuffer(rows[0], np.int32)).any(), "another text has other masks"
+
+
+def test_unilm_mixes_its_four_kinds():
+    examples = many(make("unilm", 24), text_of(20), 6000)
+    kinds = Counter(LOSS_NAMES[example.objective[1]] for example in examples)
+    names = ("bidirectional", "seq2seq", "left_to_right", "right_to_left")
+    counts = np.array([kinds[name] for name in names])
+    assert chi_square(counts, np.array([2000, 2000, 1000, 1000])) < chi_square_limit(3)
+    segments = {"bidirectional": {0, 1}, "seq2seq": {4, 5}, "left_to_right": {2}, "right_to_left": {3}}
+    for example in examples[:500]:
+        kind = LOSS_NAMES[example.objective[1]]
+        assert set(example.segment_ids) == segments[kind]
+        assert (LOSS_NAMES[example.objective[0]] == "next_sentence") == (kind == "bidirectional")
+
+
+# SpanBERT, ERNIE
+
+
+def test_span_boundaries_are_the_tokens_outside_a_span():
+    for example in many(make("spanbert", 100, mask_token_prob=1.0, random_token_prob=0.0), text_of(100), 50):
+        for row, before, after, place in span_boundaries(example):
+            assert example.weights[before] == 0 and example.weights[after] == 0
+            assert example.tokens[before] != SPECIAL.mask and example.tokens[after] != SPECIAL.mask
+            assert (example.weights[before + 1 : after] == 1).all() and row == before + place
+    assert len(span_boundaries(make("causal", 8).example(text_of(1), 0))) == 1
+
+
+def test_ernie_masks_the_units_of_a_segmenter():
+    vocabulary = Vocabulary(SPECIAL, 3000, token_texts=tuple("ab" if i % 2 else "c" for i in range(3000)))
+    segmenter = TextSegmenter(
+        vocabulary.token_texts, lambda text: [text[i : i + 6] for i in range(0, len(text), 6)]
+    )
+    piece = text_of(40, False)  # c ab c ab: units of four tokens
+    assert np.flatnonzero(segmenter(piece)).tolist() == list(range(0, 40, 4))
+    made = Ernie(ErnieConfig(segmenter="tokens"), vocabulary, 5, 60)
+    made.units = segmenter
+    for example in many(made, piece, 100):
+        predicted = (example.weights[1:-1] > 0).reshape(-1, 4)
+        assert (predicted.all(1) == predicted.any(1)).all() and predicted.any()
+
+
+def test_jieba_is_optional():
+    with pytest.raises(ConfigError, match="texts of the tokens"):
+        Ernie(ErnieConfig(segmenter="jieba"), Vocabulary(SPECIAL, 3000), 5, 60)
+    try:
+        import jieba  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match="pip install jieba"):
+            jieba_segmenter(Vocabulary(SPECIAL, 2, token_texts=("a", "b")))
+
+
+# One stack for sequence to sequence
+
+
+def test_prefixes_are_uniform():
+    lengths = Counter(int((e.weights == 0).sum()) for e in many(make("prefix_lm", 24), text_of(10), 5000))
+    assert set(lengths) == set(range(1, 11)) and uniform(lengths, 10)
+    made = make("prefix_lm", 24, min_prefix_ratio=0.5, max_prefix_ratio=0.8)
+    assert {int((e.weights == 0).sum()) - 1 for e in many(made, text_of(10), 500)} == {5, 6, 7, 8}
+
+
+def test_t5_divides_noise_and_rest_uniformly():
+    """14 tokens at 30 %: 4 noise tokens in 2 spans, 10 others in 2 parts: 3 x 9 cases, equally likely."""
+    made = make("t5", 24, noise_ratio=0.3, mean_span_length=2.0)
+    cases = Counter()
+    for example in many(made, text_of(14, False), 6000):
+        context = example.tokens[example.ord == 0]
+        answers = example.targets[example.weights > 0]
+        masks = np.flatnonzero(context == SPECIAL.mask)
+        assert len(masks) == 2 and context[0] == FIRST_TEXT_TOKEN and answers[-1] == SPECIAL.eos
+        second = int(np.flatnonzero(answers == SPECIAL.mask)[1])
+        cases[(int(masks[0]), second - 1)] += 1
+    assert uniform(cases, 27)
+
+
+def test_t5_sentinels_count_down_and_start_again():
+    made = make("t5", 64, sentinel_first=900, sentinel_count=2, noise_ratio=0.2, mean_span_length=1.0)
+    example = made.example(text_of(30, False), 0)
+    context = example.tokens[example.ord == 0]
+    assert context[(context < 1000)].tolist() == [900, 899, 900, 899, 900, 899]
+
+
+def test_bart_removes_spans_and_permutes_sentences():
+    made = make("bart", 64)
+    orders, removed = set(), []
+    for example in many(made, text_of(56, False), 500):
+        context = example.tokens[example.ord == 0][1:]
+        text = context[context != SPECIAL.mask]
+        removed.append(56 - len(text))
+        assert len(set(text.tolist())) == len(text) and len(context) <= 56
+        sentences = (text - FIRST_TEXT_TOKEN + 6) // 7  # tokens 1001, 1008, ... end sentences
+        orders.add(tuple(key for key, _ in itertools.groupby(sentences.tolist())))
+        assert (example.targets[example.weights > 0] == text_of(56, False)).all()
+    assert set(removed) == {int(0.3 * 56 + 0.5)}
+    assert len(orders) > 400
+    plain = many(make("bart", 64, permute_sentences=False), text_of(56, False), 50)
+    for example in plain:
+        text = example.tokens[example.ord == 0][1:]
+        assert (np.diff(text[text != SPECIAL.mask]) > 0).all()
+
+
+def test_bart_inserts_masks_for_spans_without_tokens():
+    """e**-3 of all spans; a mask more in the context than there are gaps in the text."""
+    made = make("bart", 100, permute_sentences=False)
+    inserted = spans = 0
+    for example in many(made, text_of(100, False), 1000):
+        context = example.tokens[example.ord == 0][1:]
+        text = context[context != SPECIAL.mask]
+        gaps = int((np.diff(np.r_[FIRST_TEXT_TOKEN - 1, text, FIRST_TEXT_TOKEN + 100]) > 1).sum())
+        spans += gaps
+        inserted += int((context == SPECIAL.mask).sum()) - gaps
+    expected = np.exp(-3) / (1 - np.exp(-3))  # per span with tokens
+    assert abs(inserted / spans - expected) < 5 * np.sqrt(expected * (1 + expected) / spans)
+
+
+def test_mass_fragments_start_at_the_head_the_tail_or_anywhere():
+    starts = []
+    for example in many(make("mass", 24), text_of(20, False), 4000):
+        decoder = example.segment_ids == 1
+        assert decoder.sum() == 10 and (example.ord < 0).sum() == 10
+        assert (np.diff(example.position_ids[decoder]) == 1).all()
+        starts.append(int(example.position_ids[decoder][0]) - 1)
+    expected = np.full(11, 0.6 / 11)
+    expected[[0, -1]] += 0.2
+    assert chi_square(np.bincount(starts, minlength=11), 4000 * expected) < chi_square_limit(10)
+
+
+# UniLMv2 and XLNet, exhaustively
+
+
+def test_every_ordered_partition_of_unilmv2_into_blocks():
+    """Five tokens, all chosen: 261 orders of contiguous blocks, each with the paper's mask and no leak."""
+    made = make("unilmv2", 8, masked_ratio=1.0)
+    different = {
+        (e.ord.tobytes(), e.position_ids.tobytes()): e for e in many(made, text_of(5, False), 20_000)
+    }
+    for example in different.values():
+        mask = allowed(example.doc, example.ord, example.grp)
+        assert (mask == unilmv2(example)).all()
+        assert not leaks(example.tokens, example.targets, example.weights, mask)
+    assert len(different) == 261
+
+
+def test_unilmv2_orders_blocks_uniformly():
+    """Three single tokens: 6 orders of their positions."""
+    made = make("unilmv2", 12, masked_ratio=0.25, span_prob=0.0)
+    orders = Counter()
+    for example in many(made, text_of(10, False), 3000):
+        assert (example.ord < 0).sum() == 3
+        orders[tuple(np.argsort(example.position_ids[example.ord < 0]).tolist())] += 1
+    assert uniform(orders, 6)
+
+
+@pytest.mark.parametrize(("length", "per_target", "cases"), [(5, 5, 5), (5, 2, 14), (5, 1, 120), (7, 2, 90)])
+def test_every_choice_and_order_of_xlnet(length, per_target, cases):
+    """Targets and their order in one part: every case occurs, with the paper's mask and no leak.
+
+    With one target in two tokens, two windows of two lie at 0 or at 1: 7 sets of targets, 2 orders each.
+    """
+    made = make("xlnet", 8, tokens_per_target=per_target, orders=1, max_ngram=1)
+    different = {
+        (e.ord.tobytes(), e.position_ids.tobytes()): e for e in many(made, text_of(length, False), 6000)
+    }
+    for example in different.values():
+        mask = allowed(example.doc, example.ord, example.grp)
+        assert (mask == xlnet(example, parts=1)).all()
+        assert not leaks(example.tokens, example.targets, example.weights, mask)
+    assert len(different) == cases
+
+
+def test_xlnet_predicts_a_sixth_in_random_order():
+    made = make("xlnet", 512)
+    example = made.example(text_of(510, False), 0)
+    assert (example.ord < 0).sum() == 85
+    orders = Counter()
+    for example in many(make("xlnet", 24, orders=1), text_of(20, False), 3000):
+        queries = example.ord < 0
+        assert queries.sum() == 3
+        orders[tuple(np.argsort(-example.ord[queries]).tolist())] += 1
+    assert uniform(orders, 6)

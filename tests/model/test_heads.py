@@ -1,0 +1,299 @@
+"""The model options of BERT, SpanBERT, ALBERT, ERNIE and UniLM: against the papers' formulas, and in every layout."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.distributed import run_ranks
+from support.recipes import make, text_of, vocabulary
+from support.whole_weights import compare_weights, placed_weights
+
+from data_utils.base.settings import build
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
+from data_utils.objectives.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    OBJECTIVE,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+    Example,
+)
+from data_utils.objectives.spanbert import span_boundaries
+from data_utils.samples.loader import collate
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.heads import find_loss_rows
+from megatron_lite.train.engine import MicroBatch
+from megatron_lite.train.gradient_norms import GradientNorms
+from megatron_lite.train.plain import make_engine
+
+NAMES = ("masked_lm", "spanbert", "albert", "unilm")
+SECTIONS = {"masked_lm": {"next_sentence": True}}
+OPTIONS = {
+    "segments": 6, "task_embedding": True, "sentence_head": True, "span_boundary_places": 4, "embedding_size": 24,
+}  # fmt: skip
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 3000, "max_position": 80,
+    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
+}  # fmt: skip
+SAMPLES = 8
+
+
+def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
+    """Rows of two documents each, from all objectives that need more than GLM's layers."""
+    choices = [
+        ObjectiveChoice(name, objective_class(name).config_class(**SECTIONS.get(name, {}))) for name in names
+    ]
+    made = make_objective(choices, vocabulary(), 5, 72)
+    pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
+    lengths = np.array([len(piece) for piece in pieces])
+    samples = np.arange(seed * SAMPLES, (seed + 1) * SAMPLES)
+    return collate(made, np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
+
+
+def make_model(seed: int = 3, **options) -> GLM:
+    config = ModelConfig(**{**SIZES, **OPTIONS, **options})
+    model = GLM(config, num_losses=len(LOSS_NAMES))
+    initialize_parameters(model.named_parameters(), config, seed)
+    with torch.no_grad():  # zeros and ones would hide a mistake
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def test_rows_are_sorted_by_the_head_that_predicts_them():
+    batch = mixed_batch(0)
+    weights = torch.from_numpy(batch[:, WEIGHTS].copy()).flatten().view(torch.float32)
+    objectives = torch.from_numpy(batch[:, OBJECTIVE].copy()).flatten()
+    found = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
+    names = [LOSS_NAMES[i] for i in objectives]
+    rows = [i for i in range(len(weights)) if weights[i]]
+    sentences = [i for i in rows if names[i] in ("next_sentence", "sentence_order")]
+    assert found.sentences.tolist() == sentences and len(sentences) > 3
+    assert found.tokens.tolist() == [i for i in rows if i not in sentences]
+    expected = []
+    for number, row in enumerate(batch):
+        used = int((row[DOC] >= 0).sum())
+        example = Example.from_planes(row[:, :used])
+        if LOSS_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
+            borders = span_boundaries(example)
+            borders[:, :3] += number * row.shape[1]
+            expected += borders.tolist()
+    assert len(expected) > 5
+    spans = found.labelled[len(found.tokens) : len(found.tokens) + len(found.borders)]
+    assert spans.tolist() == [row for row, *_ in expected]
+    # Places count from 1 there; the table has four.
+    assert found.borders.tolist() == [[a, b, min(place - 1, 3)] for _, a, b, place in expected]
+    assert {LOSS_NAMES[i] for i in found.objectives[len(found.tokens) :]} == {
+        "span_boundary", "next_sentence", "sentence_order",
+    }  # fmt: skip
+
+
+def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
+    """The losses of one row without padding, each head written out from its paper on the model's own weights."""
+    p = dict(model.named_parameters())
+    inputs = ModelInput.from_batch(
+        Batch(row[None]), torch.device("cpu"), model.config, keep_padding=True
+    )  # in row order
+    ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
+    embedded = (
+        p["embedding.word_embeddings.weight"][ids[TOKENS]]
+        + p["embedding.position_embeddings.weight"][ids[POSITION_IDS]]
+        + p["embedding.block_position_embeddings.weight"][row[BLOCK_POSITION_IDS]]
+        + p["embedding.segment_embeddings.weight"][ids[SEGMENT_IDS]]
+        + p["embedding.task_embeddings.weight"][row[OBJECTIVE]]
+    )
+    hidden = F.linear(embedded, p["embedding.projection.weight"], p["embedding.projection.bias"])
+    captured = []
+    handle = model.layers[0].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+    last = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[0]
+    handle.remove()
+    torch.testing.assert_close(captured[0], hidden)
+    last = F.layer_norm(last, (32,), p["final_layernorm.weight"], p["final_layernorm.bias"], 1e-5)
+
+    def gelu_norm(x, name):
+        x = F.gelu(F.linear(x, p[f"{name}.dense.weight"], p[f"{name}.dense.bias"]), approximate="tanh")
+        return F.layer_norm(x, x.shape[-1:], p[f"{name}.layernorm.weight"], p[f"{name}.layernorm.bias"], 1e-5)
+
+    def token_loss(x, target):
+        logits = gelu_norm(x, "heads.projection") @ p["embedding.word_embeddings.weight"][:3000].T
+        return F.cross_entropy(logits, torch.tensor(target)).item()
+
+    losses: dict[str, list[float]] = {}
+    example = Example.from_planes(row)
+    borders = {r: rest for r, *rest in span_boundaries(example).tolist()}
+    for i in np.flatnonzero(example.weights):
+        name, target = LOSS_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
+        if name in ("next_sentence", "sentence_order"):
+            pooled = torch.tanh(
+                F.linear(last[i], p["heads.sentence.dense.weight"], p["heads.sentence.dense.bias"])
+            )
+            logits = F.linear(
+                pooled, p["heads.sentence.classifier.weight"], p["heads.sentence.classifier.bias"]
+            )
+            losses.setdefault(name, []).append(F.cross_entropy(logits, torch.tensor(target)).item())
+            continue
+        losses.setdefault(name, []).append(token_loss(last[i], target))
+        if name == "masked_spans":
+            before, after, place = borders[i]
+            places = p["heads.span_boundary.place_embeddings.weight"]
+            x = torch.cat([last[before], last[after], places[min(place - 1, 3)]])
+            x = gelu_norm(gelu_norm(x, "heads.span_boundary.inner"), "heads.span_boundary.outer")
+            losses.setdefault("span_boundary", []).append(token_loss(x, target))
+    return losses
+
+
+@torch.no_grad()
+def test_every_head_computes_its_papers_formula():
+    model, seen = make_model(), set()
+    for row in mixed_batch(1):
+        row = np.ascontiguousarray(row[:, row[DOC] >= 0])
+        expected = reference_losses(model, row)
+        loss, sums = model(ModelInput.from_batch(Batch(row[None]), torch.device("cpu"), model.config))
+        assert loss.item() == pytest.approx(sum(map(sum, expected.values())), rel=1e-5)  # fp32 sums
+        for name, values in expected.items():
+            total, weight = sums[LOSS_NAMES.index(name)].tolist()
+            assert weight == len(values) and total == pytest.approx(sum(values), rel=1e-5)
+        seen |= expected.keys()
+    assert seen >= {
+        "masked",
+        "masked_spans",
+        "span_boundary",
+        "masked_ngrams",
+        "next_sentence",
+        "sentence_order",
+    }
+
+
+def test_shared_layers_are_one_block_run_again():
+    shared, plain = make_model(share_layers=True), make_model(seed=4)
+    state = shared.state_dict()
+    copies = {name.replace("layers.0.", "layers.1."): x for name, x in state.items() if "layers.0." in name}
+    plain.load_state_dict({**state, **copies})
+    batch = ModelInput.from_batch(Batch(mixed_batch(0)), torch.device("cpu"), plain.config)
+    assert torch.equal(shared(batch)[0], plain(batch)[0])
+    assert len(shared.layers) == 1
+    for model in (shared, plain):
+        assert sum(p.numel() for p in model.parameters()) == parameter_count(model.config)
+
+
+def tree(parallel, **model):
+    return {
+        "model": {**SIZES, **OPTIONS, **model},
+        "training": {"steps": 10, "precision": "fp32"},
+        "batch": {"micro_batch_size": 2, "global_batch_size": SAMPLES},
+        "optimizer": {"clip_grad_norm": 0.5},
+        "data": {"sequence_length": 72},
+        "objectives": dict.fromkeys(NAMES, 1.0),
+        "parallel": parallel,
+        **SECTIONS,
+    }  # fmt: skip
+
+
+def train(context, settings):
+    """Two steps; the second without rows for the sentence and the boundary head. Losses, norms (whole, and of each
+    layer), weights."""
+    config = build(Config, settings)
+    engine = make_engine(config, context, len(LOSS_NAMES))
+    size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
+    records = []
+    for step, names in enumerate((NAMES, ("masked_lm",))):
+        samples = mixed_batch(step, names)
+        if step:
+            samples[:, WEIGHTS][samples[:, OBJECTIVE] == LOSS_NAMES.index("next_sentence")] = 0
+        weight = float(np.count_nonzero(samples[:, WEIGHTS]))
+        mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
+        layers = GradientNorms(config.model, context)
+        with engine.observed_gradients(layers.add):
+            result = engine.train_step(
+                [MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
+            )
+        sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
+        norms = layers.norms(engine.clip_divisor(result.grad_norm))
+        records.append((context.sum(sums), result.grad_norm, norms))
+    return records, placed_weights(engine)
+
+
+LAYOUTS = [
+    # world, layout, shared layers
+    (2, {"tensor_parallel_size": 2}, True),
+    (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, False),
+    (2, {"pipeline_parallel_size": 2}, False),
+    (4, {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2}, False),
+    (2, {"zero_stage": 2}, True),
+    (2, {"zero_stage": 3}, True),
+]
+
+# Beside the blocks, under the names that metrics.jsonl has for their gradients.
+LAYERS = {
+    *(f"embedding.{name}_embeddings" for name in ("word", "position", "block_position", "segment", "task")),
+    "embedding.projection", "final_layernorm", "heads.sentence", "heads.span_boundary", "heads.projection",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {shared: run_ranks(train, 1, tree({}, share_layers=shared))[0] for shared in (False, True)}
+
+
+@pytest.mark.parametrize("world, parallel, shared", LAYOUTS)
+def test_heads_and_options_are_the_same_in_every_layout(single, world, parallel, shared):
+    """fp32: only the order of sums differs."""
+    expected_records, expected_weights = single[shared]
+    results = run_ranks(
+        train, world, tree(parallel, share_layers=shared), parallel=ParallelConfig(**parallel)
+    )
+    for records, _ in results:
+        for (sums, norm, layers), (expected_sums, expected_norm, expected_layers) in zip(
+            records, expected_records, strict=True
+        ):
+            torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=1e-6)
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+            assert math.hypot(*layers.values()) == pytest.approx(norm, rel=1e-5)
+            assert layers == pytest.approx(expected_layers, rel=1e-5, abs=1e-7)
+    blocks = {"layers.0"} if shared else {"layers.0", "layers.1"}
+    assert {name for name in expected_records[0][2] if name.startswith("layers.")} == blocks
+    assert expected_records[0][2].keys() - blocks == LAYERS
+    assert all(norm > 0 for norm in expected_records[0][2].values())
+    compare_weights([weights for _, weights in results], expected_weights)
+    assert "heads.span_boundary.place_embeddings.weight" in expected_weights
+
+
+def test_losses_become_means_of_their_own_rows():
+    batch = mixed_batch(0)
+    totals = [
+        float(batch[:, WEIGHTS].view(np.float32)[batch[:, OBJECTIVE] == i].sum())
+        for i in range(len(LOSS_NAMES))
+    ]
+    factors = np.arange(1.0, len(totals) + 1)
+    before = batch.copy()
+    halves = [Batch(half) for half in np.split(batch, 2)]
+    assert totals == pytest.approx(sum(half.loss_weights(len(totals)) for half in halves))
+    weighed = [half.as_means(factors, totals) for half in halves]
+    weights = np.concatenate([half.weights for half in weighed])
+    for i, total in enumerate(totals):
+        found = weights[batch[:, OBJECTIVE] == i].sum()
+        assert found == pytest.approx(factors[i] if total else 0.0, rel=1e-5)
+    assert all(half.planes is given.planes for half, given in zip(weighed, halves, strict=True))
+    assert np.array_equal(batch, before)
+
+
+def test_sections_say_which_segments_and_labels_they_make():
+    for name, section in ((name, objective_class(name).config_class) for name in NAMES):
+        config = section(**SECTIONS.get(name, {}))
+        made = make(name, 72, **SECTIONS.get(name, {}))
+        piece, ones = text_of(60), np.ones(64, np.int64)
+        batch = collate(made, np.tile(piece, 64), ones * 60, ones, np.arange(64))
+        labels = np.isin(
+            batch[:, OBJECTIVE], [LOSS_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
+        )
+        assert bool((labels & (batch[:, WEIGHTS] != 0)).any()) == config.has_sentence_label
+        assert batch[:, SEGMENT_IDS].max() < config.segments

@@ -1,0 +1,34 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.model import tensor_parallel as module
+from megatron_lite.model.tensor_parallel import linear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_widened_half_precision_is_the_fp32_product_rounded_once(monkeypatch, dtype, with_bias):
+    monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: False)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in ((2, 3, 16), (8, 16), (8,))
+    )
+    grad = torch.randn(2, 3, 8, generator=generator).to(dtype)
+    inputs = (x, weight, bias) if with_bias else (x, weight)
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    expected = F.linear(*wide)
+    expected_grads = torch.autograd.grad(expected, wide, grad.float())
+    ours = linear(*inputs)
+    torch.testing.assert_close(ours, expected.to(dtype), rtol=0, atol=0)
+    for mine, theirs in zip(torch.autograd.grad(ours, inputs, grad), expected_grads, strict=True):
+        assert mine.dtype == dtype
+        # One rounding of the fp32 gradient; the order of its fp32 sum may differ by an ulp of the half type.
+        torch.testing.assert_close(mine, theirs.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_fp32_is_torch():
+    x, weight, bias = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert not module.widens(x)

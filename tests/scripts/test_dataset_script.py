@@ -1,0 +1,66 @@
+"""scripts/dataset.py as a user runs it."""
+
+from support.project import ROOT, small_run
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from data_utils.dataset.manifest import SUFFIXES
+
+SCRIPT = ROOT / "scripts" / "dataset.py"
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_inspect_shows_documents_as_text(corpus):
+    done = run("inspect", corpus / "corpus_train", "--documents", 2)
+    assert done.returncode == 0, done.stderr
+    assert "bert_wordpiece" in done.stdout and done.stdout.count("--- document ") == 2
+    assert "word" in done.stdout.split("--- document ")[2]
+
+
+def test_verify_merge_and_stats(corpus, tmp_path):
+    parts = [corpus / "corpus_train", corpus / "corpus_validation"]
+    done = run("merge", *parts, "--output", tmp_path / "all")
+    assert done.returncode == 0 and "400 documents" in done.stdout, done.stderr
+    done = run("stats", tmp_path / "all", "--histogram", tmp_path / "h.png", "--tokens")
+    assert done.returncode == 0 and "percentiles" in done.stdout and "'word" in done.stdout, done.stderr
+    assert (tmp_path / "h.png").exists()
+    data = bytearray((tmp_path / "all.bin").read_bytes())
+    data[0] ^= 1
+    (tmp_path / "all.bin").write_bytes(data)
+    done = run("verify", *parts, tmp_path / "all")
+    assert done.returncode == 2 and done.stdout.count("all good") == 2
+    assert done.stderr.count("\n") == 1 and "begins at byte 0" in done.stderr
+
+
+def test_files_of_another_program_are_adopted(corpus, tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}/corpus_train{suffix}", tmp_path / f"theirs{suffix}")
+    done = run("verify", tmp_path / "theirs")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    advised = done.stderr.split("python scripts/dataset.py ")[1].split()
+    assert advised == ["adopt", str(tmp_path / "theirs")]
+    assert run(*advised).returncode == 0
+    done = run("inspect", tmp_path / "theirs", "--documents", 1)
+    assert done.returncode == 0 and "adopted: True" in done.stdout and "names no tokenizer" in done.stderr
+    done = run("stats", tmp_path / "theirs", "--tokens")
+    assert done.returncode == 0 and "the most frequent" in done.stdout, done.stderr
+
+
+def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):
+    for suffix in SUFFIXES:
+        shutil.copy(f"{corpus}/corpus_train{suffix}", tmp_path / f"old{suffix}")
+    tree = json.loads((tmp_path / "old.json").read_text())
+    del tree["checksum"]
+    (tmp_path / "old.json").write_text(json.dumps({**tree, "format_version": 2}))
+    done = run("verify", tmp_path / "old")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    done = run(*done.stderr.split("python scripts/dataset.py ")[1].split())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "old.json").read_bytes() == Path(f"{corpus}/corpus_train.json").read_bytes()

@@ -1,0 +1,92 @@
+"""scripts/generate.py on a run: from any directory, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.hf_runs import tree, write_run, write_vocabulary
+from support.project import ROOT
+
+from data_utils.base.errors import DataError
+from data_utils.base.settings import merge
+from megatron_lite.generate.filling import BlankFiller, GenerationConfig
+from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+
+
+def script(directory, name, *arguments):
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / name), *map(str, arguments)],
+        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def generate(run, *arguments, directory=ROOT, text="word1 [MASK] word2"):
+    return script(directory, "scripts/generate.py", "--checkpoint", run, "--text", text, *arguments)
+
+
+def assert_refused(done, message):
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    write_run(directory / "run", tree(write_vocabulary(directory)))
+    return directory / "run"
+
+
+def test_a_run_trained_with_a_relative_tokenizer_opens_from_elsewhere(settings, corpus, tmp_path):
+    shutil.copy(corpus / "vocab.txt", tmp_path)
+    settings = merge(settings, {"tokenizer": {"path": "vocab.txt"}, "training": {"stop_after_step": 1}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    trained = script(tmp_path, "pretrain_glm.py", "--config", "config.yaml")
+    assert trained.returncode == 0, trained.stderr
+    (tmp_path / "elsewhere").mkdir()
+    done = generate(tmp_path / "run", "--max-length", 2, directory=tmp_path / "elsewhere")
+    assert done.returncode == 0 and done.stdout.startswith("word1["), done.stderr
+
+    (tmp_path / "vocab.txt").rename(tmp_path / "moved.txt")
+    lost = generate(tmp_path / "run", directory=tmp_path)
+    assert_refused(lost, f"{tmp_path}/vocab.txt, does not exist; say with --tokenizer where it is now")
+    found = generate(tmp_path / "run", "--tokenizer", "moved.txt", "--max-length", 2, directory=tmp_path)
+    assert found.stdout == done.stdout
+
+
+def test_an_import_with_relative_paths_opens_from_elsewhere(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_run(run, tmp_path / "export", ExportOptions(verify=False))
+    import_directory(tmp_path / "export", tmp_path.relative_to(tmp_path) / "back", {}, verify=False)
+    (tmp_path / "elsewhere").mkdir()
+    done = generate(tmp_path / "back", "--max-length", 2, directory=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_text_beyond_the_positions_is_refused_before_an_answer_is_printed(run):
+    done = generate(run, "--text", "word1 " * 70 + "[MASK]")
+    assert_refused(
+        done, "a text has 73 tokens with [CLS] and the end, but the model has positions for 65; shorten"
+    )
+
+
+def test_more_beams_than_memory_are_refused(run, monkeypatch):
+    opened = load_run(run)
+    config = GenerationConfig(strategy="beam", num_beams=8)
+    filler = BlankFiller(opened.model, opened.tokenizer.special, config)
+    monkeypatch.setattr(
+        "megatron_lite.generate.filling.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72)
+    )
+    with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
+        filler.fill([2, 10, 4, 3])
+    three = dataclasses.replace(config, num_beams=3)
+    assert len(BlankFiller(opened.model, opened.tokenizer.special, three).fill([2, 10, 4, 3])) == 1

@@ -1,0 +1,105 @@
+"""The inspection script: every objective can be shown, the picture is the rule's mask, mistakes are one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+import yaml
+from support.mask_rule import allowed
+from support.project import ROOT
+from support.recipes import make, text_of
+
+from data_utils.base.errors import UserError
+from data_utils.objectives import OBJECTIVES
+from scripts import inspect_batch
+
+TEXT = "the cat sat on the mat . then it slept all day long"
+
+
+def run(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["inspect_batch.py", *arguments])
+    inspect_batch.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_can_be_shown(monkeypatch, capsys, name):
+    shown = run(monkeypatch, capsys, "--objective", name, "--text", TEXT, "--samples", "3", "4")
+    assert "sample 3" in shown and "sample 4" in shown
+    assert "slept" in shown and "objective" in shown and "█" in shown
+    assert any(role in shown for role in ("predicts", "query"))
+
+
+def test_roles_targets_and_labels(monkeypatch, capsys):
+    shown = run(
+        monkeypatch, capsys, "--objective", "masked_lm", "--text", TEXT, "masked_lm.next_sentence=true"
+    )
+    lines = shown.splitlines()
+    assert "[cls]" in lines[2] and "label" in lines[2] and "class" in lines[2] and "next_sentence" in lines[2]
+    shown = run(monkeypatch, capsys, "--objective", "mass", "--text", TEXT)
+    assert "hidden" in shown and "content" not in shown
+    assert "query" in run(monkeypatch, capsys, "--objective", "xlnet", "--text", TEXT)
+
+
+def test_the_masks_are_those_of_the_rule():
+    row = make("unilmv2", 40).example(text_of(30), 1)
+    seen, by_group = inspect_batch.masks(row)
+    assert (seen == allowed(row.doc, row.ord, row.grp)).all()
+    assert (by_group == seen & ~allowed(row.doc, row.ord, 0 * row.grp)).all() and by_group.any()
+
+
+def test_the_drawing_has_two_rows_to_a_line():
+    assert inspect_batch.drawing(np.tri(3, dtype=bool)) == "█▄ \n▀▀▀"
+    assert len(inspect_batch.drawing(np.ones((250, 250), bool)).splitlines()[0]) <= inspect_batch.MOST_COLUMNS
+
+
+def test_the_picture(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "mask.png"
+    run(monkeypatch, capsys, "--objective", "causal", "--text", "a b c", "--png", str(path))
+    picture = matplotlib.image.imread(path)[:, :, 0]
+    side = picture.shape[0] // 4
+    assert (picture[side // 2 :: side, side // 2 :: side][:4, :4] < 0.5).tolist() == np.tri(
+        4, dtype=bool
+    ).tolist()
+
+
+def test_samples_of_a_run(monkeypatch, capsys, settings, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    shown = run(monkeypatch, capsys, "--config", str(config), "--objective", "prefix_lm", "--samples", "5")
+    assert "sample 5" in shown and "word" in shown and "prefix" in shown and "of padding" in shown
+    shown = run(monkeypatch, capsys, "--config", str(config), "--text", "word1 word2 word3 .")
+    assert "word2" in shown and "of padding" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to show"),
+        (["--text", "a b", "--objective", "bert"], "must be one of blank_infilling"),
+        (["--text", ""], "holds no token"),
+        (["--text", "a b", "--samples", "-1"], "0 or more"),
+        (["--text", "a b c d", "causal.x=1"], "only settings of blank_infilling"),
+        (["--text", "a b c d", "--png", "/absent/mask.png"], "/absent/mask.png"),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, capsys, arguments, message):
+    with pytest.raises(UserError, match=message):
+        run(monkeypatch, capsys, *arguments)
+
+
+def test_it_runs_as_a_script():
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "inspect_batch.py"),
+        "--text",
+        "a b",
+        "--objective",
+        "no",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,95 @@
+"""The script as a user runs it: a checkout, a real tokenizer file, one line for an error."""
+
+from support.project import ROOT, small_run
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_utils.dataset.indexed_dataset import IndexedDataset
+
+SCRIPT = ROOT / "scripts" / "preprocess_data.py"
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "again"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    (tmp_path / "good.jsonl").write_text('{"text": "hello world"}\n{"text": "hello again"}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "hello"}\n{"text": \n')
+    (tmp_path / "file").write_text("")
+    return tmp_path
+
+
+def run(directory, *arguments, launcher=()):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    tokenizer = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt"]
+    command = [*launcher, sys.executable, str(SCRIPT), *tokenizer, *arguments]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_builds_a_corpus(corpus):
+    done = run(corpus, "--input", "*ood.jsonl", "--output", "data/corpus", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 documents, 6 tokens" in done.stdout and "MB/s" in done.stdout
+    dataset = IndexedDataset(corpus / "data/corpus")
+    assert dataset.document(1).tolist() == [5, 7, dataset.manifest["eos"]]
+    assert dataset.manifest["tokenizer"]["config"]["kind"] == "bert_wordpiece"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "empty.jsonl", "--output", "out"], "no document with tokens"),
+        (["--input", "missing.jsonl", "--output", "out"], "missing.jsonl does not exist"),
+        (["--input", "bad.jsonl", "--output", "out"], "bad.jsonl:2: malformed JSON"),
+        (["--input", "good.jsonl", "--output", "file/out"], "cannot be written"),
+        (["--input", "good.jsonl", "--output", "good", "--workers", "0"], "workers is 0"),
+        (["--input", "good.jsonl", "--output", "out", "--split", "train=0.5"], "must sum to 1"),
+    ],
+)
+def test_an_error_is_one_line_and_status_2(corpus, arguments, message):
+    before = sorted(corpus.iterdir())
+    done = run(corpus, *arguments, *([] if "--workers" in arguments else ["--workers", "1"]))
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert sorted(corpus.iterdir()) == before
+
+
+def test_existing_output_is_kept(corpus):
+    arguments = ["--input", "good.jsonl", "--output", "out", "--workers", "1"]
+    assert run(corpus, *arguments).returncode == 0
+    before = json.loads((corpus / "out.json").read_text())
+    done = run(corpus, *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--overwrite" in done.stderr
+    assert run(corpus, *arguments, "--overwrite").returncode == 0
+    assert json.loads((corpus / "out.json").read_text()) == before
+
+
+def test_options_of_large_corpora(corpus):
+    lines = [f'{{"text": "hello world {word}"}}\n' for word in ("hello", "world", "hello", "again")]
+    (corpus / "big.jsonl").write_text("".join(lines))
+    (corpus / "eval.txt").write_text("hello " * 20 + "\n")
+    arguments = ["--input", "big.jsonl", "--output", "out", "--deduplicate", "--decontaminate", "eval.txt"]
+    done = run(corpus, *arguments, "--shard-megabytes", "1", "--verify", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 exact duplicates" in done.stdout and "0 of 1 evaluation texts" in done.stdout
+    assert "out: verified" in done.stdout
+    assert len(IndexedDataset(corpus / "out")) == 3
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun")
+def test_mpi_ranks(corpus):
+    arguments = ["--mpi", "--workers", "1", "--output", "out", "--input"]
+    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    assert done.returncode == 0 and done.stdout.count("2 documents") == 2, done.stderr  # total and dataset
+    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--overwrite" in done.stderr

@@ -1,0 +1,111 @@
+"""Shell scripts parse and refuse bad arguments; configs/tiny.yaml is valid. .ci/run runs the quickstart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.project import ROOT
+
+from data_utils.objectives.planes import (
+    FIELDS,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    Example,
+    SpecialTokens,
+)
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import load_config
+from scripts.fill_examples import spans_of
+
+SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]
+
+
+def bash(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", *arguments], capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_shell_syntax(script: str) -> None:
+    result = bash("-n", script)
+    assert result.returncode == 0, result.stderr
+
+
+def test_quickstart_help() -> None:
+    result = bash("scripts/quickstart.sh", "--help")
+    assert result.returncode == 0 and result.stdout.startswith("Usage: scripts/quickstart.sh")
+
+
+@pytest.mark.parametrize("arguments", [["--unknown"], ["one", "two"]])
+def test_quickstart_refuses_bad_arguments(arguments: list[str], tmp_path: Path) -> None:
+    result = bash(ROOT / "scripts/quickstart.sh", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quickstart_refuses_a_directory_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    result = bash(ROOT / "scripts/quickstart.sh", ".", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "choose another directory" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_environment_refuses_what_is_not_python() -> None:
+    script = "source scripts/setup_environment.sh; PYTHON=/bin/false ensure_environment requirements.txt"
+    result = bash("-c", script)
+    assert result.returncode == 2
+    assert "not Python 3.11 or newer" in result.stderr
+
+
+def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
+    """With requirements that ask for nothing, so that pip needs no network."""
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).write_text("# nothing\n")
+    script = f"source {ROOT}/scripts/setup_environment.sh; ensure_environment $1; $python -c 'print(1)'"
+
+    def ensure(file: str) -> str:
+        result = subprocess.run(
+            ["bash", "-euc", script, "-", file],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHON": sys.executable},
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
+    assert ensure("requirements-dev.txt") == "1\n"
+    assert ensure("requirements.txt") == "1\n"  # contained in the other
+    (tmp_path / "requirements.txt").write_text("# nothing else\n")
+    assert "installing requirements.txt" in ensure("requirements.txt")
+    assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
+
+
+def test_tiny_configuration() -> None:
+    config = load_config([ROOT / "configs/tiny.yaml"]).with_vocab_size(4096)
+    assert parameter_count(config.model) < 4e6
+    assert config.batch.accumulation_steps(1) and config.batch.accumulation_steps(2)
+    assert config.training.precision == "bf16"
+
+
+def test_original_spans_in_text_order() -> None:
+    special = SpecialTokens(
+        cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=9, unk=10, dblock=11
+    )
+    planes = np.zeros((len(FIELDS), 10), np.int32)
+    planes[TOKENS] = [1, 20, 3, 21, 3, 6, 30, 31, 6, 40]  # the second blank comes first in part B
+    planes[TARGETS, 5:] = [30, 31, 7, 40, 7]
+    planes[POSITION_IDS] = [0, 1, 2, 3, 4, 4, 4, 4, 2, 2]
+    planes[ORD, 5:] = [1, 2, 3, 4, 5]
+    planes[OBJECTIVE] = 0
+    assert spans_of(Example.from_planes(planes), special) == [[40], [30, 31]]

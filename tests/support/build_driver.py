@@ -1,0 +1,36 @@
+"""One corpus build as a process of its own, for tests: build_driver.py OPTIONS TOKENIZER [mpi]."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from support.project import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from data_utils.base.errors import UserError, run_command
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.build.ranks import Ranks
+from support import byte_tokenizer
+
+
+def main() -> int:
+    ranks = Ranks()
+    if "mpi" in sys.argv[3:]:
+        from mpi4py import MPI
+
+        ranks = Ranks(MPI.COMM_WORLD)
+    tokenizer = getattr(byte_tokenizer, sys.argv[2])
+    try:
+        build_corpus(BuildConfig(**json.loads(sys.argv[1])), tokenizer, ranks)
+    except UserError as error:
+        if ranks.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

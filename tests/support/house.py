@@ -1,0 +1,156 @@
+"""The structure of the code as facts: who imports whom, how long files and functions are, how many lines there are.
+
+`python tests/support/house.py` prints the counts; tests/test_house.py holds the rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the ground up: a room may import itself and those before it.
+ROOMS = (
+    "data_utils.base",
+    "data_utils.text",
+    "data_utils.objectives",
+    "data_utils.dataset",
+    "data_utils.build",
+    "data_utils.samples",
+    "megatron_lite.config",
+    "megatron_lite.parallel",
+    "megatron_lite.model",
+    "megatron_lite.checkpoint",
+    "megatron_lite.train",
+    "megatron_lite.generate",
+    "megatron_lite.hf",
+    "pretrain_glm",
+    "scripts",
+)
+# Not part of what every GLM run passes: conversion, generation, our encoders, the other systems' objectives, commands.
+BESIDE_THE_CORE = (
+    "megatron_lite.hf",
+    "megatron_lite.generate",
+    "data_utils.text.fast",
+    "scripts",
+)
+
+
+def product_files() -> list[Path]:
+    """Every Python file of the product, the tests and benchmarks left out."""
+    rooms = [
+        path for name in ("data_utils", "megatron_lite", "scripts") for path in (ROOT / name).rglob("*.py")
+    ]
+    return sorted([ROOT / "pretrain_glm.py", *rooms])
+
+
+def module_name(path: Path) -> str:
+    """`data_utils.base.files` for data_utils/base/files.py; a package for its __init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> int | None:
+    """The place in ROOMS of a module; None for a package around rooms."""
+    names = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    return ROOMS.index(names[0]) if names else None
+
+
+def imports_of(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
+    """(module, line) for every import of another module of the product, wherever it stands in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            if all(name in modules for name in names[:-1]):
+                names.pop()  # `from package import module, module`
+        for name in names:
+            if name in modules:
+                yield name, node.lineno
+
+
+def import_graph() -> dict[str, dict[str, int]]:
+    """module -> {imported module: line}."""
+    files = {module_name(path): path for path in product_files()}
+    return {name: dict(imports_of(path, set(files))) for name, path in files.items()}
+
+
+def circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others (Tarjan's algorithm)."""
+    number = itertools.count()
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = next(number)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def upward_imports(graph: dict[str, dict[str, int]]) -> list[str]:
+    """`module:line imports module` for every import from a room into a later one."""
+    lines = []
+    for name, others in graph.items():
+        room = room_of(name)
+        for other, line in others.items():
+            target = room_of(other)
+            if room is not None and target is not None and target > room:
+                lines.append(f"{name}:{line} imports {other}")
+    return lines
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, lines) of every function and method."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def is_core(path: Path) -> bool:
+    """Whether every run of GLM passes this file's room."""
+    name = module_name(path)
+    if name.startswith("data_utils.objectives."):
+        objectives = ("planes", "rows", "masking", "registry", "blank_infilling")
+        return name.split(".")[2] in objectives
+    return not name.startswith(BESIDE_THE_CORE)
+
+
+def main() -> None:
+    lines = {path: line_count(path) for path in product_files()}
+    for room in ROOMS:
+        inside = [count for path, count in lines.items() if room_of(module_name(path)) == ROOMS.index(room)]
+        print(f"{room:26}{len(inside):4} files {sum(inside):7,} lines")
+    print(f"{'product':26}{len(lines):4} files {sum(lines.values()):7,} lines")
+    core = [count for path, count in lines.items() if is_core(path)]
+    print(f"{'core path of GLM':26}{len(core):4} files {sum(core):7,} lines")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,582 @@
+#!/usr/bin/env python3
+"""Every layout against one process: one list of cases, for pytest (test_parity.py) and for the table in docs/parity.md.
+
+    python tests/support/parity.py --output docs/parity.md      # every case
+    python tests/support/parity.py --layouts 2x1x2 1x2x1        # tensor x pipeline x data parallel ranks
+
+The one process is plain torch, without DeepSpeed: a loop of forward, backward, clip_grad_norm_ and AdamW over all
+samples of a step at once. A case runs the same samples through an engine. Ranks are forked once per layout, run all its
+cases, and compare what they own, piece by piece, with the whole tensors of the one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from support.project import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+
+from data_utils.base.errors import ConfigError, run_command
+from data_utils.base.settings import build
+from data_utils.objectives.planes import WEIGHTS
+from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine import Engine, Fragment, MicroBatch, parameter_groups
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.trainer import DTYPES
+from support.batches import prefix_batch
+from support.distributed import run_ranks
+
+MAX_RANKS = 8
+SAMPLES = 32  # of a step: 8 data-parallel ranks x 4 micro-batches
+STEPS = 3
+OBJECTIVES = 3
+VOCAB_SIZE = 500
+ROW_LENGTH = 48
+LR, CLIP = 1e-2, 0.3
+KINDS = ("loss", "norm", "gradients", "weights")
+
+# Largest difference of a tensor's elements over its largest element. fp32: rounding is 6e-8 and sums of about a hundred
+# terms in another order give 1e-6 (measured: at most 4e-6), while an error of method gives 1e-3 and more (a factor, a
+# missing term, a step without weight decay). Half precision has 8 and 11 bits; its errors add up over four blocks, and
+# the largest element of a tensor collects the worst of them. Measured: half of these at most.
+TOLERANCES = {
+    "fp32": dict.fromkeys(KINDS, 1e-5),
+    "bf16": {"loss": 1e-3, "norm": 1e-2, "gradients": 0.2, "weights": 0.2},
+    "fp16": {"loss": 1e-4, "norm": 2e-3, "gradients": 0.02, "weights": 0.02},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the training steps."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero_stage: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    accumulation: int = 1
+    precision: str = "fp32"
+    offload: bool = False
+    dropout: float = 0.0  # after embeddings, attention and FFN
+    attention_dropout: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def layout(self) -> str:
+        return f"{self.tensor}x{self.pipeline}x{self.data}"
+
+    @property
+    def micro_batch_size(self) -> int:
+        return SAMPLES // (self.data * self.accumulation)
+
+    @property
+    def num_layers(self) -> int:
+        return max(4, self.pipeline)
+
+    @property
+    def keeps_padding(self) -> bool:
+        """Where dropout's masks are drawn for whole rows."""
+        return self.sequence_parallel or self.pipeline > 1
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        return {
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "sequence_parallel": self.sequence_parallel,
+            "zero_stage": self.zero_stage,
+            "offload_optimizer": self.offload,
+        }
+
+    def __str__(self) -> str:
+        words = [self.layout, f"zero{self.zero_stage}", self.recompute, f"accumulation{self.accumulation}"]
+        words += ["sp"] * self.sequence_parallel + ["offload"] * self.offload
+        words += [self.precision] * (self.precision != "fp32")
+        words += ["dropout"] * bool(self.dropout or self.attention_dropout)
+        return "-".join(words)
+
+    def config(self) -> Config:
+        # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
+        # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
+        # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
+        tree = {
+            "model": {
+                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
+                "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
+                "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
+            },
+            "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
+            "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
+            "data": {"sequence_length": 32, "row_length": ROW_LENGTH},
+            "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "eps": 1e-3},
+            "parallel": self.parallel,
+        }  # fmt: skip
+        if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
+            tree["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 500}}
+        return build(Config, tree)
+
+
+def matrix() -> list[Case]:
+    """Tensor x pipeline x data <= 8 in powers of two, x ZeRO x sequence parallelism x recomputation x accumulation."""
+    degrees = [1, 2, 4, 8]
+    return [
+        Case(tp, pp, dp, zero, sequence_parallel, recompute, accumulation)
+        for tp, pp, dp in itertools.product(degrees, repeat=3)
+        if tp * pp * dp <= MAX_RANKS
+        for zero in ((1, 2, 3) if pp == 1 else (1,))
+        for sequence_parallel in ((False, True) if tp > 1 else (False,))
+        for recompute in ("none", "selective", "full")
+        for accumulation in (1, 4)
+    ]
+
+
+# Half precision against one process in fp32; offloading; dropout, where one process draws the same masks: within each
+# tensor-parallel region the ranks draw their own (so no attention dropout, no sequence parallelism at tensor > 1).
+HALF = [
+    *(Case(1, 1, 2, zero, accumulation=4, precision=p) for zero in (1, 2, 3) for p in ("bf16", "fp16")),
+    *(Case(2, 1, 1, 1, True, precision=precision) for precision in ("bf16", "fp16")),
+    *(Case(2, 1, 2, 3, recompute="full", precision=precision) for precision in ("bf16", "fp16")),
+    Case(2, 2, 1, 1, True, accumulation=4, precision="bf16"),
+    Case(1, 4, 1, 1, recompute="selective", precision="bf16"),
+]
+OFFLOAD = [
+    *(Case(1, 1, 2, zero, accumulation=4, offload=True) for zero in (1, 2, 3)),
+    Case(2, 1, 2, 2, True, offload=True),
+    *(Case(1, 1, 2, zero, precision=p, offload=True) for zero in (1, 2, 3) for p in ("bf16", "fp16")),
+]
+DROPOUT = [
+    Case(1, 1, 2, 2, recompute="selective", accumulation=4, dropout=0.1, attention_dropout=0.1),
+    Case(1, 1, 4, 3, dropout=0.1, attention_dropout=0.1),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
+    Case(1, 4, 2, 1, dropout=0.1, attention_dropout=0.1),
+    Case(2, 1, 1, 2, accumulation=4, dropout=0.1),
+    Case(2, 2, 1, 1, recompute="full", dropout=0.1),
+]
+
+
+def _pairs(case: Case) -> set[tuple]:
+    values = (
+        case.tensor > 1, case.pipeline > 1, case.data > 1, case.zero_stage, case.sequence_parallel, case.recompute,
+        case.accumulation,
+    )  # fmt: skip
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def reduced() -> list[Case]:
+    """Few cases on few ranks in which every two settings that can meet do meet; parallel axes count as on or off."""
+    everything = matrix()
+    missing = set().union(*map(_pairs, everything))
+    chosen = [Case(2, 2, 2, 1, True, "full", 4)]
+    missing -= _pairs(chosen[0])
+    while missing:
+        best = max(everything, key=lambda case: (len(_pairs(case) & missing), -case.ranks))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+# The one process
+
+
+@dataclass
+class Record:
+    """What one process computed: parameters as matrices, by name."""
+
+    initial: dict[str, torch.Tensor]
+    objective_sums: list[torch.Tensor] = field(default_factory=list)  # per step fp64 [objectives, 2]
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # before clipping
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def samples_of(step: int) -> np.ndarray:
+    """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel."""
+    return prefix_batch(step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2)
+
+
+def dropout_seed(step: int, micro_batch: int) -> int:
+    return 1000 * step + micro_batch
+
+
+def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, without padding rows of the vocabulary."""
+    return {
+        name: tensor.detach()
+        .clone()[: VOCAB_SIZE if "word_embeddings" in name else None]
+        .view(matrix_shape(tuple(tensor[: VOCAB_SIZE if "word_embeddings" in name else None].shape)))
+        for name, tensor in named.items()
+    }
+
+
+def reference_of(case: Case) -> Record:
+    """The record a case is compared with; without dropout it only depends on the number of layers."""
+    plain = Case(pipeline=case.num_layers if case.num_layers > 4 else 1)
+    if not (case.dropout or case.attention_dropout):
+        return _one_process(plain, SAMPLES, False)
+    plain = replace(plain, dropout=case.dropout, attention_dropout=case.attention_dropout)
+    return _one_process(plain, case.micro_batch_size, case.keeps_padding)
+
+
+@functools.cache
+def _one_process(case: Case, rows: int, keep_padding: bool) -> Record:
+    """Plain torch on passes of `rows` samples."""
+    config = case.config()
+    model = build_model(config, OBJECTIVES)
+    named = dict(model.named_parameters())
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(named, settings.weight_decay),
+        lr=LR,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    record = Record(as_matrices(named))
+    for step in range(STEPS):
+        samples = samples_of(step)
+        sums = torch.zeros(OBJECTIVES, 2, dtype=torch.float64)
+        optimizer.zero_grad()
+        for index in range(SAMPLES // rows):
+            batch = ModelInput.from_batch(
+                Batch(samples[index * rows :][:rows]),
+                torch.device("cpu"),
+                config.model,
+                dropout_seed=dropout_seed(step, index),
+                keep_padding=keep_padding,
+            )
+            loss_sum, per_objective = model(batch)
+            (loss_sum / np.count_nonzero(samples[:, WEIGHTS])).backward()
+            sums += per_objective
+        record.objective_sums.append(sums)
+        record.gradients.append(as_matrices({name: p.grad for name, p in named.items()}))
+        record.norms.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm).item()
+        )
+        optimizer.step()
+    record.weights = as_matrices(named)
+    return record
+
+
+# A case
+
+
+@dataclass
+class Outcome:
+    """Largest relative differences from one process, by kind, and in which tensor and step."""
+
+    case: Case
+    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    where: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(
+        self, kind: str, where: str, got: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """The largest difference of a tensor's elements over the largest element of the whole tensor."""
+        if not got.numel():
+            return
+        largest = scale.double().abs().max().clamp(min=1e-30)  # biases start as zeros
+        difference = ((got.double() - expected.double()).abs().max() / largest).item()
+        if not difference <= self.largest[kind]:  # also if it is no number
+            self.largest[kind] = difference if math.isfinite(difference) else math.inf
+            self.where[kind] = where
+
+    def failures(self) -> list[str]:
+        """What exceeds the tolerance, as one line each."""
+        tolerances = TOLERANCES[self.case.precision]
+        return [
+            f"{self.case}: {kind} differ by {value:.1e}, more than {tolerances[kind]:.0e}, at {self.where[kind]}"
+            for kind, value in self.largest.items()
+            if value > tolerances[kind]
+        ]
+
+    def join(self, other: Outcome) -> None:
+        """Another rank's outcome of the same case."""
+        for kind, value in other.largest.items():
+            if value > self.largest[kind]:
+                self.largest[kind], self.where[kind] = value, other.where[kind]
+        self.seconds = max(self.seconds, other.seconds)
+
+
+def check_cover(
+    fragments: Iterable[Fragment], whole: dict[str, torch.Tensor], context: ParallelContext
+) -> None:
+    """Raise AssertionError unless the ranks together own every element exactly once, copies left out."""
+    counts = {name: torch.zeros_like(matrix) for name, matrix in whole.items()}
+    for fragment in fragments:
+        for run in fragment.runs():
+            box = run.box
+            counts[fragment.name][
+                box.row : box.row_stop, box.column : box.column_stop
+            ] += not fragment.is_copy
+    total = context.sum(torch.cat([part.flatten() for part in counts.values()]))
+    parts = total.split([part.numel() for part in counts.values()])
+    wrong = [name for name, part in zip(counts, parts, strict=True) if (part != 1).any()]
+    assert not wrong, f"not every element is owned by exactly one rank: {wrong}"
+
+
+def compare_fragment(
+    outcome: Outcome,
+    kind: str,
+    step: int,
+    fragment: Fragment,
+    values: torch.Tensor,
+    whole: dict[str, torch.Tensor],
+) -> None:
+    expected = whole[fragment.name]
+    assert matrix_shape(whole_shape(fragment.shape, fragment.partition, fragment.tp.size)) == expected.shape
+    for run in fragment.runs():
+        box = run.box
+        got = values[run.start - fragment.start : run.stop - fragment.start].view(box.shape)
+        part = expected[box.row : box.row_stop, box.column : box.column_stop]
+        outcome.add(kind, f"{fragment.name}, step {step + 1}", got, part, expected)
+
+
+def micro_batches_of(case: Case, context: ParallelContext, step: int) -> list[MicroBatch]:
+    """This rank's share of a step."""
+    samples = samples_of(step)
+    factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
+    size, dp = case.micro_batch_size, context.dp
+    indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
+    return [MicroBatch(Batch(samples[i * size :][:size]), dropout_seed(step, i), factor) for i in indices]
+
+
+def run_step(
+    context: ParallelContext, engine: Engine, case: Case, step: int, record: Record, outcome: Outcome
+) -> None:
+    seen: list[tuple[Fragment, torch.Tensor]] = []
+    with engine.observed_gradients(lambda fragment, gradient: seen.append((fragment, gradient.clone()))):
+        result = engine.train_step(micro_batches_of(case, context, step), LR)
+    assert not result.skipped and result.grad_norm > CLIP, "clipping should be active"
+    assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
+    sums = context.sum(
+        result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
+    )
+    assert torch.equal(sums[:, 1], record.objective_sums[step][:, 1]), "every loss token counts once"
+    for got, expected in zip(sums[:, 0], record.objective_sums[step][:, 0], strict=True):
+        outcome.add("loss", f"step {step + 1}", got, expected, expected)
+    norm = torch.tensor(record.norms[step])
+    outcome.add("norm", f"step {step + 1}", torch.tensor(result.grad_norm), norm, norm)
+    for fragment, gradient in seen:
+        gradient *= engine.clip_divisor(result.grad_norm)
+        compare_fragment(outcome, "gradients", step, fragment, gradient, record.gradients[step])
+    if step == 0:
+        check_cover([fragment for fragment, _ in seen], record.initial, context)
+
+
+def run_case(context: ParallelContext, case: Case, record: Record) -> Outcome:
+    """Train the case's steps on this rank and compare what it owns with one process."""
+    warnings.filterwarnings("error", message="c10d::")  # autograd meets a collective that it does not know
+    started = time.perf_counter()
+    outcome = Outcome(case)
+    engine = make_engine(case.config(), context, OBJECTIVES)
+    start = Outcome(case)
+    # DeepSpeed takes its fp32 weights from the model after the cast to half precision.
+    initial = {name: weight.to(DTYPES[case.precision]).float() for name, weight in record.initial.items()}
+    for fragment in engine.fragments():
+        compare_fragment(start, "weights", -1, fragment, fragment.tensors["weight"], initial)
+    assert start.largest["weights"] == 0.0, f"initial weights depend on the layout: {start.where}"
+    for step in range(STEPS):
+        run_step(context, engine, case, step, record, outcome)
+    for fragment in engine.fragments():
+        compare_fragment(outcome, "weights", STEPS - 1, fragment, fragment.tensors["weight"], record.weights)
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+def run_cases(context: ParallelContext, cases: Sequence[Case], records: Sequence[Record]) -> list[Outcome]:
+    outcomes = []
+    for case, record in zip(cases, records, strict=True):
+        outcomes.append(run_case(context, case, record))
+        gc.collect()  # an engine is full of cycles
+    return outcomes
+
+
+def outcomes_of(cases: Sequence[Case]) -> list[Outcome]:
+    """Run cases of one layout on freshly forked ranks; the largest difference on any rank counts."""
+    first = cases[0]
+    assert all(case.layout == first.layout for case in cases)
+    records = [reference_of(case) for case in cases]
+    parallel = ParallelConfig(tensor_parallel_size=first.tensor, pipeline_parallel_size=first.pipeline)
+    per_rank = run_ranks(
+        run_cases, first.ranks, cases, records, parallel=parallel, limit_seconds=60.0 + 30.0 * len(cases)
+    )
+    joined = per_rank[0]
+    for others in per_rank[1:]:
+        for mine, other in zip(joined, others, strict=True):
+            mine.join(other)
+    return joined
+
+
+# The table
+
+
+def by_layout(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    grouped: dict[str, list[Case]] = {}
+    for case in cases:
+        grouped.setdefault(case.layout, []).append(case)
+    return grouped
+
+
+def commit() -> str:
+    """Short hash of what is checked out, marked if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def hardware() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def table(titled: dict[str, list[list[Outcome]]]) -> str:
+    """Markdown: one table per title, one row per list of outcomes (all of one layout)."""
+    lines = []
+    for title, rows in titled.items():
+        lines += ["", f"## {title}", ""]
+        lines += [
+            "| tensor x pipeline x data | cases | loss | gradient norm | gradients | weights | seconds |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|"]
+        for outcomes in rows:
+            largest = [max(outcome.largest[kind] for outcome in outcomes) for kind in KINDS]
+            cells = [
+                outcomes[0].case.layout.replace("x", " x "),
+                str(len(outcomes)),
+                *(f"{x:.1e}" for x in largest),
+            ]
+            lines.append("| " + " | ".join([*cells, f"{sum(o.seconds for o in outcomes):.0f}"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """# Every layout against one process
+
+Written by `python tests/support/parity.py --output docs/parity.md`.
+`python -m pytest -m slow tests/train/test_parity.py` runs the
+same cases. {cases} cases in {minutes:.0f} minutes, {failed} beyond their tolerance.
+Commit {commit}; {hardware}; torch {torch}, DeepSpeed {deepspeed}, gloo.
+
+A case trains {steps} AdamW steps (weight decay 0.1, gradients clipped to norm {clip}, learning rate {lr}) of {samples}
+samples with unequal numbers of loss tokens, two to four documents per row and {objectives} objectives. It is compared
+with plain torch in one process, without DeepSpeed. Every case also checks that initial weights are equal bit for bit
+and that every element is owned by exactly one rank.
+
+Shown are the largest relative differences: of the loss of every objective and of the gradient norm in every step; of
+every parameter's gradient (before clipping, in every step) and of every parameter after the last step, the largest
+difference of its elements over its largest element. Element by element a ratio would mean nothing: where a sum cancels
+to nearly 0, any rounding is large beside it. Adam would turn such an element into a step of full size, unless epsilon
+is above the rounding: it is 1e-3 here, the size of a typical gradient of this model.
+
+| tolerance | loss | gradient norm | gradients | weights |
+|---|---|---|---|---|
+{tolerances}
+
+Half precision is compared with fp32, not with itself.
+"""
+
+
+def page(titled: dict[str, list[list[Outcome]]], seconds: float) -> str:
+    """The whole of docs/parity.md."""
+    import deepspeed
+
+    outcomes = [outcome for rows in titled.values() for row in rows for outcome in row]
+    tolerances = [
+        f"| {precision} | " + " | ".join(f"{value:.0e}" for value in values.values()) + " |"
+        for precision, values in TOLERANCES.items()
+    ]
+    introduction = INTRODUCTION.format(
+        cases=len(outcomes),
+        minutes=seconds / 60,
+        failed=sum(bool(outcome.failures()) for outcome in outcomes),
+        commit=commit(),
+        hardware=hardware(),
+        torch=torch.__version__,
+        deepspeed=deepspeed.__version__,
+        steps=STEPS,
+        clip=CLIP,
+        lr=LR,
+        samples=SAMPLES,
+        objectives=OBJECTIVES,
+        tolerances="\n".join(tolerances),
+    )
+    return introduction + table(titled)
+
+
+def grouped(outcomes_by_layout: Iterable[list[Outcome]], precision: str) -> list[list[Outcome]]:
+    rows = [[o for o in outcomes if o.case.precision == precision] for outcomes in outcomes_by_layout]
+    return [row for row in rows if row]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layouts", nargs="+", metavar="TxPxD", help="only these (default: all)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the page there, not to the terminal"
+    )
+    options = parser.parse_args(arguments)
+    known = by_layout(matrix())
+    for layout in options.layouts or []:
+        if layout not in known:
+            raise ConfigError(f"--layouts {layout} is not known; choose from {', '.join(known)}.")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigError(f"--output {options.output}: its directory does not exist; create it.")
+    started = time.perf_counter()
+    results: dict[str, list[list[Outcome]]] = {}
+    for title, cases in (
+        ("fp32: every combination", matrix()), ("Dropout", DROPOUT), ("Offloaded optimizer", OFFLOAD),
+        ("Half precision", HALF),
+    ):  # fmt: skip
+        for layout, chosen in by_layout(cases).items():
+            if not options.layouts or layout in options.layouts:
+                results.setdefault(title, []).append(outcomes_of(chosen))
+                print(f"{title}: {layout}, {len(chosen)} cases", file=sys.stderr, flush=True)
+    titled = {
+        title if precision == "fp32" else f"{title}, {precision}": rows
+        for title, outcomes in results.items()
+        for precision in TOLERANCES
+        if (rows := grouped(outcomes, precision))
+    }
+    text = page(titled, time.perf_counter() - started)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text, encoding="utf-8")
+    failures = [
+        line for rows in results.values() for row in rows for outcome in row for line in outcome.failures()
+    ]
+    for line in failures:
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,39 @@
+"""Where the project is, and the configuration of a very small run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def small_run(corpus: Path, directory: Path) -> dict:
+    """Configuration tree of a two-layer model on `corpus`: fp32, no dropout, 8 samples a step."""
+    dropout = {name: 0.0 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
+    return {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "max_position": 64,
+            **dropout,
+        },
+        "training": {"steps": 6, "precision": "fp32", "seed": 7, "eval_interval": 0, "eval_samples": 16},
+        "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "tokenizer": {"kind": "bert_wordpiece", "path": str(corpus / "vocab.txt")},
+        "data": {
+            "train": [{"prefix": str(corpus / "corpus_train")}],
+            "validation": [{"prefix": str(corpus / "corpus_validation")}],
+            "sequence_length": 64,
+        },
+        "blank_infilling": {"token_prob": 0.5, "sentence_prob": 0.2},
+        "checkpoint": {"save_interval": 0},
+        "run": {
+            "directory": str(directory),
+            "log_interval": 1,
+            "tensorboard": False,
+            "peak_tflops": 1.0,
+        },
+    }

@@ -1,0 +1,37 @@
+"""What several tests use around trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from data_utils.base.settings import build
+from data_utils.samples.loader import open_datasets
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.config.tree import Config
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.trainer import Trainer
+
+
+def make_trainer(context, tree):
+    config = build(Config, tree)
+    tokenizer = load_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
+    engine = make_engine(config, context, len(data.loss_names))
+    return Trainer(config, context, engine, data.train, data.validation, data.loss_names)
+
+
+def fit(context, tree):
+    trainer = make_trainer(context, tree)
+    trainer.fit()
+    return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
+
+
+def records(directory, kind="train"):
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return {
+        r["step"]: {k: v for k, v in r.items() if k.startswith("loss") or k == "perplexity"}
+        for r in lines
+        if r["kind"] == kind
+    }

@@ -1,0 +1,125 @@
+"""Skipped steps and the derived DeepSpeed dictionary. That layouts compute the same: test_parity.py."""
+
+import deepspeed
+import pytest
+import torch
+from support import parity
+from support.batches import prefix_batch
+from support.distributed import run_ranks
+from support.engines import SAMPLES, tree
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import build
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.train.engine import MicroBatch
+from megatron_lite.train.plain import make_engine
+
+
+def poisoned_steps(context, settings):
+    """Three steps, in the second of which one rank's gradients are no numbers: what was skipped, and what changed."""
+    config = build(Config, settings)
+    engine = make_engine(config, context, num_losses=3)
+    size, accumulation = config.batch.micro_batch_size, config.batch.accumulation_steps(context.dp.size)
+    outcome = []
+    for step in range(3):
+        samples = prefix_batch(step, rows=SAMPLES, vocab=500)
+        mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
+        poisoned = step == 1 and context.dp.rank == context.dp.size - 1
+        factor = float("nan") if poisoned else 0.01
+        before = own_weights(engine)
+        result = engine.train_step([MicroBatch(Batch(batch), step, factor) for batch in mine], lr=1e-3)
+        after = own_weights(engine)
+        assert after.isfinite().all()
+        outcome.append((result.skipped, not torch.equal(before, after)))
+    return outcome
+
+
+def own_weights(engine):
+    """The fp32 weights this rank owns, one after the other."""
+    return torch.cat([fragment.tensors["weight"].detach().clone() for fragment in engine.fragments()])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("zero_stage, offload", [(1, False), (2, False), (1, True), (2, True), (3, True)])
+def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(precision, zero_stage, offload):
+    parallel = {"zero_stage": zero_stage, "offload_optimizer": offload}
+    results = run_ranks(poisoned_steps, 2, tree(training={"precision": precision}, parallel=parallel))
+    assert results == [[(False, True), (True, False), (False, True)]] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_stages_and_tensor_parallel_ranks_skip_together(precision):
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    settings = tree(training={"precision": precision}, parallel=parallel)
+    results = run_ranks(poisoned_steps, 4, settings, parallel=ParallelConfig(**parallel))
+    assert results == [[(False, True), (True, False), (False, True)]] * 4
+
+
+def optimizer_and_compiled_operations(context, settings):
+    engine = make_engine(build(Config, settings), context, num_losses=3)
+    return type(engine._zero.optimizer), deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_is_compiled_at_the_start(offload):
+    """DeepSpeed's own optimizers and shared memory would be, for minutes, and a killed build blocks later starts."""
+    settings = tree(parallel={"offload_optimizer": offload, "zero_stage": 2})
+    assert run_ranks(optimizer_and_compiled_operations, 1, settings) == [(torch.optim.AdamW, False)]
+
+
+def test_the_deepspeed_dictionary_is_derived():
+    config = build(
+        Config,
+        tree(deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}),
+    )
+    options = config.deepspeed_options(dp_size=2)
+    assert options["gradient_accumulation_steps"] == 2 and options["gradient_clipping"] == 0.5
+    assert options["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 1}
+    assert options["wall_clock_breakdown"] is True
+
+
+def test_a_world_that_does_not_fit_the_batch_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
+    ):
+        build(Config, tree()).deepspeed_options(dp_size=3)
+
+
+def train_and_save(context, case, directory):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    for step in range(2):
+        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+    checkpoint.save(directory, 2, engine, {}, context)
+
+
+def continue_and_compare(context, case, directory, record):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    outcome = parity.Outcome(case)
+    parity.run_step(context, engine, case, 2, record, outcome)
+    for fragment in engine.fragments():
+        parity.compare_fragment(outcome, "weights", 2, fragment, fragment.tensors["weight"], record.weights)
+    return outcome.failures()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1)),
+        (parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True)),
+        (parity.Case(1, 1, 2, 3, offload=True), parity.Case(2, 1, 2, 3, True, offload=True)),
+    ],
+    ids=str,
+)
+def test_a_run_continues_with_or_without_offloading(tmp_path, before, after):
+    """Two steps, a checkpoint, the third step on another layout: as three steps in one process."""
+
+    def run(function, case, *args):
+        parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+        return run_ranks(function, case.ranks, case, tmp_path, *args, parallel=parallel)
+
+    run(train_and_save, before)
+    record = parity.reference_of(after)
+    assert run(continue_and_compare, after, record) == [[]] * after.ranks

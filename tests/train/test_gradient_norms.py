@@ -1,0 +1,61 @@
+"""Gradient norms of single layers: the same in every layout as from whole gradients in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from support import parity
+from support.distributed import run_ranks
+from support.parity import Case
+from support.training import fit
+
+from data_utils.base.settings import merge
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.train.gradient_norms import GradientNorms, layer_names
+from megatron_lite.train.plain import make_engine
+
+LAYERS = ("embedding.", "layers.", "final_layernorm")
+
+
+def norms_of_a_step(context, case):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    layers = GradientNorms(case.config().model, context)
+    with engine.observed_gradients(layers.add):
+        result = engine.train_step(parity.micro_batches_of(case, context, 0), parity.LR)
+    unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity.LR)
+    assert not unobserved.skipped
+    return layers.norms(engine.clip_divisor(result.grad_norm)), result.grad_norm
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, 2, 1, 1, True), Case(1, 1, 2, 3), Case(2, 1, 2, 2, accumulation=4), Case(1, 2, 2)],
+    ids=str,
+)
+def test_every_layout_finds_the_norms_of_one_process(case):
+    gradients = parity.reference_of(case).gradients[0]
+    parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+    for norms, grad_norm in run_ranks(norms_of_a_step, case.ranks, case, parallel=parallel):
+        assert list(norms) == layer_names(case.config().model)
+        for layer, norm in norms.items():
+            squares = [
+                g.double().square().sum() for name, g in gradients.items() if name.startswith(f"{layer}.")
+            ]
+            # fp32 gradients of another order of sums: 1e-6.
+            assert squares and norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+        assert grad_norm == pytest.approx(math.hypot(*norms.values()), rel=1e-5)
+
+
+def test_the_trainer_records_them_at_their_interval(settings, tmp_path):
+    run_ranks(fit, 1, merge(settings, {"training": {"gradient_norm_interval": 4, "steps": 9}}))
+    lines = [json.loads(line) for line in (Path(tmp_path) / "run/metrics.jsonl").read_text().splitlines()]
+    records = {line["step"]: line for line in lines if line["kind"] == "gradient_norms"}
+    assert sorted(records) == [4, 8]
+    norms = {line["step"]: line["grad_norm"] for line in lines if line["kind"] == "train"}
+    for step, record in records.items():
+        layers = [value for name, value in record.items() if name.startswith(LAYERS)]
+        assert len(layers) == 6  # three tables, two blocks, the final LayerNorm
+        assert math.hypot(*layers) == pytest.approx(norms[step], rel=1e-5)

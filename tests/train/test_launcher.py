@@ -1,0 +1,149 @@
+"""The real `deepspeed` launcher on two CPU processes, and what users can get wrong before and at its start."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.distributed import free_port
+from support.project import ROOT
+
+pytestmark = pytest.mark.launcher
+
+
+def command_and_environment(settings, directory, overrides, processes=2, port=None):
+    config = Path(directory) / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [launcher, "--master_port", port or free_port(), "--num_gpus", processes]
+    command += [ROOT / "pretrain_glm.py", "--config", config, *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return [str(x) for x in command], environment
+
+
+def start(settings, directory, *overrides, **options):
+    command, environment = command_and_environment(settings, directory, overrides, **options)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def ranks_of(config):
+    """Process ids of the ranks, not of their launchers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if str(config).encode() in words and not any(b"deepspeed" in word for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(condition, what, seconds=300):  # a busy machine needs minutes to load torch four times
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(settings, directory):
+    """The launcher of an endless run, in a process group of its own, as in a terminal; its output goes to `output`."""
+    command, environment = command_and_environment(settings, directory, ["training.steps=1000000"])
+    config = Path(directory) / "config.yaml"
+    with (
+        (directory / "output").open("w") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        ) as launcher,
+    ):
+        try:
+            yield launcher, config
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ask", ["SIGTERM to the launcher", "Ctrl-C"])
+def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
+    run = tmp_path / "run"
+    with running(settings, tmp_path) as (launcher, config):
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, "the run trains")
+        assert len(ranks_of(config)) == 2
+        if ask == "Ctrl-C":
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            launcher.terminate()
+        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+    output = (tmp_path / "output").read_text()
+    (last,) = (run / "checkpoints").iterdir()
+    assert last.name == f"step_{losses(run)[-1][0]:08d}"
+    cause = "SIGINT" if ask == "Ctrl-C" else "the launcher has ended"
+    assert output.count(f"{cause}: saving after this step, then ending;") == 1, output
+    assert f"saved {last}" in output and "second signal" not in output
+    assert not (run / "LEASE").exists()
+
+
+def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
+    with running(settings, tmp_path) as (launcher, config):
+        wait_until(lambda: (tmp_path / "run/LEASE").exists(), "rank 0 has begun")
+        launcher.terminate()
+        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+    output = (tmp_path / "output").read_text()
+    assert output.count("the launcher has ended: ending before the first step\n") == 1, output
+    assert not (tmp_path / "run").exists()
+
+
+def losses(run):
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [(r["step"], r["loss"]) for r in map(json.loads, lines) if r["kind"] == "train"]
+
+
+def test_train_stop_resume_and_fill_a_blank(settings, tmp_path):
+    settings["training"]["precision"] = "bf16"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for arguments in (
+        [f"run.directory={whole}"],
+        [f"run.directory={parts}", "training.stop_after_step=3"],
+        [f"run.directory={parts}"],
+    ):
+        done = start(settings, tmp_path, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from" in done.stdout and "step 6/6" in done.stdout
+    assert losses(parts) == losses(whole)  # bf16: the same arithmetic on the same state
+    command = [
+        sys.executable,
+        "scripts/generate.py",
+        "--checkpoint",
+        str(parts),
+        "--text",
+        "word1 [MASK] word2",
+        "--json",
+    ]
+    filled = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert filled.returncode == 0, filled.stderr
+    assert len(json.loads(filled.stdout)["spans"]) == 1
+
+
+def test_a_world_that_does_not_fit_ends_with_one_message(settings, tmp_path):
+    done = start(settings, tmp_path, processes=3)
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert output.count("error: ") == 1 and "global_batch_size" in output
+    assert "Traceback" not in output
+    assert not Path(settings["run"]["directory"]).exists()
+
+
+def test_a_port_in_use_is_one_line(settings, tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        done = start(settings, tmp_path, processes=1, port=other.getsockname()[1])
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "is in use on" in output and "--master_port" in output and "Traceback" not in output

@@ -1,0 +1,27 @@
+"""Training on every objective at once: each has its own loss, and the model learns."""
+
+from __future__ import annotations
+
+import math
+
+from support.distributed import run_ranks
+from support.training import fit, records
+
+from data_utils.base.settings import merge
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES
+
+
+def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
+    mixed = {
+        "objectives": {name: 1.0 for name in OBJECTIVES},
+        "masked_lm": {"next_sentence": True},
+        "model": {"max_position": 80, "sentence_head": True, "span_boundary_places": 10, "segments": 6},
+        "training": {"steps": 8},
+        "batch": {"micro_batch_size": 26, "global_batch_size": 52},
+    }
+    run_ranks(fit, 1, merge(settings, mixed))
+    losses = records(tmp_path / "run")
+    seen = {name for step in losses.values() for name in step}
+    assert seen >= {f"loss/{name}" for name in LOSS_NAMES}
+    assert all(math.isfinite(loss) for step in losses.values() for loss in step.values())
+    assert losses[8]["loss"] < losses[1]["loss"] - 0.05

@@ -1,0 +1,188 @@
+"""Every layout equals one process (parity.py): the reduced cases always, the whole matrix behind `-m slow`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from support import parity
+from support.distributed import run_ranks
+from support.parity import Case, by_layout, outcomes_of
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.train.plain import make_engine
+
+
+def failures(cases):
+    return [
+        line for chosen in by_layout(cases).values() for o in outcomes_of(chosen) for line in o.failures()
+    ]
+
+
+@pytest.mark.parametrize("layout", by_layout(parity.reduced()))
+def test_layouts_equal_one_process(layout):
+    assert failures(by_layout(parity.reduced())[layout]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", by_layout(parity.matrix()))
+def test_every_combination_equals_one_process(layout):
+    assert failures(by_layout(parity.matrix())[layout]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT"])
+def test_further_cases_equal_one_process(name):
+    assert failures(getattr(parity, name)) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        parity.DROPOUT[2],
+        parity.HALF[1],
+        parity.HALF[-2],
+        parity.OFFLOAD[1],
+        parity.OFFLOAD[3],
+        parity.OFFLOAD[4],
+    ],
+    ids=str,
+)
+def test_some_further_cases_equal_one_process(case):
+    assert failures([case]) == []
+
+
+def test_the_matrix_is_complete():
+    cases = parity.matrix()
+    assert len(set(cases)) == len(cases) == 372
+    layouts = Counter((case.tensor, case.pipeline, case.data) for case in cases)
+    assert len(layouts) == 20 and all(t * p * d <= 8 for t, p, d in layouts)
+    assert (
+        layouts[1, 1, 8] == 3 * 3 * 2 and layouts[4, 1, 2] == 3 * 2 * 3 * 2 and layouts[2, 2, 2] == 2 * 3 * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layouts", "3x1x1"], "--layouts 3x1x1 is not known"),
+        (["--output", "absent/page.md"], "does not exist"),
+    ],
+)
+def test_the_command_refuses_at_once_what_it_cannot_do(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parity.main(arguments)
+
+
+def test_micro_batches_and_ranks_have_unequal_numbers_of_loss_tokens():
+    for step in range(parity.STEPS):
+        samples = parity.samples_of(step)
+        counts = (samples[:, 4] != 0).sum(-1).reshape(8, 4)
+        assert len(set(counts.flatten())) > 3 and len(set(counts.sum(0))) > 1 and len(set(counts.sum(1))) > 1
+
+
+def without(name):
+    """A fault: the tensor-parallel layers lack one of their collectives."""
+
+    def run(context, case, record):
+        setattr(TensorParallel, name, lambda self, x: x)
+        return parity.run_case(context, case, record)
+
+    return run
+
+
+def with_a_factor(context, case, record):
+    """A fault: one rank's gradients are a thousandth too large."""
+    micro_batch = parity.MicroBatch
+    factor = 1.001 if context.rank == 1 else 1.0
+    parity.MicroBatch = lambda batch, seed, loss_factor: micro_batch(batch, seed, factor * loss_factor)
+    return parity.run_case(context, case, record)
+
+
+def with_the_whole_norm_on_each_rank(context, case, record):
+    """A fault: parameters do not say that they are split, so that the gradient norm counts rank 0's parts only."""
+    engine_of = parity.make_engine
+
+    def make(config, context, num_losses):
+        engine = engine_of(config, context, num_losses)
+        for parameter in engine.named_parameters.values():
+            parameter.tensor_model_parallel = False
+        return engine
+
+    parity.make_engine = make
+    return parity.run_case(context, case, record)
+
+
+@pytest.mark.parametrize(
+    "fault, case, kind",
+    [
+        (without("replicated"), Case(2, 1, 1, 2, True), "gradients"),
+        (with_a_factor, Case(1, 1, 2), "gradients"),
+        (with_the_whole_norm_on_each_rank, Case(2, 1, 1), "norm"),
+    ],
+    ids=["no sum of the norms' gradients", "factor", "norm of one rank"],
+)
+def test_a_fault_is_seen(fault, case, kind):
+    """The comparison can fail, and far beyond the tolerance."""
+    parallel = ParallelConfig(tensor_parallel_size=case.tensor)
+    record = parity.reference_of(case)
+    outcomes = run_ranks(fault, case.ranks, case, record, parallel=parallel)
+    assert max(outcome.largest[kind] for outcome in outcomes) > 20 * parity.TOLERANCES["fp32"][kind]
+
+
+def weights_after_training(context, case):
+    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    for step in range(2):
+        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters.items()}
+
+
+def stages_of_zero(context, case):
+    """Weights that ZeRO 2 or offloading make other than ZeRO 1 does."""
+    others = [
+        replace(case, zero_stage=2),
+        replace(case, offload=True),
+        replace(case, zero_stage=2, offload=True),
+    ]
+    first, *rest = [weights_after_training(context, c) for c in [case, *others]]
+
+    def differ(one, other):
+        # CPU matmuls may round the last bit by the address of their operands, which the stages lay out differently.
+        return (one - other).abs().max() > 1e-4 * one.abs().max()
+
+    return [name for name in first if any(differ(first[name], other[name]) for other in rest)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stages_of_zero_agree_in_half_precision(precision):
+    """Gradients are summed over ranks in fp32; if they were summed in bf16, weights would differ by 1 %."""
+    assert run_ranks(stages_of_zero, 2, Case(1, 1, 2, 1, accumulation=4, precision=precision)) == [[], []]
+
+
+def recomputed_both_ways(context, case):
+    results = [
+        weights_after_training(context, replace(case, recompute=r)) for r in ("none", "selective", "full")
+    ]
+    return [
+        name
+        for name in results[0]
+        if not all(torch.equal(results[0][name], other[name]) for other in results[1:])
+    ]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 1, 2, True, dropout=0.1, attention_dropout=0.1),
+        Case(2, 2, 1, 1, dropout=0.1, attention_dropout=0.1),
+    ],
+    ids=str,
+)
+def test_recomputation_repeats_dropout_bit_for_bit(case):
+    """In tensor-parallel regions too, where every rank draws its own masks."""
+    parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+    assert run_ranks(recomputed_both_ways, case.ranks, case, parallel=parallel) == [[]] * case.ranks

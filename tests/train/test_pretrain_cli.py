@@ -1,0 +1,96 @@
+"""`python pretrain_glm.py` as a user meets it: help, printed configuration, and mistakes in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.commands import assert_refused, pretrain, python
+from support.project import ROOT
+
+from data_utils.base.settings import setting_names, to_tree
+from megatron_lite.config.tree import Config, load_config
+
+BASE = str(ROOT / "configs" / "glm-base.yaml")
+
+
+def test_help_lists_every_setting():
+    result = pretrain("--help")
+    assert result.returncode == 0 and result.stderr == ""
+    for name in setting_names(Config):
+        assert f"  {name} (" in result.stdout
+
+
+def test_the_printed_configuration_is_the_resolved_one(tmp_path):
+    overrides = [
+        "batch.micro_batch_size=4",
+        "data.train=[{prefix: a}, {prefix: b, weight: 2}]",
+        "optimizer.lr=1e-5",
+    ]
+    printed = pretrain("--config", BASE, overrides[0], "--print-config", *overrides[1:])
+    assert printed.returncode == 0 and printed.stderr == ""
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(printed.stdout)
+    assert load_config([copy]) == load_config([BASE], overrides)
+    assert set(yaml.safe_load(printed.stdout)) == set(to_tree(load_config([BASE])))
+
+
+def test_printing_and_refusing_do_not_load_torch():
+    code = (
+        "import sys, pretrain_glm; sys.argv = ['pretrain_glm.py', '--config', {!r}, '--print-config']\n"
+        "pretrain_glm.main(); sys.exit(3 * ('torch' in sys.modules or 'deepspeed' in sys.modules))"
+    )
+    result = python("-c", code.format(BASE))
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_launchers_arguments_are_accepted():
+    result = pretrain("--local_rank=0", "--deepspeed", "--config", BASE, "--print-config")
+    assert result.returncode == 0 and result.stderr == ""
+
+
+# Arguments after `--config BASE`, environment, message.
+MISTAKES = {
+    "typo": (["optimizer.lrr=1"], {}, "setting optimizer.lrr; the nearest valid key is optimizer.lr."),
+    "other section": (["training.lr=1"], {}, "setting training.lr; the nearest valid key is optimizer.lr."),
+    "no value": (["optimizer.lr"], {}, "'optimizer.lr' must have the form section.key=value"),
+    "wrong type": (["training.steps=many"], {}, "training.steps must be a whole number, not 'many'"),
+    "dashes": (["--training.steps=3"], {}, "settings are written section.key=value, without dashes"),
+    "rule": (["training.precision=fp8"], {}, "training.precision is 'fp8'; it must be one of"),
+    "second file": (
+        ["--config", "absent.yaml"],
+        {},
+        "absent.yaml: No such file or directory; check the path",
+    ),
+    "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48; start a number of"),
+    "environment": ([], {"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two'"),
+    "no tokenizer": (["tokenizer.path=absent"], {}, "tokenizer absent does not exist; set path"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(name):
+    arguments, variables, message = MISTAKES[name]
+    assert_refused(pretrain("--config", BASE, *arguments, **variables), message)
+
+
+def test_a_configuration_must_be_given():
+    assert_refused(pretrain("training.steps=3"), "no configuration given; pass --config FILE")
+
+
+def test_only_the_first_rank_of_a_node_reports_a_mistake():
+    result = pretrain("--config", "absent.yaml", LOCAL_RANK="1")
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    with subprocess.Popen(
+        [sys.executable, "pretrain_glm.py", "--help"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()

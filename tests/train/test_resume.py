@@ -1,0 +1,184 @@
+"""What a run begins with is checked before there is a process group; and a run that is killed at a random moment and
+started again ends with the state of the run that was never killed.
+"""
+
+import random
+import shutil
+import time
+
+import pytest
+import yaml
+from support.commands import assert_refused, pretrain
+from support.distributed import run_ranks, start_ranks
+from support.project import small_run
+from support.training import fit
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, merge
+from data_utils.text.tokenizers import load_tokenizer
+from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.config.tree import Config
+from megatron_lite.train.resume import check_beginning
+
+# Before the start
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A run with checkpoints of steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("trained")
+    changes = {"training": {"stop_after_step": 2}, "checkpoint": {"save_interval": 1}}
+    run_ranks(fit, 1, merge(small_run(corpus, directory), changes))
+    return directory
+
+
+def begin(corpus, directory, **checkpoint):
+    """Check what a run in `directory` would begin with; `model` may change it."""
+    sections = {name: checkpoint.pop(name, {}) for name in ("model", "training")}
+    tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, **sections})
+    config = build(Config, tree)
+    check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+
+
+def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
+    begin(corpus, tmp_path)
+    begin(corpus, trained)
+    begin(corpus, tmp_path, initialize_from=str(trained))
+    begin(corpus, tmp_path, initialize_from=str(trained / "checkpoints/step_00000001"))
+    begin(corpus, trained, initialize_from=str(tmp_path / "absent"))  # its own checkpoints win
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "checkpoints/step_00000002/manifest.json").write_text("{")
+    begin(corpus, copy)  # the one before will be used
+
+
+@pytest.mark.parametrize(
+    "begun, checkpoint, message",
+    [
+        (False, {"initialize_from": "absent"}, "absent holds no checkpoint; give a run directory or one"),
+        (False, {"initialize_from": "checkpoints/step_00000009"}, "manifest.json: No such file"),
+        (
+            False,
+            {"initialize_from": "", "model": {"hidden_size": 64}},
+            r"\(65, 32\) there and \(65, 64\) here; use",
+        ),
+        (
+            False,
+            {"initialize_from": "", "model": {"num_layers": 1}},
+            "another model, of 29 parameter tensors",
+        ),
+        (True, {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the config"),
+        (
+            True,
+            {"training": {"seed": 8}},
+            r"seed is 8, but the run of .* has 7, .* Set training.seed=7, or begin",
+        ),
+        (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
+    ],
+)
+def test_what_a_run_cannot_begin_with_is_refused(corpus, trained, tmp_path, begun, checkpoint, message):
+    if "initialize_from" in checkpoint:
+        checkpoint = {**checkpoint, "initialize_from": str(trained / checkpoint["initialize_from"])}
+    with pytest.raises(CheckpointError, match=message):
+        begin(corpus, trained if begun else tmp_path, **checkpoint)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(corpus, trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    for path in (copy / "checkpoints").iterdir():
+        (path / "rank_00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid"):
+        begin(corpus, copy)
+
+
+def test_a_run_whose_checkpoints_were_removed_is_refused(corpus, trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    for path in (copy / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(small_run(corpus, copy)))
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    result = pretrain("--config", str(config))
+    assert_refused(
+        result, f"{copy}/checkpoints holds no checkpoint, but {copy}/metrics.jsonl is of a run that has"
+    )
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, tmp_path):
+    """Neither is possible here."""
+    config = tmp_path / "config.yaml"
+    empty = {"checkpoint": {"initialize_from": str(tmp_path)}, "data": {"train": [{"prefix": "none"}]}}
+    config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), empty)))
+    result = pretrain("--config", str(config), RANK="0", WORLD_SIZE="2")
+    assert_refused(result, f"{tmp_path} holds no checkpoint; give a run directory")
+    assert not (tmp_path / "run").exists()
+
+
+# Kills
+
+RANKS, STEPS = 2, 8
+
+
+def run_tree(corpus, directory):
+    dropout = {name: 0.1 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
+    changes = {
+        "model": dropout,
+        "training": {"steps": STEPS},
+        "checkpoint": {"save_interval": 2, "keep_last": 2},
+    }
+    return merge(small_run(corpus, directory), changes)
+
+
+def final_state(directory):
+    """The files of the last checkpoint: every weight and moment of every rank."""
+    newest = checkpoint.list_checkpoints(directory / "checkpoints")[-1]
+    assert newest.name == checkpoint.checkpoint_name(STEPS)
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    run_ranks(fit, RANKS, run_tree(corpus, directory))
+    return final_state(directory)
+
+
+def kill_at_random_moment(tree, directory, rng):
+    """Start the run and kill one rank, or all, some time after a random step."""
+    ranks = start_ranks(fit, RANKS, tree)
+    step = rng.randrange(STEPS)
+    # Before the ranks have found each other, one left alone would wait for the others: only a launcher ends it.
+    doomed = [rng.choice(ranks)] if step and rng.random() < 0.5 else ranks
+    try:
+        wait_for_step(directory / "metrics.jsonl", step, ranks)
+        time.sleep(rng.uniform(0, 0.1))
+        for process in doomed:
+            process.kill()
+        for process in ranks:  # one left alone ends by itself
+            process.join(timeout=60)
+            assert process.exitcode is not None, "a rank hangs"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def wait_for_step(metrics, step, ranks):
+    deadline = time.monotonic() + 60
+    while step and (not metrics.exists() or metrics.read_bytes().count(b'"train"') < step):
+        assert time.monotonic() < deadline
+        if not all(process.is_alive() for process in ranks):
+            return
+        time.sleep(0.005)
+
+
+TRIALS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+
+
+@pytest.mark.parametrize("seed", TRIALS)
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(corpus, uninterrupted, tmp_path, seed):
+    rng = random.Random(seed)
+    tree = merge(run_tree(corpus, tmp_path), {"checkpoint": {"asynchronous": seed % 2 == 0}})
+    kill_at_random_moment(tree, tmp_path, rng)
+    run_ranks(fit, RANKS, tree)
+    assert final_state(tmp_path) == uninterrupted

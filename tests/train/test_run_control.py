@@ -1,0 +1,190 @@
+"""Stop and save on request: files, signals, and the second signal that does not wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.distributed import run_ranks
+from support.project import ROOT
+from support.training import make_trainer
+
+from data_utils.base.errors import ExitStatus, HaltedError
+from megatron_lite.checkpoint.store import list_checkpoints, read_checkpoint
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
+
+
+def fit(context, tree):
+    trainer = make_trainer(context, tree)
+    return trainer.fit(), trainer.step
+
+
+def saved_steps(directory):
+    return [int(path.name.removeprefix("step_")) for path in list_checkpoints(directory / "checkpoints")]
+
+
+@pytest.fixture
+def directory(settings):
+    path = Path(settings["run"]["directory"])
+    path.mkdir()
+    return path
+
+
+def test_the_file_save_saves_once_and_the_run_goes_on(settings, directory):
+    (directory / "SAVE").touch()
+    assert run_ranks(fit, 2, settings) == [(ExitStatus.FINISHED, 6)] * 2
+    assert saved_steps(directory) == [1, 6] and not (directory / "SAVE").exists()
+    history = read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]).state["events"]["history"]
+    assert history == [{"step": 1, "event": "saved at the request of the file SAVE"}]
+
+
+def test_a_file_save_that_cannot_be_deleted_is_obeyed_once(tmp_path, monkeypatch, caplog):
+    def deny(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("megatron_lite.train.control.FILE_CHECK_SECONDS", 0.0)
+    control = RunControl(tmp_path, is_main=True)
+    (tmp_path / "SAVE").touch()
+    assert control.agreed(control.local_requests()).save
+    monkeypatch.setattr(Path, "unlink", deny)
+    control.saved()
+    assert not control.agreed(control.local_requests()).save and "it is ignored from now on" in caplog.text
+
+
+def refuse(context, directory):
+    with pytest.raises(HaltedError, match=r"STOP exists, .* remove it to train on"):
+        RunControl(directory, is_main=True).refuse_if_halted()
+
+
+def test_the_file_stop_saves_ends_and_stays(settings, directory):
+    (directory / "STOP").touch()
+    assert run_ranks(fit, 2, settings) == [(ExitStatus.HALTED, 1)] * 2
+    assert saved_steps(directory) == [1] and (directory / "STOP").exists()
+    run_ranks(refuse, 1, directory)
+    assert HaltedError.status == ExitStatus.HALTED
+
+
+def test_requests_of_any_rank_count():
+    assert RunControl.agreed([0.0, 0.0, 0.0]) == Requests()
+    assert RunControl.agreed([2.0, 0.0, 1.0]) == Requests(stop=True, halt=False, save=True)
+
+
+STUCK = """
+import ctypes, sys
+from pathlib import Path
+from megatron_lite.train.lease import acquire
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import Phase, RunControl
+control = RunControl(Path("."), is_main=True)
+control.enter(Phase[sys.argv[1]])
+control.leave = acquire(Path(sys.argv[2]), "trains").release
+print("listening", flush=True)
+mutex = ctypes.create_string_buffer(256)  # a lock that is taken twice: native code that no signal interrupts
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@contextmanager
+def stuck(phase, directory):
+    """A process in native code, in a phase of a run."""
+    command = [sys.executable, "-c", STUCK, phase, str(directory)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "listening\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
+    with stuck("TRAINING", tmp_path / "run") as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # the same request twice, as launchers do
+        answer = process.stderr.readline()
+        assert answer.startswith("SIGTERM: saving after this step, then ending;")
+        time.sleep(SAME_REQUEST_SECONDS + 0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(30) == 128 + signal.SIGUSR1
+        assert process.stderr.read() == "second signal (SIGUSR1): ending at once\n"
+    assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_before_the_first_step_ends_at_once_in_one_line(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
+    with stuck("STARTING", tmp_path / "run") as process:
+        process.send_signal(number)
+        assert process.wait(30) == ExitStatus.STOPPED
+        assert process.stderr.read() == f"{number.name}: ending before the first step\n"
+    assert (tmp_path / "status").read_text() == f"{int(ExitStatus.STOPPED)}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_signals_to_a_rank_that_is_leaving_are_ignored(tmp_path):
+    with stuck("OVER", tmp_path / "run") as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_SECONDS + 0.5)  # what would be a second request, were the run not over
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.kill()
+        assert process.stderr.read() == ""
+
+
+RANK = """
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.train.control import Phase, RunControl
+control = RunControl(Path("."), is_main=True)
+control.enter(Phase.TRAINING)
+print("training", flush=True)
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline and not control.agreed(control.local_requests()).stop:
+    time.sleep(0.02)
+print("asked" if control.agreed(control.local_requests()).stop else "not asked", flush=True)
+"""
+# A launcher of the given depth: each process starts the next, the last one the rank, and waits for it.
+LAUNCHER = """
+import subprocess, sys
+depth, launcher, rank, name = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+if depth > 1:
+    command = [sys.executable, "-c", launcher, str(depth - 1), launcher, rank, name]
+else:
+    command = [sys.executable, "-c", rank]
+sys.exit(subprocess.call(command))
+"""
+
+
+@pytest.mark.parametrize("depth, name", [(1, "torchrun"), (2, "deepspeed.launcher.launch")])
+def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name):
+    environment = {**os.environ, "LOCAL_SIZE": "1"}
+    command = [sys.executable, "-c", LAUNCHER, str(depth), LAUNCHER, RANK, name]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout.readline() == "training\n"
+        launcher.kill()
+        assert launcher.stdout.readline() == "asked\n"
+        assert "the launcher has ended: saving after this step" in launcher.stderr.read()
+
+
+def test_a_run_that_was_started_by_hand_outlives_its_shell(monkeypatch):
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    watch = LauncherWatch()
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert not watch.has_ended()
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    assert LauncherWatch().has_ended()  # before it looked first
