@@ -23,9 +23,9 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import DOC, GRP, ORD, WEIGHTS
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout
-from megatron_lite.model import heads
 from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from support.engines import tree
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import store as checkpoint
-from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs, whole_shape
 from megatron_lite.checkpoint import tensor_files as checkpoint_files
+from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs, whole_shape
 from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of
 from megatron_lite.parallel.context import ParallelContext
 

@@ -17,8 +17,8 @@ from support.stub_engine import StubEngine, whole_state_is
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import store as checkpoint
-from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint import tensor_files as checkpoint_files
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.tree import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
 

@@ -18,6 +18,10 @@ from support.project import ROOT
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build, merge, parse_override, to_tree
 from data_utils.text.tokenizers import assign_special_tokens, sentencepiece_special_tokens
+from megatron_lite.config import deepspeed_options as deepspeed_module
+from megatron_lite.config import events as events_module
+from megatron_lite.config import sections as sections_module
+from megatron_lite.config import tree as config_module
 from megatron_lite.config.deepspeed_options import DEFAULTS, REFUSED
 from megatron_lite.config.parameter_count import padded_vocab_size, parameter_count
 from megatron_lite.config.tree import (
@@ -26,10 +30,6 @@ from megatron_lite.config.tree import (
     ParallelConfig,
     load_config,
 )
-from megatron_lite.config import deepspeed_options as deepspeed_module
-from megatron_lite.config import events as events_module
-from megatron_lite.config import sections as sections_module
-from megatron_lite.config.tree import tree as config_module
 
 MODELS = ROOT / "configs"
 

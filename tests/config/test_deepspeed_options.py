@@ -8,8 +8,8 @@ import typing
 import pytest
 
 from data_utils.base.settings import setting_names
-from megatron_lite.config.deepspeed_options import REFUSED, Options
 from megatron_lite.config import deepspeed_options as ours
+from megatron_lite.config.deepspeed_options import REFUSED, Options
 
 
 def deepspeed_models():

@@ -1,6 +1,5 @@
 """Conversion both ways: layouts, bit-equal round trips, released and model-parallel layouts, bad input."""
 
-from support.project import ROOT, small_run
 import argparse
 import json
 import re
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import layout, placed
 from support.distributed import run_ranks
 from support.hf_runs import make_config, make_model, tree, without_padding, write_run, write_vocabulary
+from support.project import ROOT
 from support.training import fit
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError, UserError

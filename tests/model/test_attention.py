@@ -10,9 +10,9 @@ from support.attention import CPU, arrays_of, draw, mask_of, random_arrays, reci
 from support.batches import prefix_batch
 from support.recipes import RECIPES
 
+from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
 from megatron_lite.model.batch import make_layout
-from megatron_lite.model import batch as attention_layout
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

@@ -12,6 +12,7 @@ from support.collated import collate, windows
 from support.recipes import RECIPES, make
 
 from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.batch import (
     BLIND,
     CAUSAL,
@@ -22,7 +23,6 @@ from megatron_lite.model.batch import (
     make_layout,
     make_units,
 )
-from megatron_lite.model import batch as attention_layout
 
 
 def calls(doc, order, grp=None, square_causal_only=False):

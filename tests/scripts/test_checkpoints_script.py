@@ -1,11 +1,11 @@
 """scripts/checkpoints.py as a user runs it."""
 
-from support.project import ROOT, small_run
 import runpy
 import subprocess
 import sys
 
 import pytest
+from support.project import ROOT
 from support.stub_engine import StubEngine
 
 from megatron_lite.checkpoint import store as checkpoint

@@ -1,11 +1,12 @@
 """scripts/dataset.py as a user runs it."""
 
-from support.project import ROOT, small_run
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from support.project import ROOT
 
 from data_utils.dataset.manifest import SUFFIXES
 

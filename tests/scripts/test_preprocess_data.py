@@ -1,6 +1,5 @@
 """The script as a user runs it: a checkout, a real tokenizer file, one line for an error."""
 
-from support.project import ROOT, small_run
 import json
 import os
 import shutil
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
 

@@ -1,6 +1,5 @@
 """The script as a user runs it: files that load, equal bytes for equal input, one-line errors."""
 
-from support.project import ROOT, small_run
 import gzip
 import json
 import os
@@ -9,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from support.project import ROOT
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer

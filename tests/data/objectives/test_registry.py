@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from data_utils.collate import Collator
 from support.project import ROOT
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
 
@@ -28,6 +27,7 @@ from data_utils.objectives import (
 from data_utils.objectives.planes import DOC, WEIGHTS, Loss
 from data_utils.objectives.registry import TASKS, losses_by_number, register
 from data_utils.objectives.rows import RowObjective
+from data_utils.samples.loader import collate
 from megatron_lite.config.tree import load_config
 
 
@@ -101,7 +101,7 @@ def test_the_share_of_rows_with_loss_is_that_of_drawn_rows(name, config):
     text = np.random.default_rng(0).integers(1000, 3000, samples * length).astype(np.int32)
     text[length - 1 :: length] = SPECIAL.eos
     ones = np.ones(samples, np.int64)
-    batch = Collator(made)(text, ones * length, ones, np.arange(samples))
+    batch = collate(made, text, ones * length, ones, np.arange(samples))
     drawn = (batch[:, WEIGHTS] != 0).sum() / (batch[:, DOC] >= 0).sum()
     assert made.config.loss_share == pytest.approx(drawn, rel=0.08 if config.get("sentence_prob") else 0.04)
 
