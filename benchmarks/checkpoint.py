@@ -38,8 +38,10 @@ import torch
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.base.errors import ArgumentParser, run_command
 from data_utils.base.settings import build
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import KINDS
+from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import CheckpointConfig, Config, ParallelConfig
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
@@ -196,7 +198,7 @@ def save_side(
     for values in state_of(engine).values():
         values.uniform_()
     engine.publish_weights()
-    parameters = sum(values.numel() for values in state_of(engine).values()) // len(checkpoint.KINDS)
+    parameters = sum(values.numel() for values in state_of(engine).values()) // len(KINDS)
     result: dict[str, Any] = {"total": total_of(engine, context), "parameters": parameters}
     times: dict[str, list[float]] = {"disk": [], "save": [], "torch": [], "deepspeed": []}
     for number in range(repeats):
@@ -208,7 +210,7 @@ def save_side(
         fresh(root / "disk")
         fresh(root / "ours")
         with clock(times["save"]):
-            path = checkpoint.save(root / "ours", STEP, engine, {}, context)
+            path = save_checkpoint(root / "ours", STEP, engine, {}, context)
         result["save_bytes"] = size_of(path)
         fresh(root / "torch").mkdir()
         with clock(times["torch"]):
@@ -290,10 +292,10 @@ def load_side(context: ParallelContext, directory: str, size: str, what: str) ->
     context.barrier()
     if what == "ours":
         with clock(seconds):
-            found = checkpoint.newest_valid(root / "ours", context)
+            found = newest_valid(root / "ours", context)
         assert found is not None
         with clock(seconds):
-            checkpoint.load(found, engine, context)
+            load_checkpoint(found, engine, context)
     else:
         with clock(seconds):
             engine._engine.load_checkpoint(str(root / "deepspeed"), tag="universal")

@@ -37,8 +37,9 @@ from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.memory import keep_freed_memory
 from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS, SpecialTokens
+from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS
 from data_utils.samples.loader import collate
+from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters

@@ -31,7 +31,7 @@ from data_utils.base.files import require_directory
 from megatron_lite.train.lease import held
 
 if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
-    from megatron_lite.checkpoint.store import Checkpoint
+    from megatron_lite.checkpoint.manifest import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
@@ -74,12 +74,15 @@ def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
     paths = []
     if directory.is_dir():
-        from megatron_lite.checkpoint import store as checkpoint
+        from megatron_lite.checkpoint.manifest import (
+            is_checkpoint,
+            list_checkpoints,
+        )
 
-        if checkpoint.is_checkpoint(directory):
+        if is_checkpoint(directory):
             return [directory]
         inner = directory / "checkpoints"
-        paths = checkpoint.list_checkpoints(inner if inner.is_dir() else directory)
+        paths = list_checkpoints(inner if inner.is_dir() else directory)
     if not paths:
         raise CheckpointError(
             f"{directory} holds no checkpoint; give a run directory or one of its checkpoints."
@@ -89,12 +92,15 @@ def find(directory: Path) -> list[Path]:
 
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
-    from megatron_lite.checkpoint import store as checkpoint
+    from megatron_lite.checkpoint.manifest import (
+        list_checkpoints,
+    )
+    from megatron_lite.checkpoint.write import rewind
 
     try:
         require_directory(run, "give the run.directory of a run")
         with held(run, "rewinds"):
-            aside = checkpoint.rewind(run / "checkpoints", step)
+            aside = rewind(run / "checkpoints", step)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: {error.strerror}; give yourself the right to move it."
@@ -102,7 +108,7 @@ def rewind(run: Path, step: int) -> None:
     if aside is None:
         print(f"{run}: the checkpoint of step {step} is the newest already")
         return
-    count = len(checkpoint.list_checkpoints(aside))
+    count = len(list_checkpoints(aside))
     print(
         f"{run} continues from step {step}; {count} newer checkpoints are in {aside}: delete it when you like"
     )
@@ -110,10 +116,12 @@ def rewind(run: Path, step: int) -> None:
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
     """A row of the table, and what is wrong with the checkpoint if anything is."""
-    from megatron_lite.checkpoint import store as checkpoint
+    from megatron_lite.checkpoint.manifest import (
+        read_checkpoint,
+    )
 
     try:
-        found = checkpoint.read_checkpoint(path)
+        found = read_checkpoint(path)
         check(found)
     except CheckpointError as error:
         return [path.name, "", "", "", "", "damaged"], str(error)
@@ -137,11 +145,14 @@ def layout(found: Checkpoint) -> str:
 
 def verify(found: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
-    from megatron_lite.checkpoint import store as checkpoint
+    from megatron_lite.checkpoint.manifest import (
+        blocks,
+        verify_checkpoint,
+    )
 
     with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=found.path.name, disable=None) as bar:
-        for block in checkpoint.blocks(found):
-            checkpoint.verify(found, [block])
+        for block in blocks(found):
+            verify_checkpoint(found, [block])
             bar.update(block.bytes)
 
 

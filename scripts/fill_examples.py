@@ -24,8 +24,9 @@ import numpy as np
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
 from data_utils.objectives.blank_infilling import TOKEN
-from data_utils.objectives.planes import Example, SpecialTokens
+from data_utils.objectives.planes import Example
 from data_utils.samples.loader import SampleLoader, open_datasets
+from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
 

@@ -17,9 +17,11 @@ from data_utils.base.settings import shown
 from data_utils.objectives import registry
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.planes import Example, Objective, SpecialTokens, Vocabulary
+from data_utils.objectives.planes import Example, Objective
 from data_utils.objectives.registry import TASKS
 from data_utils.objectives.rows import RowObjective
+from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -34,14 +34,7 @@ from data_utils.objectives.masking import (
     masked_target,
     run_count_moments,
 )
-from data_utils.objectives.planes import (
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TOKENS,
-    Loss,
-    Vocabulary,
-)
+from data_utils.objectives.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
@@ -54,6 +47,7 @@ from data_utils.objectives.rows import (
     predict_range,
     set_range,
 )
+from data_utils.text.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
 ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room

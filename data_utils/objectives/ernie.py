@@ -18,8 +18,9 @@ import numpy as np
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
-from data_utils.objectives.planes import Loss, Vocabulary
+from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
+from data_utils.text.vocabulary import Vocabulary
 
 SEGMENTERS = ("tokens", "words", "jieba")
 

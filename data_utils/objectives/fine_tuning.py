@@ -18,8 +18,9 @@ import numpy as np
 
 from data_utils.base.errors import DataError
 from data_utils.objectives.blank_infilling import DOCUMENT, TOKEN
-from data_utils.objectives.planes import Example, SpecialTokens
+from data_utils.objectives.planes import Example
 from data_utils.objectives.unilm import SEQ2SEQ_LOSS
+from data_utils.text.special_tokens import SpecialTokens
 
 
 def glm_cloze(

@@ -34,14 +34,7 @@ from data_utils.objectives.masking import (
     masked_target,
     treated,
 )
-from data_utils.objectives.planes import (
-    OBJECTIVE,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TOKENS,
-    Loss,
-)
+from data_utils.objectives.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 
 FIELDS = (
     "tokens",
@@ -56,17 +56,6 @@ PADDING_DOC = -1
 # need 3; every objective keeps to it.
 DOCUMENT_OVERHEAD = 4
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What objectives need to know of a vocabulary; `data_utils/text/vocabulary.py` makes it from a tokenizer."""
-
-    special: SpecialTokens
-    size: int
-    sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
-    word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
-    token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,8 +36,8 @@ from data_utils.objectives.planes import (
     Example,
     Loss,
     ObjectiveConfig,
-    Vocabulary,
 )
+from data_utils.text.vocabulary import Vocabulary
 
 
 class RowSizes(ObjectiveConfig):

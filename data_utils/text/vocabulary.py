@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from data_utils.objectives.planes import Vocabulary
-from data_utils.text.tokenizers import Tokenizer
+from data_utils.text.special_tokens import SpecialTokens
+
+if TYPE_CHECKING:  # it brings the libraries of tokenizers
+    from data_utils.text.tokenizers import Tokenizer
 
 _CONTINUES = "##"  # marks a WordPiece that continues a word
 _SPACES = (" ", "\n", "\t", "\u3000")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What objectives need to know of a vocabulary."""
+
+    special: SpecialTokens
+    size: int
+    sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
+    word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
+    token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

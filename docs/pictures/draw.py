@@ -23,8 +23,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.objectives.planes import Vocabulary
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.boxes import runs
 from megatron_lite.model.attention import allowed
 from megatron_lite.model.tensor_parallel import Partition

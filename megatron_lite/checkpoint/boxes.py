@@ -63,16 +63,6 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def whole_shape(shape: tuple[int, ...], partition: Partition, size: int) -> tuple[int, ...]:
-    """Shape of the whole parameter, without padding rows, from that of one of `size` shards."""
-    whole = list(shape)
-    if partition.dim is not None:
-        whole[partition.dim] *= size
-    if partition.rows is not None:
-        whole[0] = partition.rows
-    return tuple(whole)
-
-
 def runs(
     shape: tuple[int, ...], partition: Partition, rank: int, size: int, start: int, count: int
 ) -> Iterator[Run]:

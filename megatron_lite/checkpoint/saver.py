@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint.store import Save, Watch, list_checkpoints, manifest_header, retain, unwatched
+from megatron_lite.checkpoint.fragments import Fragment, StateOwner
+from megatron_lite.checkpoint.manifest import list_checkpoints, manifest_header
+from megatron_lite.checkpoint.write import Save, Watch, retain, unwatched
 from megatron_lite.config.tree import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import Engine, Fragment
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Saver:
     def __init__(
         self,
         directory: Path,
-        engine: Engine,
+        engine: StateOwner,
         context: ParallelContext,
         config: CheckpointConfig,
         watch: Watch = unwatched,
@@ -146,7 +147,7 @@ class Saver:
 class Snapshot:
     """Copies of the state that this rank owns, in CPU memory that is allocated and touched once."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: StateOwner):
         self._buffers = [
             torch.zeros(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             for fragment in _written(engine.fragments())
@@ -155,7 +156,7 @@ class Snapshot:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def take(self, engine: Engine) -> Iterator[Fragment]:
+    def take(self, engine: StateOwner) -> Iterator[Fragment]:
         """The engine's fragments as they are now, valid until the next call; they wait for the copy.
 
         The copy is made in a thread: the caller must call `wait` before it changes them.

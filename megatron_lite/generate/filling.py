@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import SpecialTokens
+from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.model.attention import attend_all
 from megatron_lite.model.glm import GLM, ID_PLANES

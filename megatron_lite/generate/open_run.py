@@ -17,7 +17,8 @@ from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import build
 from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
 from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, load_tokenizer
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.checkpoint.read import find_checkpoint, iterate_weights
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.tensor_parallel import local_shard, partition_of
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 class OpenRun:
     config: Config  # with model.vocab_size
     tokenizer: Tokenizer
-    checkpoint: checkpoint.Checkpoint
+    checkpoint: Checkpoint
 
     @property
     def objectives(self) -> tuple[ObjectiveChoice, ...]:
@@ -71,7 +72,7 @@ def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
 
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
-    found = find_checkpoint(path)
+    found = find_checkpoint(path, ParallelContext.alone())
     config = build(Config, found.trainer_state().config)
     if config.tokenizer is None:
         raise CheckpointError(
@@ -122,7 +123,7 @@ def blank_shares(objectives: Iterable[ObjectiveChoice]) -> dict[str, float]:
 
 
 def load_model(
-    found: checkpoint.Checkpoint,
+    found: Checkpoint,
     config: ModelConfig,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
 ) -> GLM:
@@ -131,13 +132,8 @@ def load_model(
         model = GLM(config)
     parameters = dict(model.named_parameters())
     weights = {}
-    for name, weight in checkpoint.iterate_weights(found):
+    for name, weight in iterate_weights(found):
         parameter = parameters[name]
         weights[name] = local_shard(change(weight), partition_of(parameter), 0, 1, len(parameter))
     model.load_state_dict(weights, assign=True)
     return model.eval()
-
-
-def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
-    """A `step_...` directory, or the newest valid checkpoint of a run directory; checksums verified."""
-    return checkpoint.find_checkpoint(path, ParallelContext.alone())

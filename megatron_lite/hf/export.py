@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import check, choice, setting, to_tree
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import SpecialTokens
-from megatron_lite.checkpoint import store as checkpoint
+from data_utils.text.special_tokens import SpecialTokens
+from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.tensor_files import write_file
 from megatron_lite.config.parameter_count import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
@@ -109,7 +109,7 @@ def export_run(
         run = open_run(path, tokenizer_path)
         _check_exportable(run, options.layout)
         found, model = run.checkpoint, run.config.model
-        weights = Weights(found.shapes, checkpoint.weight_reader(found))
+        weights = Weights(found.shapes, weight_reader(found))
         check_shapes(weights, parameter_shapes(model), found.path)
         if options.layout == "released":
             padded = _with_padding_rows(weights, model, found.path.parent.parent / PADDING_ROWS)

@@ -21,10 +21,16 @@ from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build, check, merge, to_tree
-from data_utils.objectives.planes import SpecialTokens
+from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.manifest import (
+    KINDS,
+    checkpoint_name,
+    manifest_header,
+    read_checkpoint,
+    write_manifest,
+)
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.tensor_files import describe_file
 from megatron_lite.config.tree import Config, ModelConfig
@@ -160,7 +166,7 @@ def import_source(
         check_shapes(weights, shapes, source.path)
         if source.shards is not None:
             _keep_padding_rows(source.weights, tokenizer.vocab_size, directory / PADDING_ROWS)
-        path = directory / "checkpoints" / checkpoint.checkpoint_name(0)
+        path = directory / "checkpoints" / checkpoint_name(0)
         write_training_checkpoint(path, Weights(shapes, weights.read), config)
         config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
         (directory / "config.yaml").write_text(config_text, encoding="utf-8")
@@ -186,7 +192,7 @@ def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: fl
             f"{len(source.shards)} shards of {source.path}; give the number the model was trained with.",
         )
         expected = proof.released_logits(source.shards, config, batch)
-    model = load_model(checkpoint.read_checkpoint(path), config)
+    model = load_model(read_checkpoint(path), config)
     result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
     result.require(tolerance, f"the import of {source.path}")
     return result
@@ -268,19 +274,19 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
     for parameter, shape in weights.shapes.items():
         rows, columns = matrix_shape(shape)
         box = astuple(Box(0, rows, 0, columns))
-        for kind in checkpoint.KINDS:
+        for kind in KINDS:
             key = f"{parameter}/{kind}/0.0"
             pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
     write_safetensors(path / name, _with_moments(weights), shapes, torch.float32, {"format": "pt"})
     state = TrainerState.beginning(to_tree(config)).to_json()
     manifest = {
-        **checkpoint.manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
+        **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
         "files": {name: describe_file(path / name)},
         "pieces": pieces,
     }
-    checkpoint.write_manifest(path, manifest)
+    write_manifest(path, manifest)
 
 
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
@@ -288,5 +294,5 @@ def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
         weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
         yield weight
         zeros = torch.zeros(1).expand(weight.shape)
-        for _ in checkpoint.KINDS[1:]:
+        for _ in KINDS[1:]:
             yield zeros

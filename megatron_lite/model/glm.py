@@ -32,7 +32,6 @@ from data_utils.objectives.planes import (
     TOKENS,
 )
 from data_utils.objectives.registry import TASKS
-from megatron_lite.checkpoint.boxes import whole_shape
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan, CallPlan, plan_attention
 from megatron_lite.model.batch import Batch
@@ -46,6 +45,7 @@ from megatron_lite.model.tensor_parallel import (
     linear,
     local_shard,
     partition_of,
+    whole_shape,
 )
 from megatron_lite.parallel.collectives import SINGLE
 

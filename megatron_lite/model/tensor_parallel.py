@@ -127,6 +127,16 @@ def partition_of(parameter: nn.Parameter) -> Partition:
     return getattr(parameter, "tensor_partition", Partition())
 
 
+def whole_shape(shape: tuple[int, ...], partition: Partition, size: int) -> tuple[int, ...]:
+    """Shape of the whole parameter, without padding rows, from that of one of `size` shards."""
+    whole = list(shape)
+    if partition.dim is not None:
+        whole[partition.dim] *= size
+    if partition.rows is not None:
+        whole[0] = partition.rows
+    return tuple(whole)
+
+
 def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
     """Describe a parameter that is split over the tensor-parallel ranks."""
     # Not "partition": at ZeRO 3 DeepSpeed gives parameters a method of this name.

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lite.checkpoint.boxes import Run, runs
+from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
-from megatron_lite.model.tensor_parallel import Partition, partition_of
-from megatron_lite.parallel.collectives import Group
+from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
@@ -71,26 +70,6 @@ class StepResult:
     grad_norm: float  # global norm before clipping; inf when skipped
     skipped: bool  # non-finite gradients: all ranks left their weights unchanged
     loss_scale: float
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A run of elements of one parameter's shard (flattened) that this rank owns: fp32 weights and Adam moments."""
-
-    name: str
-    shape: tuple[int, ...]  # of this rank's tensor-parallel shard
-    partition: Partition
-    tp: Group
-    start: int  # first element, in the flattened shard
-    tensors: dict[
-        str, torch.Tensor
-    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
-    is_copy: bool  # the same values are owned by another rank, which writes them
-
-    def runs(self) -> Iterator[Run]:
-        """Where the fragment's elements lie in the whole parameter."""
-        count = self.tensors["weight"].numel()
-        return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
 
 
 GradientObserver = Callable[[Fragment, torch.Tensor], None]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.glm import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import Fragment
 
 
 def layer_of(parameter: str) -> str:

@@ -16,14 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from data_utils.objectives.planes import (
-    DOC,
-    GRP,
-    OBJECTIVE,
-    ORD,
-    TARGETS,
-    TOKENS,
-)
+from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, TOKENS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout

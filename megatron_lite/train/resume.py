@@ -11,7 +11,7 @@ from typing import Any
 
 from data_utils.base.errors import CheckpointError
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_manifest, newest_readable
 from megatron_lite.config.tree import Config
 from megatron_lite.model.glm import parameter_shapes
 
@@ -21,13 +21,13 @@ def check_beginning(config: Config) -> None:
 
     That is its own newest one, else that of `checkpoint.initialize_from`. Args: config: its vocab_size is known.
     """
-    found = checkpoint.newest_readable(checkpoint_directory(config))
+    found = newest_readable(checkpoint_directory(config))
     if found is not None:
         check_may_continue(config, found)
     elif config.checkpoint.initialize_from is not None:
-        found = checkpoint.find_manifest(Path(config.checkpoint.initialize_from))
+        found = find_manifest(Path(config.checkpoint.initialize_from))
     if found is not None:
-        checkpoint.check_model(found, parameter_shapes(config.model))
+        check_model(found, parameter_shapes(config.model))
 
 
 def checkpoint_directory(config: Config) -> Path:
@@ -35,7 +35,7 @@ def checkpoint_directory(config: Config) -> Path:
     return Path(config.run.directory) / "checkpoints"
 
 
-def check_may_continue(config: Config, found: checkpoint.Checkpoint) -> None:
+def check_may_continue(config: Config, found: Checkpoint) -> None:
     """Raise CheckpointError unless the configuration may continue from this checkpoint of the run's own."""
     before = found.trainer_state().config
     if config.checkpoint.resume == "never":

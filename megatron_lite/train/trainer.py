@@ -23,7 +23,8 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import to_tree
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import batch_indices
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint, rewinds
+from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
@@ -182,7 +183,7 @@ class Trainer:
     def _record_rewinds(self) -> None:
         """What `scripts/checkpoints.py rewind` has done since the checkpoint that the run was continued from."""
         known = [entry["event"] for entry in self.events.history]
-        for path, last in checkpoint.rewinds(self.checkpoints) if self.context.is_main else ():
+        for path, last in rewinds(self.checkpoints) if self.context.is_main else ():
             event = f"went back from step {last}, whose checkpoint is in {path.name}"
             if event not in known:
                 self._record(event, self.step)
@@ -417,7 +418,7 @@ class Trainer:
     def _resume(self) -> None:
         """Continue the run, or begin with what `checkpoint.initialize_from` names; the former wins."""
         settings = self.config.checkpoint
-        found = checkpoint.newest_valid(self.checkpoints, self.context)
+        found = newest_valid(self.checkpoints, self.context)
         if found is None:
             if settings.initialize_from is not None:
                 self._initialize(Path(settings.initialize_from), settings.initialize)
@@ -437,9 +438,9 @@ class Trainer:
                 old, new = version.describe(before.program), version.describe(self._program)
                 log.warning("changed since the checkpoint: the program: %s -> %s", old, new)
 
-    def _restore(self, found: checkpoint.Checkpoint) -> TrainerState:
+    def _restore(self, found: Checkpoint) -> TrainerState:
         state = found.trainer_state()
-        checkpoint.load(found, self.engine, self.context)
+        load_checkpoint(found, self.engine, self.context)
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens = state.consumed_tokens
         self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
@@ -455,11 +456,11 @@ class Trainer:
         return state
 
     def _initialize(self, path: Path, what: str) -> None:
-        found = checkpoint.find_checkpoint(path, self.context)
+        found = find_checkpoint(path, self.context)
         if what == "all":
             self._restore(found)
             return
-        checkpoint.load_weights_only(found, self.engine, self.context)
+        load_weights_only(found, self.engine, self.context)
         if self.context.is_main:
             log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
 

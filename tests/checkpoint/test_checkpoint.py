@@ -15,10 +15,18 @@ from support.distributed import run_ranks
 from support.engines import tree
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint import tensor_files as checkpoint_files
-from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs, whole_shape
-from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of
+from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs
+from megatron_lite.checkpoint.manifest import (
+    _overlapping,
+    checkpoint_name,
+    list_checkpoints,
+    read_checkpoint,
+    write_manifest,
+)
+from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
+from megatron_lite.checkpoint.write import retain, save_checkpoint
+from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of, whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()
@@ -29,13 +37,13 @@ def fill_and_save(context, settings, directory, steps=(1,)):
     engine = make_engine(context, settings)
     for step in steps:
         fill(engine, step)
-        checkpoint.save(Path(directory), step, engine, {"note": "state"}, context)
+        save_checkpoint(Path(directory), step, engine, {"note": "state"}, context)
 
 
 def load_and_check(context, settings, directory):
     engine = make_engine(context, settings)
-    found = checkpoint.newest_valid(Path(directory), context)
-    checkpoint.load(found, engine, context)
+    found = newest_valid(Path(directory), context)
+    load_checkpoint(found, engine, context)
     for fragment, run, positions in placed(engine):
         for kind, values in fragment.tensors.items():
             part = values[run.start - fragment.start : run.stop - fragment.start]
@@ -99,14 +107,14 @@ def directory(saved, tmp_path):
 
 
 def test_weights_can_be_read_alone(directory):
-    found = checkpoint.newest_valid(directory, ALONE)
+    found = newest_valid(directory, ALONE)
     assert found.step == 2 and found.state == {"note": "state"}
-    for name, weight in checkpoint.load_weights(found).items():
+    for name, weight in load_weights(found).items():
         assert torch.equal(weight.flatten(), expected(name, "weight", 2, torch.arange(weight.numel())))
 
 
 def newest(directory):
-    return checkpoint.list_checkpoints(directory)[-1]
+    return list_checkpoints(directory)[-1]
 
 
 def flip_bit(path, position):
@@ -132,14 +140,14 @@ DAMAGE = {
 def test_damage_is_named_and_the_one_before_is_used(directory, caplog, kind):
     damage, message = DAMAGE[kind]
     damage(newest(directory))
-    assert checkpoint.newest_valid(directory, ALONE).step == 1
+    assert newest_valid(directory, ALONE).step == 1
     assert message in caplog.text and "step_00000002" in caplog.text
 
 
 def edit(path, change):
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    checkpoint.write_manifest(path, manifest)
+    write_manifest(path, manifest)
 
 
 EDITS = {
@@ -163,7 +171,7 @@ def test_inconsistent_manifests_are_refused(directory, kind):
     change, message = EDITS[kind]
     edit(newest(directory), change)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.read_checkpoint(newest(directory))
+        read_checkpoint(newest(directory))
 
 
 @pytest.mark.parametrize("version", [1, 3, None, "2"])
@@ -173,11 +181,11 @@ def test_another_version_is_refused_by_number(directory, version):
         CheckpointError,
         match=rf"version {version!r} of the format and this program reads 2; use the program that",
     ):
-        checkpoint.read_checkpoint(newest(directory))
+        read_checkpoint(newest(directory))
 
 
 def test_the_files_are_safetensors(directory):
-    found = checkpoint.read_checkpoint(newest(directory))
+    found = read_checkpoint(newest(directory))
     for piece in found.pieces:
         values = load_file(found.path / piece.file)[piece.key]
         assert values.dtype == torch.float32 and tuple(values.shape) == piece.box.shape
@@ -206,14 +214,14 @@ def test_overlapping_boxes_are_found():
         corners = [(rng.randrange(6), rng.randrange(6)) for _ in range(4)]
         boxes = [Box(r, r + rng.randint(1, 3), c, c + rng.randint(1, 3)) for r, c in corners]
         every_pair = any(a.overlap(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        assert checkpoint._overlapping(boxes) == every_pair
+        assert _overlapping(boxes) == every_pair
 
 
 def test_no_valid_checkpoint_is_an_error_not_a_fresh_start(directory):
-    for path in checkpoint.list_checkpoints(directory):
+    for path in list_checkpoints(directory):
         (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
-        checkpoint.newest_valid(directory, ALONE)
+        newest_valid(directory, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +282,7 @@ def save_where_one_rank_fails(context, settings, directory):
 
         engine.fragments = broken
     try:
-        checkpoint.save(Path(directory), 3, engine, {}, context)
+        save_checkpoint(Path(directory), 3, engine, {}, context)
     except CheckpointError as error:
         return str(error)
 
@@ -282,20 +290,18 @@ def save_where_one_rank_fails(context, settings, directory):
 def test_a_failure_on_one_rank_is_reported_by_all_and_leaves_the_others_alone(directory):
     messages = run_ranks(save_where_one_rank_fails, 2, tree(), directory)
     assert "No space left" in messages[1] and "1 other rank(s) failed" in messages[0]
-    assert [p.name for p in checkpoint.list_checkpoints(directory)] == ["step_00000001", "step_00000002"]
+    assert [p.name for p in list_checkpoints(directory)] == ["step_00000001", "step_00000002"]
     run_ranks(
         fill_and_save, 2, tree(), directory, (3,)
     )  # the leftover partial directory does not stop the next save
-    assert checkpoint.newest_valid(directory, ALONE).step == 3
+    assert newest_valid(directory, ALONE).step == 3
 
 
 def test_retention(tmp_path):
     for step in (5, 10, 15, 20, 25):
-        (tmp_path / checkpoint.checkpoint_name(step)).mkdir()
-    checkpoint.retain(tmp_path, keep_last=0, keep_every=0)
-    assert len(checkpoint.list_checkpoints(tmp_path)) == 5
-    checkpoint.retain(tmp_path, keep_last=2, keep_every=10)
-    assert [p.name[-2:] for p in checkpoint.list_checkpoints(tmp_path)] == ["10", "20", "25"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        p.name for p in checkpoint.list_checkpoints(tmp_path)
-    ]
+        (tmp_path / checkpoint_name(step)).mkdir()
+    retain(tmp_path, keep_last=0, keep_every=0)
+    assert len(list_checkpoints(tmp_path)) == 5
+    retain(tmp_path, keep_last=2, keep_every=10)
+    assert [p.name[-2:] for p in list_checkpoints(tmp_path)] == ["10", "20", "25"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [p.name for p in list_checkpoints(tmp_path)]

@@ -16,8 +16,15 @@ from support.distributed import run_ranks, start_ranks
 from support.stub_engine import StubEngine, whole_state_is
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint import read
 from megatron_lite.checkpoint import tensor_files as checkpoint_files
+from megatron_lite.checkpoint.manifest import (
+    checkpoint_name,
+    list_checkpoints,
+    read_checkpoint,
+    verify_checkpoint,
+)
+from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.tree import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
@@ -42,9 +49,9 @@ def save(directory, step, **options):
 def valid_steps(directory):
     """Steps of the checkpoints; each that has a name must be complete and right in every element."""
     steps = []
-    for path in checkpoint.list_checkpoints(directory):
-        found = checkpoint.read_checkpoint(path)
-        checkpoint.verify(found)
+    for path in list_checkpoints(directory):
+        found = read_checkpoint(path)
+        verify_checkpoint(found)
         assert whole_state_is(found, int(found.optimizer["adam_step"])), path
         steps.append(found.step)
     return steps
@@ -135,7 +142,7 @@ def files(directory):
 def check_after(directory, allowed, killed):
     steps = valid_steps(directory)
     assert steps in allowed if killed else steps == allowed[-1]  # a save that returned is there to stay
-    found = checkpoint.newest_valid(directory, ALONE)
+    found = newest_valid(directory, ALONE)
     assert (found.step if found else 0) == max(steps, default=0)
     save(directory, 4, keep_last=0)  # the next run saves without help
     assert valid_steps(directory) == [*steps, 4]
@@ -187,7 +194,7 @@ def kill_at_a_random_moment(directory, seed):
 def continue_saving(context, directory, step):
     """In another number of ranks: load, which must give every element, and save the next step."""
     engine, saver = make(directory, context)
-    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    load_checkpoint(newest_valid(directory, context), engine, context)
     assert engine.holds(step)
     engine.train(step + 1)
     saver.save_last(step + 1, {})
@@ -226,9 +233,7 @@ def test_a_full_disk_keeps_what_there_is_and_training_goes_on(small_disk, caplog
     saver.save(4, {})
     saver.finish()
     assert valid_steps(disk / "c") == [1, 2, 3, 4]
-    assert sorted(p.name for p in (disk / "c").iterdir()) == [
-        checkpoint.checkpoint_name(s) for s in (1, 2, 3, 4)
-    ]
+    assert sorted(p.name for p in (disk / "c").iterdir()) == [checkpoint_name(s) for s in (1, 2, 3, 4)]
 
 
 def test_a_read_only_directory_is_a_warning_then_an_error(small_disk, caplog):
@@ -241,7 +246,7 @@ def test_a_read_only_directory_is_a_warning_then_an_error(small_disk, caplog):
     with pytest.raises(CheckpointError, match=r"Read-only file system.*newest checkpoint is step_00000001"):
         saver.save(3, {})
     assert valid_steps(disk / "c") == [1]
-    assert checkpoint.newest_valid(disk / "c", ALONE).step == 1
+    assert newest_valid(disk / "c", ALONE).step == 1
 
 
 def test_a_disk_that_fails_while_synchronising_fails_the_save(tmp_path, monkeypatch, caplog):
@@ -273,7 +278,7 @@ def two(tmp_path_factory):
 def damaged(two, tmp_path, damage, count):
     """Damage random places of the newest checkpoint, one at a time: each must be named, and the one before used."""
     directory = shutil.copytree(two, tmp_path / "c")
-    newest = directory / checkpoint.checkpoint_name(2)
+    newest = directory / checkpoint_name(2)
     names = sorted(p.name for p in newest.iterdir())
     assert names == ["manifest.json", "manifest.json.sha256", "rank_00000.safetensors"]
     for seed in range(count):
@@ -283,7 +288,7 @@ def damaged(two, tmp_path, damage, count):
         file.write_bytes(damage(rng, content))
         yield directory, file.name
         file.write_bytes(content)
-    assert checkpoint.newest_valid(directory, ALONE).step == 2
+    assert newest_valid(directory, ALONE).step == 2
 
 
 def flip(rng, content):
@@ -305,7 +310,7 @@ def named(file, text):
 def test_flipped_bits_and_cut_files(two, tmp_path, caplog, damage, count):
     for directory, file in damaged(two, tmp_path, damage, count):
         caplog.clear()
-        assert checkpoint.newest_valid(directory, ALONE).step == 1
+        assert newest_valid(directory, ALONE).step == 1
         assert named(file, caplog.text) and "step_00000002" in caplog.text
         assert "Falling back to the checkpoint before it" in caplog.text
 
@@ -313,15 +318,15 @@ def test_flipped_bits_and_cut_files(two, tmp_path, caplog, damage, count):
 def read_where_one_rank_sees_less(context, directory):
     """One node of several does not see the newest checkpoint, or not all of it."""
     if context.rank == 1:
-        read = checkpoint.read_checkpoint
+        whole = read.read_checkpoint
 
         def blind(path):
             if path.name == "step_00000002":
                 raise CheckpointError("stale handle")
-            return read(path)
+            return whole(path)
 
-        checkpoint.read_checkpoint = blind
-    return checkpoint.newest_valid(directory, context).step
+        read.read_checkpoint = blind
+    return newest_valid(directory, context).step
 
 
 def test_what_one_rank_cannot_read_none_uses(two):
@@ -334,7 +339,7 @@ def test_a_missing_file_and_leftovers(two, tmp_path, caplog):
     shutil.copytree(directory / "step_00000001", directory / "step_00000007.partial")
     (directory / "step_00000003.deleted").mkdir()
     (directory / "notes.partial").write_text("not ours")
-    assert checkpoint.newest_valid(directory, ALONE).step == 1
+    assert newest_valid(directory, ALONE).step == 1
     assert "rank_00000.safetensors: No such file" in caplog.text
     save(directory, 2)
     save(directory, 3)
@@ -355,6 +360,6 @@ def test_loading_needs_little_memory_beside_the_state(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "frombuffer", counted)
     engine = StubEngine(rank=1, world_size=3)
-    checkpoint.load(checkpoint.read_checkpoint(checkpoint.list_checkpoints(tmp_path)[0]), engine, ALONE)
+    load_checkpoint(read_checkpoint(list_checkpoints(tmp_path)[0]), engine, ALONE)
     assert engine.holds(1)
     assert len(sizes) > 50 and max(sizes) <= 1000

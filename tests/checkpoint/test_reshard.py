@@ -15,8 +15,10 @@ from support.whole_weights import compare_steps, compare_weights, placed_weights
 
 from data_utils.base.settings import build
 from data_utils.objectives.planes import WEIGHTS
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
+from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import parameter_shapes
@@ -48,7 +50,7 @@ def save_and_load(context, settings, path, other):
     """Save as this layout, load what another saved. Returns the boxes that this rank owns: {(parameter, box)}."""
     engine = make_engine(context, settings)
     fill(engine, 1)
-    checkpoint.save(path, 1, engine, {}, context)
+    save_checkpoint(path, 1, engine, {}, context)
     parts = [
         (values[run.start - fragment.start : run.stop - fragment.start], fragment.name, kind, positions)
         for fragment, run, positions in placed(engine)
@@ -57,7 +59,7 @@ def save_and_load(context, settings, path, other):
     for part, *_ in parts:
         part.data.fill_(float("nan"))
     engine.load_scalar_state({"adam_step": 0.0, "loss_scaler": {}})
-    checkpoint.load(checkpoint.newest_valid(other, context), engine, context)
+    load_checkpoint(newest_valid(other, context), engine, context)
     for part, name, kind, positions in parts:
         assert torch.equal(part, expected(name, kind, 1, positions)), (name, kind)
     assert engine.scalar_state()["adam_step"] == 1.0
@@ -69,15 +71,15 @@ def whole_parameters(shapes):
     return {
         (name, kind): expected(name, kind, 1, torch.arange(math.prod(shape))).view(matrix_shape(shape))
         for name, shape in shapes.items()
-        for kind in checkpoint.KINDS
+        for kind in KINDS
     }
 
 
 def check_boxes(found, boxes):
     """Read boxes out of a checkpoint and compare every element."""
-    reader, whole = checkpoint._Reader(found), whole_parameters(found.shapes)
+    reader, whole = _Reader(found), whole_parameters(found.shapes)
     for name, box in boxes:
-        for kind in checkpoint.KINDS:
+        for kind in KINDS:
             part = torch.full(box.shape, float("nan"))
             reader.fill(part, box, name, kind)
             assert torch.equal(part, whole[name, kind][box.within(ORIGIN)]), (found.path, name, kind, box)
@@ -98,8 +100,8 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path, cases):
         boxes.update(*of_ranks)
     expected_shapes = parameter_shapes(build(Config, tree(**MATRIX_MODEL)).model)
     for path in paths:
-        (found,) = checkpoint.list_checkpoints(path)
-        found = checkpoint.read_checkpoint(found)
+        (found,) = list_checkpoints(path)
+        found = read_checkpoint(found)
         assert found.shapes == expected_shapes  # as a run that would load it expects them
         check_boxes(found, boxes)
     print(f"{len(cases) ** 2} pairs of layouts, {len(boxes)} different boxes of parameters")
@@ -115,7 +117,7 @@ def train(context, settings, steps, load_from=None, save_to=None):
     """Some steps on fixed samples with unequal numbers of loss tokens, from and to a checkpoint."""
     engine = make_engine(context, settings)
     if load_from is not None:
-        checkpoint.load(checkpoint.newest_valid(load_from, context), engine, context)
+        load_checkpoint(newest_valid(load_from, context), engine, context)
     size = settings["batch"]["micro_batch_size"]
     records = []
     for step in steps:
@@ -127,7 +129,7 @@ def train(context, settings, steps, load_from=None, save_to=None):
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         records.append((context.sum(sums)[:, 0].sum().item() / weight, result))
     if save_to is not None:
-        checkpoint.save(save_to, len(records), engine, {}, context)
+        save_checkpoint(save_to, len(records), engine, {}, context)
     return records, placed_weights(engine)
 
 

@@ -12,7 +12,9 @@ from support.engines import SAMPLES
 from support.stub_engine import StubEngine, whole_state_is
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint import write
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.tree import CheckpointConfig
 from megatron_lite.model.batch import Batch
@@ -30,9 +32,9 @@ def make(directory, context, **options):
 def valid_steps(directory):
     """Steps of the checkpoints that are complete and hold what they should."""
     steps = []
-    for path in checkpoint.list_checkpoints(directory):
-        found = checkpoint.read_checkpoint(path)
-        checkpoint.verify(found)
+    for path in list_checkpoints(directory):
+        found = read_checkpoint(path)
+        verify_checkpoint(found)
         assert whole_state_is(found, found.step)
         steps.append(found.step)
     return steps
@@ -43,14 +45,14 @@ class Gate:
 
     def __init__(self):
         self.opened = threading.Event()
-        self.write, checkpoint._write_rank = checkpoint._write_rank, self
+        self.write, write._write_rank = write._write_rank, self
 
     def __call__(self, *args):
         assert self.opened.wait(timeout=60)
         self.write(*args)
 
     def close(self):
-        checkpoint._write_rank = self.write
+        write._write_rank = self.write
 
 
 def train_during_a_save(context, directory):
@@ -62,7 +64,7 @@ def train_during_a_save(context, directory):
         engine.train(step)
         saver.poll()
         assert saver.saved_step == 0
-    assert not checkpoint.list_checkpoints(directory)
+    assert not list_checkpoints(directory)
     if context.rank == 0:
         gate.opened.set()  # one rank is ready: that is not enough
         time.sleep(0.2)
@@ -98,7 +100,7 @@ def test_the_last_save_is_not_made_twice_and_ends_before_the_run(tmp_path):
     engine.train(1)
     saver.save(1, {})
     saver.save_last(1, {})
-    (first,) = checkpoint.list_checkpoints(tmp_path)
+    (first,) = list_checkpoints(tmp_path)
     written = first.stat().st_ino
     saver.save_last(1, {})
     assert first.stat().st_ino == written
@@ -119,12 +121,12 @@ def break_writing(context, rank=1):
     def broken(*args):
         raise OSError(28, "No space left on device")
 
-    write = checkpoint._write_rank
+    write_rank = write._write_rank
     if context.rank == rank % context.world_size:
-        checkpoint._write_rank = broken
+        write._write_rank = broken
 
     def mend():
-        checkpoint._write_rank = write
+        write._write_rank = write_rank
 
     return mend
 
@@ -236,7 +238,7 @@ def update_during_a_slow_copy(context, settings, directory):
     saver.finish()
     after = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
     assert not any(torch.equal(after[name], before[name]) for name in after if "word_embeddings" in name)
-    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    load_checkpoint(newest_valid(directory, context), engine, context)
     for fragment in engine.fragments():
         for kind, values in fragment.tensors.items():
             for run in fragment.runs():  # without padding rows, which are not saved

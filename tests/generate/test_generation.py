@@ -5,16 +5,8 @@ import pytest
 import torch
 
 from data_utils.base.errors import DataError
-from data_utils.objectives.planes import (
-    BLOCK_POSITION_IDS,
-    DOC,
-    FIELDS,
-    ORD,
-    POSITION_IDS,
-    TOKENS,
-    WEIGHTS,
-    SpecialTokens,
-)
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.filling import (
     BlankFiller,

@@ -23,8 +23,10 @@ from support.training import fit
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError, UserError
 from data_utils.base.settings import merge, parse_override
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, write_manifest
+from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf import proof, released
@@ -73,8 +75,8 @@ def exports(run, tmp_path_factory):
 
 
 def weights_of(run_directory):
-    (path,) = checkpoint.list_checkpoints(run_directory / "checkpoints")
-    return checkpoint.load_weights(checkpoint.read_checkpoint(path))
+    (path,) = list_checkpoints(run_directory / "checkpoints")
+    return load_weights(read_checkpoint(path))
 
 
 def assert_same_weights(actual, expected):
@@ -95,7 +97,7 @@ def save_layout(context, settings, directory):
         part.data.copy_(whole[fragment.name].flatten()[positions])
     engine.publish_weights()
     state = TrainerState.beginning(settings).to_json()
-    checkpoint.save(Path(directory) / "checkpoints", 5, engine, state, context)
+    save_checkpoint(Path(directory) / "checkpoints", 5, engine, state, context)
 
 
 def settings_of(vocabulary, parallel):
@@ -148,7 +150,7 @@ def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
     content = json.loads((saved / "manifest.json").read_text())
     content["state"]["data"] = [{"documents": 3, "tokens": 99, "sha256": "abc", "weight": 1.0}]
     content["state"]["restarts"] = 4
-    checkpoint.write_manifest(saved, content)
+    write_manifest(saved, content)
     records = [("train", 0, 9.0), ("validation", 0, 2.5), ("validation", 10, 1.5)]
     lines = [json.dumps({"kind": kind, "step": step, "loss": loss}) for kind, step, loss in records]
     (copy / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "validation", "st')
@@ -184,9 +186,9 @@ def test_there_and_back_is_bit_equal(run, exports, tmp_path):
 def load_and_check(context, settings, directory):
     config = make_config(settings)
     engine = make_engine(config, context, num_losses=3)
-    found = checkpoint.newest_valid(Path(directory) / "checkpoints", context)
-    checkpoint.load(found, engine, context)
-    whole = checkpoint.load_weights(found)
+    found = newest_valid(Path(directory) / "checkpoints", context)
+    load_checkpoint(found, engine, context)
+    whole = load_weights(found)
     for fragment, run, positions in placed(engine):
         expected = whole[fragment.name].flatten()[positions]
         for kind, values in fragment.tensors.items():
@@ -213,7 +215,7 @@ def test_training_goes_on_from_an_import(settings, tmp_path):
     imported = weights_of(tmp_path / "back")
     for name, weight in run_ranks(fit, 2, settings)[0].items():
         torch.testing.assert_close(weight[: len(imported[name])], imported[name], rtol=0, atol=1e-10)
-    saved = checkpoint.list_checkpoints(tmp_path / "back/checkpoints")
+    saved = list_checkpoints(tmp_path / "back/checkpoints")
     assert [path.name for path in saved] == ["step_00000000", "step_00000001"]
 
 

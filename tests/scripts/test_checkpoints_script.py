@@ -8,7 +8,8 @@ import pytest
 from support.project import ROOT
 from support.stub_engine import StubEngine
 
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
+from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.lease import LeaseError, held
 
@@ -34,7 +35,7 @@ def directory(tmp_path):
     for step in (10, 20):
         engine = StubEngine()
         engine.train(step)
-        checkpoint.save(tmp_path / "run/checkpoints", step, engine, state, ParallelContext.alone())
+        save_checkpoint(tmp_path / "run/checkpoints", step, engine, state, ParallelContext.alone())
     return tmp_path / "run"
 
 
@@ -77,11 +78,11 @@ def test_rewind_sets_newer_checkpoints_aside(directory, run):
     status, out, _ = run("rewind", directory, 10)
     (aside,) = checkpoints.glob("rewound_*")
     assert status == 0 and f"continues from step 10; 1 newer checkpoints are in {aside}" in out
-    assert [path.name for path in checkpoint.list_checkpoints(checkpoints)] == ["step_00000010"]
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000010"]
     assert run("verify", aside)[0] == 0  # whole, for another time
     status, out, _ = run("rewind", directory, 10)
     assert status == 0 and "is the newest already" in out
-    assert list(checkpoint.rewinds(checkpoints)) == [(aside, 20)]
+    assert list(rewinds(checkpoints)) == [(aside, 20)]
 
 
 def test_rewind_refuses_what_would_lose_the_run(directory, run):
@@ -94,7 +95,7 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
     assert "rewind takes RUN and STEP" in refused(directory)
     (directory / "checkpoints/step_00000010/rank_00000.safetensors").write_bytes(b"damaged")
     assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)
-    assert len(checkpoint.list_checkpoints(directory / "checkpoints")) == 2
+    assert len(list_checkpoints(directory / "checkpoints")) == 2
     status, _, err = run("verify", directory, 10)
     assert status == 2 and "verify takes no STEP" in err
 
@@ -106,13 +107,13 @@ def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhil
         status, out, err = run("rewind", directory, 10)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert f"error: {directory} is in use: process " in err and " trains in it since " in err
-    assert len(checkpoint.list_checkpoints(directory / "checkpoints")) == 2
+    assert len(list_checkpoints(directory / "checkpoints")) == 2
 
     def start_meanwhile(*arguments):
         with pytest.raises(LeaseError, match="rewinds in it since"), held(directory, "trains"):
             pass
 
-    monkeypatch.setattr(checkpoint, "rewind", start_meanwhile)
+    monkeypatch.setattr("megatron_lite.checkpoint.write.rewind", start_meanwhile)
     assert run("rewind", directory, 10)[0] == 0
     assert not (directory / "LEASE").exists()
 

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 from support.project import ROOT
 
-from data_utils.objectives.planes import (
-    FIELDS,
-    OBJECTIVE,
-    ORD,
-    POSITION_IDS,
-    TARGETS,
-    TOKENS,
-    Example,
-    SpecialTokens,
-)
+from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
+from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import load_config
 from scripts.fill_examples import spans_of

@@ -7,9 +7,10 @@ import math
 import torch
 
 from data_utils.base.settings import build
-from megatron_lite.checkpoint import store as checkpoint
-from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
+from megatron_lite.checkpoint.boxes import matrix_shape
+from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.train.plain import make_engine as make
 from support.distributed import run_ranks
 from support.engines import tree
@@ -40,7 +41,7 @@ def placed(engine):
 
 
 def expected(name, kind, step, positions):
-    base = 1000 * (sum(name.encode()) % 97) + 100 * checkpoint.KINDS.index(kind) + step
+    base = 1000 * (sum(name.encode()) % 97) + 100 * KINDS.index(kind) + step
     return base + (positions % 64) / 64.0  # exact in fp32
 
 

@@ -37,12 +37,14 @@ import torch
 from data_utils.base.errors import ConfigError, run_command
 from data_utils.base.settings import build
 from data_utils.objectives.planes import WEIGHTS
-from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
+from megatron_lite.checkpoint.boxes import matrix_shape
+from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import Engine, Fragment, MicroBatch, parameter_groups
+from megatron_lite.train.engine import Engine, MicroBatch, parameter_groups
 from megatron_lite.train.plain import make_engine
 from megatron_lite.train.trainer import DTYPES
 from support.batches import prefix_batch

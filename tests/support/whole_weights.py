@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_lite.checkpoint.boxes import matrix_shape, whole_shape
+from megatron_lite.checkpoint.boxes import matrix_shape
+from megatron_lite.model.tensor_parallel import whole_shape
 
 
 def placed_weights(engine):

@@ -10,7 +10,8 @@ from support.engines import SAMPLES, tree
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
+from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.train.engine import MicroBatch
@@ -91,12 +92,12 @@ def train_and_save(context, case, directory):
     engine = make_engine(case.config(), context, parity.OBJECTIVES)
     for step in range(2):
         engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
-    checkpoint.save(directory, 2, engine, {}, context)
+    save_checkpoint(directory, 2, engine, {}, context)
 
 
 def continue_and_compare(context, case, directory, record):
     engine = make_engine(case.config(), context, parity.OBJECTIVES)
-    checkpoint.load(checkpoint.newest_valid(directory, context), engine, context)
+    load_checkpoint(newest_valid(directory, context), engine, context)
     outcome = parity.Outcome(case)
     parity.run_step(context, engine, case, 2, record, outcome)
     for fragment in engine.fragments():

@@ -16,7 +16,7 @@ from support.training import fit
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
 from data_utils.text.tokenizers import load_tokenizer
-from megatron_lite.checkpoint import store as checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.resume import check_beginning
 
@@ -131,8 +131,8 @@ def run_tree(corpus, directory):
 
 def final_state(directory):
     """The files of the last checkpoint: every weight and moment of every rank."""
-    newest = checkpoint.list_checkpoints(directory / "checkpoints")[-1]
-    assert newest.name == checkpoint.checkpoint_name(STEPS)
+    newest = list_checkpoints(directory / "checkpoints")[-1]
+    assert newest.name == checkpoint_name(STEPS)
     return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 

@@ -14,7 +14,9 @@ from support.whole_weights import placed_weights
 
 from data_utils.base.errors import DataError, DeviceMemoryError
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint.store import list_checkpoints, load_weights, read_checkpoint, rewind
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.read import load_weights
+from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.resume import config_changes
 from megatron_lite.train.trainer import TrainingError, memory_advice

@@ -17,7 +17,6 @@ from support.training import make_trainer
 
 from data_utils.base.errors import ExitStatus, RankError
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint import store as checkpoint
 from megatron_lite.config.tree import ParallelConfig, TimeoutsConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.train.watchdog import Heartbeat, Section, Watchdog, read_heartbeats, who_is_behind
@@ -125,7 +124,7 @@ def train_while_writing_hangs(tree):
         limits["checkpoint"] = 3
         never_return()
 
-    checkpoint._write_rank = write
+    _write_rank = write
     trainer.fit()
 
 

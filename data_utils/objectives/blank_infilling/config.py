@@ -9,7 +9,8 @@ import numpy as np
 
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masking import cumulative_table, run_count_moments
-from data_utils.objectives.planes import ObjectiveConfig, Vocabulary
+from data_utils.objectives.planes import ObjectiveConfig
+from data_utils.text.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
 ROOM_DEVIATIONS = 1.0  # of the number of spans, beyond its mean, for which a row has room

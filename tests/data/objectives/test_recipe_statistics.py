@@ -18,8 +18,8 @@ from support.statistics import chi_square, chi_square_limit
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, Example
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
-from data_utils.objectives.planes import Vocabulary
 from data_utils.objectives.spanbert import span_boundaries
+from data_utils.text.vocabulary import Vocabulary
 
 
 def uniform(counts: Counter, cases: int) -> bool:

@@ -1,0 +1,39 @@
+"""All ranks decide together whether something went well."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.parallel.context import ParallelContext
+
+
+@contextlib.contextmanager
+def agreement(context: ParallelContext, what: str) -> Iterator[None]:
+    """Run a section on every rank; if one fails, all raise CheckpointError instead of some waiting for ever."""
+    failure = ""
+    try:
+        yield
+    except (OSError, ValueError, CheckpointError) as error:
+        failure = describe_error(error)
+    failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
+    if failed:
+        raise failed_together(what, failure, failed, context)
+
+
+def failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
+    """What each rank raises when `failed` ranks have failed, this one by `failure` unless that is empty."""
+    error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
+    error.only_here = bool(failure) and failed < context.world_size
+    return error
+
+
+def describe_error(error: Exception) -> str:
+    """One line that says what went wrong, and on which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,57 @@
+"""What checkpoints need to know of an engine: which elements this rank owns, and their live state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_lite.checkpoint.boxes import Run, runs
+from megatron_lite.model.tensor_parallel import Partition
+from megatron_lite.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A run of elements of one parameter's shard (flattened) that this rank owns: fp32 weights and Adam moments."""
+
+    name: str
+    shape: tuple[int, ...]  # of this rank's tensor-parallel shard
+    partition: Partition
+    tp: Group
+    start: int  # first element, in the flattened shard
+    tensors: dict[
+        str, torch.Tensor
+    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    is_copy: bool  # the same values are owned by another rank, which writes them
+
+    def runs(self) -> Iterator[Run]:
+        """Where the fragment's elements lie in the whole parameter."""
+        count = self.tensors["weight"].numel()
+        return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
+
+
+class StateOwner(Protocol):
+    """Weights and optimizer state under any layout; megatron_lite/train/engine.py is one."""
+
+    before_update: Callable[[], None]  # called before each change of the fragments
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The fragments this rank owns. Together the ranks own every element, some of them several times."""
+        ...
+
+    def count_parameters(self) -> int:
+        """Parameter tensors of the whole model, over all pipeline stages."""
+        ...
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Adam's step count and the loss scaler, as JSON values."""
+        ...
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None: ...
+
+    def publish_weights(self) -> None:
+        """After fragments were written to: model weights from the fp32 masters, on every rank."""
+        ...

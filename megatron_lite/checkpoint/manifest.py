@@ -1,0 +1,338 @@
+"""Checkpoints without pickle that every layout can load: tensor x pipeline x data parallel, ZeRO 1 to 3.
+
+    DIRECTORY/step_00000100/
+        rank_00000.safetensors   the boxes of parameters this rank owned: fp32 weights and Adam moments
+        manifest.json            every box, size and checksums of every file, parameter shapes, training state
+        manifest.json.sha256     the manifest's own checksum; `sha256sum -c` reads it
+
+Every rank writes what it owns; a box says where its elements lie in the whole parameter (boxes.py), not who owned them,
+and padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest
+last, and the directory gets its name by an atomic rename after everything is on disk, so a name that exists is a
+complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums hold is it. Whether
+a save or load went well is decided by all ranks together. saver.py says when to save, in the background if wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.tensor_files import (
+    block_sizes,
+    check_block,
+    write_file,
+)
+
+FORMAT = "megatron-lite-checkpoint"
+FORMAT_VERSION = 2
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
+_MAX_MANIFEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one parameter's values, and where it is stored, as a matrix."""
+
+    file: str
+    key: str
+    name: str
+    kind: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, its manifest read and checked for shape, its files not yet read."""
+
+    path: Path
+    step: int
+    shapes: dict[str, tuple[int, ...]]
+    pieces: tuple[Piece, ...]
+    files: dict[str, dict[str, Any]]  # name -> size and checksums (checkpoint_files.py)
+    optimizer: dict[str, Any]
+    state: dict[str, Any]  # of a training run: a TrainerState
+    saved_at: str | None  # UTC, ISO 8601
+
+    @property
+    def bytes(self) -> int:
+        return sum(described["bytes"] for described in self.files.values())
+
+    def trainer_state(self) -> TrainerState:
+        """Raises CheckpointError where `state` is none."""
+        return TrainerState.from_json(self.state, self.path)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path names one checkpoint, good or damaged, and not a directory of several."""
+    return bool(NAME.fullmatch(path.name)) or (path / "manifest.json").exists()
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Committed checkpoint directories, oldest first.
+
+    `step_N.replaced` counts where `step_N` is absent: a save of the same step was killed between its two renames.
+    """
+    if not directory.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # step_N comes after step_N.replaced
+        if match := NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return [path for _, path in sorted(found.items())]
+
+
+def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says beside shapes, pieces and files, as of now. Args: optimizer: Engine.scalar_state."""
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "optimizer": optimizer,
+        "state": state,
+    }
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write manifest.json and its checksum."""
+    content = json.dumps(manifest).encode()
+    write_file(directory / "manifest.json", content)
+    write_file(directory / "manifest.json.sha256", _checksum_line(content))
+
+
+def _checksum_line(content: bytes) -> bytes:
+    """As `sha256sum manifest.json` prints it."""
+    return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
+
+
+def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
+    """What `rewind` set aside, oldest first: each directory and the step of its newest checkpoint."""
+    for path in sorted(directory.glob("rewound_*")):
+        if found := list_checkpoints(path):
+            yield path, step_of(found[-1])
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a manifest: structure, file sizes, every element of every parameter covered exactly once.
+
+    Raises CheckpointError naming what is wrong.
+    """
+    manifest = _read_manifest(path)
+    try:
+        shapes = {name: tuple(int(n) for n in shape) for name, shape in manifest["shapes"].items()}
+        pieces = tuple(
+            Piece(p["file"], p["key"], p["name"], p["kind"], Box(*map(int, p["box"])))
+            for p in manifest["pieces"]
+        )
+        checkpoint = Checkpoint(
+            path,
+            int(manifest["step"]),
+            shapes,
+            pieces,
+            manifest["files"],
+            manifest["optimizer"],
+            manifest["state"],
+            manifest.get("saved_at"),
+        )
+        for described in checkpoint.files.values():
+            block_sizes(described)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error})."
+        ) from None
+    _check_files(checkpoint)
+    _check_coverage(checkpoint)
+    return checkpoint
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    content = _read_small(path, "manifest.json")
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"checkpoint {path}: manifest.json is damaged.") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {path}: manifest.json is not of format {FORMAT}.")
+    version = manifest.get("version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path}: manifest.json has version {version!r} of the format and this program reads "
+            f"{FORMAT_VERSION}; use the program that wrote it, unless the file is damaged."
+        )
+    if _read_small(path, "manifest.json.sha256") != _checksum_line(content):
+        raise CheckpointError(
+            f"checkpoint {path}: manifest.json does not match manifest.json.sha256; one of them is damaged."
+        )
+    return manifest
+
+
+def _read_small(path: Path, name: str) -> bytes:
+    file = path / name
+    try:
+        if file.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"checkpoint {path}: {name} is larger than {_MAX_MANIFEST_BYTES} bytes.")
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {name}: {error.strerror}.") from None
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    for name, described in checkpoint.files.items():
+        if not re.fullmatch(r"rank_\d{5,}\.safetensors", name):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind."
+            )
+        try:
+            size = (checkpoint.path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path}: {name}: {error.strerror}.") from None
+        if size != described["bytes"]:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {name} has {size} bytes, the manifest says {described['bytes']}."
+            )
+
+
+def _check_coverage(checkpoint: Checkpoint) -> None:
+    """Every parameter's boxes must tile it: disjoint, inside, and together as large."""
+    boxes: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
+    for piece in checkpoint.pieces:
+        if (piece.name, piece.kind) not in boxes or piece.file not in checkpoint.files:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
+            )
+        boxes[piece.name, piece.kind].append(piece.box)
+    for (name, kind), found in boxes.items():
+        rows, columns = matrix_shape(checkpoint.shapes[name])
+        whole = Box(0, rows, 0, columns)
+        outside = any(box.overlap(whole) != box for box in found)
+        if outside or _overlapping(found) or sum(box.size for box in found) != whole.size:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or some of it is twice."
+            )
+
+
+def _overlapping(boxes: list[Box]) -> bool:
+    """Whether two boxes share an element. By rows, downwards: only boxes that reach the next one's row matter."""
+    open_boxes: list[Box] = []
+    for box in sorted(boxes):
+        open_boxes = [other for other in open_boxes if other.row_stop > box.row]
+        if any(box.overlap(other) for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a file that has a checksum of its own."""
+
+    file: str
+    number: int
+    bytes: int
+
+
+def blocks(checkpoint: Checkpoint) -> list[Block]:
+    """What there is to verify."""
+    return [
+        Block(name, number, size)
+        for name, described in sorted(checkpoint.files.items())
+        for number, size in enumerate(block_sizes(described))
+    ]
+
+
+def verify_checkpoint(checkpoint: Checkpoint, chosen: Iterable[Block] | None = None) -> None:
+    """Compare blocks, all by default, with their checksums. Raises CheckpointError naming the damaged file."""
+    for block in blocks(checkpoint) if chosen is None else chosen:
+        try:
+            check_block(checkpoint.path / block.file, checkpoint.files[block.file], block.number)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {block.file}: {error.strerror or error}."
+            ) from None
+
+
+def newest_readable(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint whose manifest and file sizes are right, as this process sees it; None if there is none.
+
+    Raises CheckpointError if checkpoints exist but none is readable.
+    """
+    paths = list_checkpoints(directory)
+    for path in reversed(paths):
+        with contextlib.suppress(CheckpointError):
+            return read_checkpoint(path)
+    if paths:
+        raise none_is_valid(directory, len(paths))
+    return None
+
+
+def none_is_valid(directory: Path, count: int) -> CheckpointError:
+    return CheckpointError(
+        f"none of the {count} checkpoints in {directory} is valid; `scripts/checkpoints.py verify` says what is wrong "
+        "with each. Move them away to start afresh."
+    )
+
+
+def find_manifest(path: Path) -> Checkpoint:
+    """As `find_checkpoint`, by this process alone, and without reading the files that the manifest names."""
+    if is_checkpoint(path):
+        return read_checkpoint(path)
+    return existing(newest_readable(checkpoints_in(path)), path)
+
+
+def checkpoints_in(path: Path) -> Path:
+    """The directory of checkpoints of a run, or the directory itself."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
+def existing(found: Checkpoint | None, path: Path) -> Checkpoint:
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
+        )
+    return found
+
+
+def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint holds parameters of just these names and shapes."""
+    check_same_number(checkpoint, len(shapes))
+    for name, shape in shapes.items():
+        check_same_shape(checkpoint, name, shape)
+
+
+def check_same_number(checkpoint: Checkpoint, count: int) -> None:
+    if len(checkpoint.shapes) != count:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model, of {len(checkpoint.shapes)} parameter tensors; "
+            f"this one has {count}. Use the configuration it was trained with, or another directory."
+        )
+
+
+def check_same_shape(checkpoint: Checkpoint, name: str, ours: tuple[int, ...]) -> None:
+    theirs = checkpoint.shapes.get(name)
+    if ours != theirs:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and {ours} "
+            f"here; use the configuration it was trained with, or another directory."
+        )

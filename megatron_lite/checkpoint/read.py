@@ -1,0 +1,174 @@
+"""Reading a checkpoint into any layout: each rank asks for its own boxes, all agree on which checkpoint is good."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.agreement import agreement
+from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.fragments import StateOwner
+from megatron_lite.checkpoint.manifest import (
+    KINDS,
+    Checkpoint,
+    Piece,
+    blocks,
+    check_same_number,
+    check_same_shape,
+    checkpoint_name,
+    checkpoints_in,
+    existing,
+    is_checkpoint,
+    list_checkpoints,
+    none_is_valid,
+    read_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from megatron_lite.checkpoint.tensor_files import (
+    TensorFile,
+)
+from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.parallel.context import ParallelContext
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None:
+    """The newest checkpoint whose manifest and checksums hold, agreed by all ranks; damaged newer ones are reported.
+
+    Files are verified once, split over the ranks. Raises CheckpointError if checkpoints exist but none is valid.
+    """
+    steps = _agreed_steps(directory, context)
+    for step in reversed(steps):
+        path = next((p for p in list_checkpoints(directory) if step_of(p) == step), None)
+        try:
+            return _read_together(path or directory / checkpoint_name(step), context)
+        except CheckpointError as error:
+            log.warning("%s Falling back to the checkpoint before it.", error)
+    if steps:
+        raise none_is_valid(directory, len(steps))
+    return None
+
+
+def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
+    """A `step_...` directory, or the newest valid checkpoint of a run or of a directory of checkpoints; verified.
+
+    Called by every rank. Raises CheckpointError if there is none or it is damaged.
+    """
+    if is_checkpoint(path):
+        return _read_together(path, context)
+    return existing(newest_valid(checkpoints_in(path), context), path)
+
+
+def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
+    """Read a checkpoint on every rank and verify it, each rank a part."""
+    with agreement(context, f"checking {path}"):
+        checkpoint = read_checkpoint(path)
+        share = blocks(checkpoint)[context.rank :: context.world_size]
+        for block in _shown(share, f"checking {path.name}", context):
+            verify_checkpoint(checkpoint, [block])
+    return checkpoint
+
+
+def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
+    """The items, with a progress bar on the main rank's terminal, if it has one."""
+    return tqdm(items, desc=what, disable=None if context.is_main else True)
+
+
+def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
+    """The steps that rank 0 finds: another node may see an older state of a shared file system."""
+    steps: list[int] = []
+    with agreement(context, f"reading {directory}"):
+        if context.is_main:
+            steps = [step_of(path) for path in list_checkpoints(directory)]
+    count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
+    shared = torch.zeros(count, dtype=torch.int64, device=context.device)
+    if context.is_main:
+        shared += torch.tensor(steps, dtype=torch.int64, device=context.device)
+    return context.sum(shared).tolist() if count else []
+
+
+class _Reader:
+    """Reads boxes of whole parameters out of a checkpoint's files, with little memory beside the target's."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._path = checkpoint.path
+        self._files: dict[str, TensorFile] = {}
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        for piece in checkpoint.pieces:
+            self._pieces.setdefault((piece.name, piece.kind), []).append(piece)
+
+    def fill(self, target: torch.Tensor, box: Box, name: str, kind: str) -> None:
+        """Copy `box` of a parameter into the matrix `target` from the pieces that overlap it."""
+        for piece in self._pieces[name, kind]:
+            common = box.overlap(piece.box)
+            if common is None:
+                continue
+            if piece.file not in self._files:
+                self._files[piece.file] = TensorFile(self._path / piece.file)
+            for part, values in self._files[piece.file].read(piece.key, piece.box, common):
+                target[part.within(box)] = values.to(target.device)
+
+
+@torch.no_grad()
+def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
+    """Fill this rank's fragments from the boxes that overlap them, then publish the weights to the model."""
+    _load_fragments(checkpoint, engine, context, KINDS)
+    engine.load_scalar_state(checkpoint.optimizer)
+    engine.publish_weights()
+
+
+@torch.no_grad()
+def load_weights_only(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
+    """As `load`, but the optimizer stays as it is."""
+    _load_fragments(checkpoint, engine, context, ("weight",))
+    engine.publish_weights()
+
+
+def _load_fragments(
+    checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, kinds: Iterable[str]
+) -> None:
+    count = engine.count_parameters()
+    with agreement(context, f"loading {checkpoint.path}"):
+        check_same_number(checkpoint, count)
+        reader = _Reader(checkpoint)
+        for fragment in _shown(list(engine.fragments()), f"loading {checkpoint.path.name}", context):
+            shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+            check_same_shape(checkpoint, fragment.name, shape)
+            for run in fragment.runs():
+                for kind in kinds:
+                    values = fragment.tensors[kind][run.start - fragment.start : run.stop - fragment.start]
+                    reader.fill(values.view(run.box.shape), run.box, fragment.name, kind)
+
+
+def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The whole fp32 model weights, for inference in one process, without padding rows."""
+    return dict(iterate_weights(checkpoint))
+
+
+def iterate_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole fp32 weight of each parameter, without padding rows, one in memory at a time."""
+    read = weight_reader(checkpoint)
+    for name in checkpoint.shapes:
+        yield name, read(name)
+
+
+def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """A function that reads one whole fp32 weight, without padding rows, by its parameter's name."""
+    reader = _Reader(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        rows, columns = matrix_shape(checkpoint.shapes[name])
+        matrix = torch.empty(rows, columns)
+        reader.fill(matrix, Box(0, rows, 0, columns), name, "weight")
+        return matrix.view(checkpoint.shapes[name])
+
+    return read

@@ -1,0 +1,269 @@
+"""Writing a checkpoint: every rank what it owns, rank 0 the manifest, then the name.
+
+Source of the files' layout: manifest.py. saver.py says when to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.agreement import describe_error, failed_together
+from megatron_lite.checkpoint.fragments import Fragment, StateOwner
+from megatron_lite.checkpoint.manifest import (
+    NAME,
+    checkpoint_name,
+    list_checkpoints,
+    manifest_header,
+    read_checkpoint,
+    step_of,
+    verify_checkpoint,
+    write_manifest,
+)
+from megatron_lite.checkpoint.tensor_files import (
+    make_directory,
+    sync_directory,
+    write_file,
+    write_tensors,
+)
+from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.parallel.context import ParallelContext
+
+log = logging.getLogger(__name__)
+_LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def save_checkpoint(
+    directory: Path, step: int, engine: StateOwner, state: dict[str, Any], context: ParallelContext
+) -> Path:
+    """Write the checkpoint of `step`, called by every rank. Returns its path.
+
+    Raises CheckpointError on every rank if any rank could not write; earlier checkpoints are untouched.
+    """
+    header = manifest_header(step, engine.scalar_state(), state)
+    running = Save(directory, step, engine.fragments(), header, context)
+    running.advance(wait=True)
+    return running.path
+
+
+def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
+    """A `Watch` that does nothing."""
+    return contextlib.nullcontext()
+
+
+class Save:
+    """One save under way on every rank, in a thread of its own.
+
+    It has three stages; each begins when all ranks have ended the one before, which `advance` finds out. Only `advance`
+    communicates, so training can go on meanwhile: all ranks need only call it at the same points.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        step: int,
+        fragments: Iterable[Fragment],
+        header: dict[str, Any],
+        context: ParallelContext,
+        after_commit: Callable[[], None] = lambda: None,
+        watch: Watch = unwatched,
+    ):
+        """
+        Args:
+            fragments: must not change before the save has ended.
+            after_commit: run on rank 0.
+            watch: the thread's work is done within watch(what it does).
+        """
+        self.path = directory / checkpoint_name(step)
+        self.seconds = 0.0  # it took, once committed
+        self._partial = directory / f"{self.path.name}.partial"
+        self._fragments = fragments
+        self._header = header
+        self._context = context
+        self._after_commit = after_commit
+        self._watch = watch
+        self._started = time.perf_counter()
+        self._stages = iter((self._prepare, self._write, self._commit))
+        self.failure = ""  # of this rank
+        self._thread: threading.Thread | None = None
+        self._start_next_stage()
+
+    def advance(self, wait: bool) -> bool:
+        """Go on to the next stage if all ranks are ready for it; with `wait`, wait for the end. True when committed.
+
+        Raises CheckpointError on every rank if some rank failed; the partial directory is gone then.
+        """
+        while self._thread is not None:
+            if wait:
+                self._thread.join()
+            ended = not self._thread.is_alive()
+            failed = ended and bool(self.failure)
+            counts = torch.tensor([float(ended), float(failed)], device=self._context.device)
+            all_ended, all_failed = self._context.sum(counts).tolist()
+            if all_ended < self._context.world_size:
+                return False
+            if all_failed:
+                self._give_up(int(all_failed))
+            self._start_next_stage()
+            if not wait:
+                break
+        return self._thread is None
+
+    def _start_next_stage(self) -> None:
+        stage = next(self._stages, None)
+        if stage is None:
+            self._thread = None
+            self.seconds = time.perf_counter() - self._started
+            return
+        # A daemon: a process that ends by an error does not wait for a checkpoint that nobody would commit.
+        self._thread = threading.Thread(target=self._run, args=(stage,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, stage: Callable[[], None]) -> None:
+        try:
+            with self._watch(f"writing {self.path.name}"):
+                stage()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.failure = describe_error(error)
+            log.debug("saving %s", self.path, exc_info=True)
+
+    def _give_up(self, failed: int) -> None:
+        self._thread = None
+        if self._context.is_main:
+            shutil.rmtree(self._partial, ignore_errors=True)  # gives a full disk its space back
+        raise failed_together(f"saving {self.path}", self.failure, failed, self._context)
+
+    def _prepare(self) -> None:
+        if self._context.is_main:
+            make_directory(self._partial.parent)
+            _clear_leftovers(self._partial.parent)
+            os.mkdir(self._partial)
+
+    def _write(self) -> None:
+        _write_rank(self._partial, self._context.rank, self._fragments)
+
+    def _commit(self) -> None:
+        if self._context.is_main:
+            _write_manifest(self._partial, self._header, self._context.world_size)
+            _publish(self._partial, self.path)
+            self._after_commit()
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove what earlier saves left when they were killed; bring back a checkpoint that was about to be replaced."""
+    for path in sorted(directory.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if not match:
+            continue
+        if match[2] == "replaced" and not (directory / match[1]).exists():
+            os.rename(path, directory / match[1])
+            sync_directory(directory)
+        else:
+            shutil.rmtree(path)
+
+
+def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
+    tensors, pieces, shapes = [], [], {}
+    for fragment in fragments:
+        shapes[fragment.name] = list(whole_shape(fragment.shape, fragment.partition, fragment.tp.size))
+        if fragment.is_copy:
+            continue
+        for run in fragment.runs():
+            for kind, values in fragment.tensors.items():
+                key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
+                part = values[run.start - fragment.start : run.stop - fragment.start]
+                tensors.append((key, part, run.box.shape))
+                pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
+    described = write_tensors(directory / _rank_file(rank), tensors)
+    listing = {"file": described, "shapes": shapes, "pieces": pieces}
+    write_file(directory / _rank_listing(rank), json.dumps(listing).encode())
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _rank_listing(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
+
+
+def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) -> None:
+    """Fold the ranks' listings into the manifest. On disk when this returns."""
+    files, pieces, shapes = {}, [], {}
+    for rank in range(world_size):
+        listing = json.loads((directory / _rank_listing(rank)).read_text(encoding="utf-8"))
+        files[_rank_file(rank)] = listing["file"]
+        shapes.update(listing["shapes"])
+        pieces += [{"file": _rank_file(rank), **piece} for piece in listing["pieces"]]
+    write_manifest(directory, {**header, "shapes": shapes, "files": files, "pieces": pieces})
+    for rank in range(world_size):
+        os.unlink(directory / _rank_listing(rank))
+    sync_directory(directory)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Give a complete directory its name, durably."""
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():  # the same step again, for example after a fallback to an older checkpoint
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    sync_directory(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def retain(directory: Path, keep_last: int, keep_every: int) -> None:
+    """Delete checkpoints beyond the newest `keep_last` (0 = keep all), except multiples of `keep_every` steps."""
+    if keep_last == 0:
+        return
+    for path in list_checkpoints(directory)[:-keep_last]:
+        step = step_of(path)
+        if keep_every and step % keep_every == 0:
+            continue
+        # Renamed first, and that on disk: a half-deleted checkpoint has no valid name.
+        doomed = path.with_name(f"{checkpoint_name(step)}.deleted")
+        os.rename(path, doomed)
+        sync_directory(directory)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def rewind(directory: Path, step: int) -> Path | None:
+    """Make the checkpoint of `step` the newest: move all newer ones, whole, into a new directory `rewound_TIME`.
+
+    Nothing is deleted, and what a kill leaves half done, another call completes. Returns the new directory, None if
+    there was nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
+    """
+    known = {step_of(path): path for path in list_checkpoints(directory)}
+    if step not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {step}; it holds those of steps {there}."
+        )
+    verify_checkpoint(read_checkpoint(known[step]))
+    newer = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and step_of(p) > step]
+    if not newer:
+        return None
+    target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}"
+    os.mkdir(target)
+    for path in sorted(
+        newer, reverse=True
+    ):  # the newest first: what is left is at every moment a run's history
+        os.rename(path, target / path.name)
+    sync_directory(target)
+    sync_directory(directory)
+    return target
