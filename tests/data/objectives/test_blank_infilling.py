@@ -354,7 +354,7 @@ def mixed_batch() -> np.ndarray:
 def test_compiled_and_plain_python_agree():
     """Bit for bit, and without an overflow warning."""
     root = ROOT
-    environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=str(root))
+    environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=f"{root}:{root}/tests")
     command = [sys.executable, "-W", "error::RuntimeWarning", __file__]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
@@ -700,11 +700,6 @@ def test_presets_load_and_make_examples(path):
     config = configuration.build(BlankInfillingConfig, tree["blank_infilling"], "blank_infilling.")
     example = BlankInfilling(config, VOCABULARY, 1, 512).example(text_of(100), 0)
     assert example.weights.sum() > 0
-
-
-def test_all_released_recipes_are_there():
-    names = {"paper", "base", "large", "roberta", "large-chinese", "10b", "10b-1024", "10b-chinese"}
-    assert {path.stem for path in PRESETS} == names
 
 
 if __name__ == "__main__":  # the subprocess of test_compiled_and_plain_python_agree

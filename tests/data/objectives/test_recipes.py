@@ -227,7 +227,7 @@ def all_rows() -> bytes:
 def test_compiled_and_plain_python_agree():
     """Bit for bit, and without an overflow warning."""
     root = ROOT
-    environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=str(root))
+    environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=f"{root}:{root}/tests")
     command = [sys.executable, "-W", "error::RuntimeWarning", __file__]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr

@@ -20,6 +20,7 @@ from support.tokenizer_files import (
     SENTENCEPIECE_SIZE,
     bert_vocab,
     byte_bpe_json,
+    files,  # noqa: F401  a fixture
     roberta_json,
     roberta_vocab,
     write_gpt2,
