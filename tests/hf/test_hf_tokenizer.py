@@ -18,7 +18,7 @@ CASES = [*KIND_OF, "sentencepiece shared gmask"]
 
 
 @pytest.fixture(scope="module")
-def exported(files, tmp_path_factory):  # noqa: F811
+def exported(files, tmp_path_factory):
     """Case -> (training tokenizer, exported tokenizer, its directory)."""
     made = {}
     for case in CASES:
