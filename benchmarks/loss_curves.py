@@ -12,7 +12,6 @@ runs of one machine with one number of threads: sums of other kernels differ in 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import data_utils.base.entry  # noqa: F401
+
+# isort: split
 import numpy as np
+
+from data_utils.base.errors import ArgumentParser, DataError, run_command
+from data_utils.base.files import require_writable
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -96,7 +103,8 @@ def losses(project: Path, work: Path, name: str) -> list[float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{name} ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        output = (done.stdout + done.stderr)[-2000:]
+        raise DataError(f"the run {name} ended with status {done.returncode}; its last words: {output}")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == "train"]
 
@@ -104,6 +112,15 @@ def losses(project: Path, work: Path, name: str) -> list[float]:
 def commit_of(project: Path) -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(command, cwd=project, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """An earlier --output. Raises DataError."""
+    try:
+        record = json.loads(path.read_text())
+        return {"commit": record["commit"], "losses": record["losses"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"--compare {path} is not a file that --output wrote; give one.") from None
 
 
 def differences(before: dict[str, list[float]], after: dict[str, list[float]]) -> list[str]:
@@ -119,9 +136,7 @@ def differences(before: dict[str, list[float]], after: dict[str, list[float]]) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the losses")
     parser.add_argument("--project", type=Path, default=ROOT, help="the checkout to run; this one by default")
     parser.add_argument("--compare", type=Path, help="an earlier --output")
@@ -130,6 +145,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     project = arguments.project.resolve()
+    require_writable(arguments.output, "--output")
+    before = None if arguments.compare is None else read_record(arguments.compare)
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
@@ -140,13 +157,12 @@ def main() -> int:
             print(f"{name}: {len(curves[name])} steps, last loss {curves[name][-1]!r}", flush=True)
     record = {"commit": commit_of(project), "losses": curves}
     arguments.output.write_text(json.dumps(record, indent=1) + "\n")
-    if arguments.compare is None:
+    if before is None:
         return 0
-    before = json.loads(arguments.compare.read_text())
     lines = differences(before["losses"], curves)
     print("\n".join(lines) or f"{record['commit']} equals {before['commit']} in every loss")
     return 1 if lines else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

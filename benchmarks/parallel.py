@@ -213,7 +213,7 @@ def _synchronize(context: ParallelContext) -> None:
 
 def forked(layout: Layout, options: argparse.Namespace) -> Row:
     """On freshly forked ranks of this machine, one thread each."""
-    from distributed import run_ranks
+    from support.distributed import run_ranks
 
     traffic = Traffic()
     originals = {name: getattr(dist, name) for name in SENT}

@@ -146,6 +146,10 @@ MISTAKES = {
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
+    "loss_curves": (
+        ["--output", "x.json", "--compare", "absent"],
+        "--compare absent is not a file that --output",
+    ),
     "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
