@@ -1,8 +1,10 @@
 """A run records which program it was made by, also where there is no git."""
 
 import subprocess
+import tomllib
 
 import pytest
+from support.project import ROOT
 
 from megatron_lite.train import version
 from megatron_lite.train.version import describe, program
@@ -53,3 +55,8 @@ def test_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(slow.parent), prepend=":")
     monkeypatch.setattr(version, "GIT_SECONDS", 0.2)
     assert program(checkout)["commit"] is None
+
+
+def test_the_program_finds_its_own_checkout():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert version.ROOT == ROOT and program()["version"] == declared
