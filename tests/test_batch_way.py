@@ -30,9 +30,6 @@ def test_a_batch_passes_the_files_of_the_table(corpus, tmp_path):
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = page[page.index("## One batch from disk to loss") : page.index("## Rooms")]
     table = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", section, re.M)
-    beside = re.findall(
-        r"`(megatron_lite/\w+\.py)`", section[section.index("without the batch:") :].split("\n\n")[0]
-    )
-    print(traced)
+    beside = re.findall(r"`([\w/]+\.py)`", section[section.index("without the batch:") :].split("\n\n")[0])
     assert sorted(traced) == sorted(table + beside)
     assert len(table) <= MOST_FILES
