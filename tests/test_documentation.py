@@ -1,60 +1,63 @@
 """The guide is true where that can be checked: files, links, settings, options and commands that it names exist."""
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from support import house
 from support.project import ROOT
 
 from data_utils.base.settings import setting_names
+from docs.generate import PAGES as GENERATED
 from megatron_lite.config.tree import Config
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 SETTINGS = set(setting_names(Config))
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
-# Modules whose every file the map must name; objectives are listed in docs/objectives.md.
-ROOMS = ("megatron_lite", "megatron_lite/hf", "data_utils")
 # A command of the guide: the script, and the rest of its line, continued lines included.
-COMMANDS = re.compile(
-    r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:scripts/|benchmarks/|tests/)?\w+\.py)((?:\\\n|.)*)"
-)
+COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|.)*)")
 ENVIRONMENT_READERS = {"megatron_lite/parallel/launch.py", "megatron_lite/parallel/context.py"}
 
 
 def sources():
-    places = [*ROOT.glob("*.py"), *(path for room in (*ROOMS, "data_utils/objectives", "scripts")
-                                    for path in (ROOT / room).glob("*.py"))]  # fmt: skip
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in places}
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in house.product_files()}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_map_names_every_module(room):
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    missing = [path.name for path in (ROOT / room).glob("*.py") if path.name not in text]
-    assert set(missing) <= {"__init__.py"}
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_pages_are_up_to_date(name):
+    written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert written == GENERATED[name](), "run: python docs/generate.py"
 
 
-def test_the_map_names_what_exists():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    rooms = (".", *ROOMS, "data_utils/objectives", "tests")
-    files = {path.name: path for room in rooms for path in (ROOT / room).glob("*.py")}
-    assert set(re.findall(r"(?<!/)\b(\w+\.py)", text)) <= set(files)
-    places = re.findall(r"`(\w+)` (?:and its sections )?in `(\w+\.py)`", text)
-    assert len(places) > 15
-    for name, file in places:
-        assert re.search(
-            rf"^\s*(?:(?:def|class) )?{name}\b", files[file].read_text(encoding="utf-8"), re.M
-        ), name
+def test_where_to_look_names_what_exists():
+    """Each answer names functions, classes or constants with their files, in at most two files."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = page[page.index("## Where to look") : page.index("## Rules")].splitlines()
+    answers = [re.findall(r"`(\w+)` in `([\w/]+\.py)`", row) for row in rows]
+    assert sum(map(bool, answers)) >= 10
+    for places in answers:
+        assert len({file for _, file in places}) <= 2
+        for name, file in places:
+            assert name in names_defined((ROOT / file).read_text(encoding="utf-8")), (name, file)
 
 
-def test_every_objective_script_and_benchmark_is_named_somewhere():
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    for folder in ("data_utils/objectives", "scripts", "benchmarks"):
-        missing = {path.name for path in (ROOT / folder).glob("*.[ps][yh]")} - set(
-            re.findall(r"\w+\.(?:py|sh)", text)
-        )
-        assert missing <= {"__init__.py", "setup_environment.sh"}, folder
+def names_defined(source):
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+def test_the_newest_version_is_in_the_changelog():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert first is not None and first[1] == version
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -112,7 +115,8 @@ def test_scripts_print_their_help():
         "    try:\n        importlib.import_module(name).main()\n"
         "    except SystemExit as exit:\n        print(name, exit.code, 'torch' in sys.modules)\n"
     )
-    names = [f"scripts.{path.stem}" for path in sorted((ROOT / "scripts").glob("*.py"))]
+    names = [name for name in map(house.module_name, house.product_files()) if name.startswith("scripts.")]
+    assert len(names) > 10
     done = subprocess.run(
         [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

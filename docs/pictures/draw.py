@@ -18,7 +18,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
@@ -26,7 +25,7 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.boxes import runs
-from megatron_lite.model.attention import allowed
+from megatron_lite.model.batch import allowed
 from megatron_lite.model.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
@@ -85,15 +84,13 @@ def draw_blank_infilling(path: Path) -> None:
     planes.set(xlim=(-3.2, size + 0.2), ylim=(0.4, 7.6))
     planes.axis("off")
 
-    sees = allowed(
-        *(torch.from_numpy(x.astype(np.int64))[None] for x in (example.doc, example.ord, example.grp))
-    )[0]
+    sees = allowed(example.doc[None], example.ord[None], example.grp[None])[0]
     for query in range(size):
         for key in range(size):
             colour = colours[key] if sees[query, key] else "white"
             mask.add_patch(Rectangle((key, size - 1 - query), 1, 1, facecolor=colour, edgecolor="#dddddd"))
     labels = rows["input"]
-    mask.set(xlim=(0, size), ylim=(0, size), aspect="equal", title="a row's token sees the coloured columns")
+    mask.set(xlim=(0, size), ylim=(0, size), aspect="equal", title="the token of a row sees the coloured columns")
     mask.set_xticks(np.arange(size) + 0.5, labels, rotation=90, fontsize=8)
     mask.set_yticks(np.arange(size) + 0.5, labels[::-1], fontsize=8)
     mask.tick_params(length=0)

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Write the pages that follow from the code, docs/rooms.md and docs/settings.md: python docs/generate.py
+
+tests/test_documentation.py compares both pages with what this script would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import house
+
+from data_utils.base.settings import describe
+from megatron_lite.config.tree import Config
+
+ROOT = house.ROOT
+NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
+# What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
+SETTING = re.compile(
+    r"  (?P<key>\S+) \((?P<type>.+?)(?:, (?P<range>(?:at |above |below |in |one of ).+))?"
+    r", (?:default (?P<default>.*)|required)\)"
+)
+
+
+def rooms() -> str:
+    """Every module with the first paragraph of its docstring, room by room, from the ground up."""
+    lines = [
+        "# Rooms: every file in a line",
+        "",
+        f"{NOTICE} The rooms are in the order of their imports: a room imports itself and the rooms above it.",
+    ]
+    for room in house.ROOMS:
+        lines += ["", f"## `{room.replace('.', '/')}`", ""]
+        for path in house.product_files():
+            if house.room_of(house.module_name(path)) != house.ROOMS.index(room):
+                continue
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            if text:
+                line = " ".join(text.split("\n\n")[0].split())
+                lines.append(f"- `{path.relative_to(ROOT)}`: {line}")
+    return "\n".join(lines) + "\n"
+
+
+def settings() -> str:
+    """A table for each section of the configuration."""
+    described = [line for line in describe(Config) if line]
+    sections: dict[str, list[str]] = {}
+    for line, meaning in zip(described[::2], described[1::2], strict=True):
+        match = SETTING.fullmatch(line)
+        assert match is not None, line
+        kind = "mapping" if match["type"].startswith("dict[") else match["type"]
+        default = "required" if match["default"] is None else f"`{match['default']}`"
+        cells = [f"`{match['key']}`", kind, match["range"] or "", default, meaning.strip()]
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        sections.setdefault(match["key"].rpartition(".")[0], []).append(f"| {row} |")
+    sections["Keys without a section"] = sections.pop("")
+    lines = [
+        "# Settings",
+        "",
+        f"{NOTICE} [configuration.md](configuration.md) says how files and overrides combine.",
+    ]
+    for section, rows in sections.items():
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            "| key | type | range | default | meaning |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"rooms.md": rooms, "settings.md": settings}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (ROOT / "docs" / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
