@@ -127,9 +127,10 @@ def train_with(
     watchdog.enter(Section.SETUP, "loading libraries")
     from data_utils.base.memory import keep_freed_memory
     from megatron_lite.parallel.context import initialize
+    from megatron_lite.train.engine import memory_advice
     from megatron_lite.train.plain import make_engine
     from megatron_lite.train.resume import check_beginning
-    from megatron_lite.train.trainer import Trainer, memory_advice
+    from megatron_lite.train.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before minutes are spent on copying corpora and on building the model

@@ -15,7 +15,7 @@ import data_utils.base.entry  # noqa: F401
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, DataError, run_command
-from megatron_lite.train.watchdog import heartbeat_directory, read_heartbeats
+from megatron_lite.train.heartbeats import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:
