@@ -19,11 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from tqdm import tqdm
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
@@ -163,5 +161,9 @@ def print_table(rows: list[list[str]], verified: bool) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

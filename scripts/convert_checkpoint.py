@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_new_directory
 from data_utils.base.settings import load_yaml, merge, parse_override
@@ -122,5 +119,9 @@ def main() -> None:
     print(f"wrote {arguments.output}")
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

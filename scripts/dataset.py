@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, DataError, run_command
@@ -183,5 +180,9 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade)}
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
 from data_utils.text.tokenizers import PROMPT_MARKERS
@@ -92,5 +89,9 @@ def read_lines(path: Path | None) -> list[str]:
         raise DataError(f"--input {path} is not UTF-8 text; convert it.") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

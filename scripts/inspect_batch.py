@@ -15,16 +15,13 @@ query and a column a key; in the picture what is visible through a group alone i
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -250,5 +247,9 @@ def save_picture(path: Path, seen: np.ndarray, by_group: np.ndarray) -> None:
         raise DataError(f"--png {path}: {error.strerror}; choose a writable file.") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

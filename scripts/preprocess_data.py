@@ -13,14 +13,12 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
@@ -43,7 +41,13 @@ INTERRUPTED = "interrupted before the output was complete; run the command again
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files or globs: .jsonl .txt (each also .gz .zst) .parquet")
+    add(
+        "--input",
+        dest="inputs",
+        nargs="+",
+        required=True,
+        help="files or globs: .jsonl .txt (each also .gz .zst) .parquet",
+    )
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
     add("--tokenizer-kind", required=True, choices=KINDS)
     add("--tokenizer-path", required=True, help="the tokenizer's file or directory")
@@ -81,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
         "--decontaminate",
+        dest="evaluation_inputs",
         nargs="+",
         default=[],
         metavar="FILE",
@@ -97,22 +102,8 @@ def make_config(arguments: argparse.Namespace) -> BuildConfig:
     for option in ("workers", "shard_megabytes"):
         if (value := getattr(arguments, option)) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} is {value}; it must be 1 or more.")
-    return BuildConfig(
-        inputs=arguments.input,
-        output=arguments.output,
-        text_key=arguments.text_key,
-        text_split=arguments.text_split,
-        split=arguments.split,
-        split_seed=arguments.split_seed,
-        workers=arguments.workers,
-        on_bad_record=arguments.on_bad_record,
-        max_bad_records=arguments.max_bad_records,
-        deduplicate=arguments.deduplicate,
-        evaluation_inputs=arguments.decontaminate,
-        shard_bytes=arguments.shard_megabytes << 20,
-        overwrite=arguments.overwrite,
-        restart=arguments.restart,
-    )
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(BuildConfig)}
+    return BuildConfig(**{**values, "shard_bytes": arguments.shard_megabytes << 20})
 
 
 def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -162,5 +153,9 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

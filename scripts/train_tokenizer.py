@@ -18,11 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import sentencepiece
 import tokenizers
 import yaml
@@ -262,5 +260,9 @@ TRAINERS = {
 CONFIG_KINDS = {"byte_bpe": "hf_json", "wordpiece": "bert_wordpiece", "sentencepiece": "sentencepiece"}
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

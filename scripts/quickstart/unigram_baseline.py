@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Compare a run's validation loss with a unigram model, the best that token frequencies alone can do.
 
-    python scripts/unigram_baseline.py RUN_DIRECTORY
+    python -m scripts.quickstart.unigram_baseline RUN_DIRECTORY
 
 The unigram model knows how often each token is a target in the run's own training samples (add-one
 smoothed) and is scored on the very targets of the run's validation: the same samples, the same blanks, eop
@@ -18,11 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
