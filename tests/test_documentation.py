@@ -54,7 +54,7 @@ def test_every_objective_script_and_benchmark_is_named_somewhere():
         missing = {path.name for path in (ROOT / folder).glob("*.[ps][yh]")} - set(
             re.findall(r"\w+\.(?:py|sh)", text)
         )
-        assert missing <= {"__init__.py", "setup_environment.sh"}, folder
+        assert missing <= {"__init__.py", "entry.py", "setup_environment.sh"}, folder
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -112,7 +112,12 @@ def test_scripts_print_their_help():
         "    try:\n        importlib.import_module(name).main()\n"
         "    except SystemExit as exit:\n        print(name, exit.code, 'torch' in sys.modules)\n"
     )
-    names = [f"scripts.{path.stem}" for path in sorted((ROOT / "scripts").glob("*.py"))]
+    scripts = sorted((ROOT / "scripts").rglob("*.py"))
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in scripts
+        if "__main__" in path.read_text(encoding="utf-8")
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

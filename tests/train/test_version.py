@@ -1,8 +1,10 @@
 """A run records which program it was made by, also where there is no git."""
 
 import subprocess
+import tomllib
 
 import pytest
+from support.project import ROOT
 
 from megatron_lite.train import version
 from megatron_lite.train.version import describe, program
@@ -32,6 +34,12 @@ def test_a_checkout_has_a_commit_and_says_whether_it_was_changed(checkout):
     (checkout / "pyproject.toml").write_text('[project]\nversion = "1.3"\n')
     assert program(checkout) == {"version": "1.3", "commit": commit, "changed": True}
     assert describe(program(checkout)) == f"1.3, commit {commit} with changes"
+
+
+def test_this_project_is_found_without_an_installation(monkeypatch):
+    monkeypatch.setattr(version.importlib.metadata, "version", lambda name: "of an installation")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert program()["version"] == project["version"]
 
 
 def test_without_git_the_commit_is_unknown(checkout, monkeypatch):
