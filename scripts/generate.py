@@ -55,7 +55,7 @@ def main() -> None:
                 f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
             )
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
-    # Imported here: mistakes in the arguments should not wait for torch.
+    # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.filling import BlankFiller, blank_context, insert_spans
     from megatron_lite.generate.open_run import open_run
 
@@ -64,7 +64,7 @@ def main() -> None:
     run = opened.with_model()
     filler = BlankFiller(run.model, run.tokenizer.special, config)
     encoded = [run.tokenizer.encode_with_specials(text) for text in texts]
-    for tokens in encoded:  # all before the first answer is printed
+    for tokens in encoded:  # refuse any text before the first answer is printed
         filler.require_room(blank_context(tokens, run.tokenizer.special))
     for text, tokens in zip(texts, encoded, strict=True):
         spans = filler.fill(blank_context(tokens, run.tokenizer.special))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build a token dataset (.bin, .idx and manifest) from JSONL, parquet or text files. See docs/data.md.
 
-A build that was stopped goes on when the same command runs again. With --mpi, ranks share the work:
+The same command continues a build that was stopped. With --mpi, ranks share the work:
 
     mpirun -n 4 python scripts/preprocess_data.py --mpi --input ...
 """
@@ -35,7 +35,7 @@ from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECOR
 from data_utils.text.tokenizer_readers import KINDS
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
-INTERRUPTED = "interrupted before the output was complete; run the command again to go on"
+INTERRUPTED = "interrupted before the output was complete; run the command again to continue"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
         "--shard-megabytes",
         type=int,
         default=DEFAULT_SHARD_BYTES >> 20,
-        help="input, as stored, that is done or redone as one; does not change the output "
+        help="stored input that is the unit of work and of repetition; does not change the output "
         f"(default: {DEFAULT_SHARD_BYTES >> 20})",
     )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
@@ -93,8 +93,8 @@ def parse_arguments() -> argparse.Namespace:
         "the input is (--text-key, --text-split)",
     )
     add("--overwrite", action="store_true", help="replace existing output")
-    add("--restart", action="store_true", help="discard what a stopped build left, and start anew")
-    add("--verify", action="store_true", help="read the finished output again and check all of it")
+    add("--restart", action="store_true", help="discard the partial results of a stopped build")
+    add("--verify", action="store_true", help="read and check the whole finished output")
     return parser.parse_args()
 
 
@@ -147,7 +147,7 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         MPI.COMM_WORLD.Abort(INTERRUPTED_STATUS)
-    except BaseException:  # the others would wait for this rank
+    except BaseException:  # the other ranks would wait for this one
         traceback.print_exc()
         MPI.COMM_WORLD.Abort(1)
     return 0

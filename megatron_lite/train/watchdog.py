@@ -193,7 +193,7 @@ class Watchdog:
                 f"rank {self._rank} lost the connection to another rank: "
                 + (
                     "; ".join(f"{beat}, process {beat.pid}, has died" for beat in dead)
-                    or "which one, others say"
+                    or "other ranks name it"
                 )
                 + ". Its own last lines, or the system's log where memory ran out, say why; start again to continue."
             )

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     generation = GenerationConfig(max_length=args.max_length)
     require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
-    # Imported here: mistakes in the arguments should not wait for torch.
+    # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.filling import BlankFiller
     from megatron_lite.generate.open_run import load_run
 

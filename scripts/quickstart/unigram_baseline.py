@@ -1,10 +1,10 @@
-"""Compare a run's validation loss with a unigram model, the best that token frequencies alone can do.
+"""Compare a run's validation loss with a unigram model, which knows token frequencies and nothing else.
 
     python -m scripts.quickstart.unigram_baseline RUN_DIRECTORY
 
 The unigram model knows how often each token is a target in the run's own training samples (add-one
-smoothed) and is scored on the very targets of the run's validation: the same samples, the same blanks, eop
-included. A count over the raw text would be a weaker opponent, since eop never occurs there. Writes
+smoothed) and is scored on the targets of the run's validation: the same samples, the same blanks, eop included.
+Counts of the raw text would give a weaker model, because eop does not occur there. Writes
 RUN_DIRECTORY/unigram.json.
 """
 
