@@ -1,6 +1,6 @@
 """Pretrain GLM: `deepspeed --num_gpus N pretrain_glm.py --config configs/tiny.yaml [section.key=value ...]`.
 
-A table of contents: configuration -> data -> context -> model -> engine -> Trainer.fit.
+The order is: configuration, data, context, model, engine, Trainer.fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
         "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error"
     )
     parser.add_argument(
-        "--deepspeed", action="store_true", help="accepted for DeepSpeed's habit; training always uses it"
+        "--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed"
     )
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument(
@@ -99,9 +99,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
     launch = Launch.from_environment(local_rank)
-    config.deepspeed_options(
-        config.parallel.data_parallel_size(launch.world_size)
-    )  # the batch fits the ranks
+    # Refuses a batch that does not divide over the ranks.
+    config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
@@ -109,9 +108,9 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
-    config.data.require_train()  # a mistake up to here is answered before torch is imported
+    config.data.require_train()  # mistakes up to here are reported before torch is imported
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
-    # Rank 0 for all: the others meet it before they write anything.
+    # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
             control.leave = lease.release
@@ -127,12 +126,13 @@ def train_with(
     watchdog.enter(Section.SETUP, "loading libraries")
     from data_utils.base.memory import keep_freed_memory
     from megatron_lite.parallel.context import initialize
+    from megatron_lite.train.engine import memory_advice
     from megatron_lite.train.plain import make_engine
     from megatron_lite.train.resume import check_beginning
-    from megatron_lite.train.trainer import Trainer, memory_advice
+    from megatron_lite.train.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
-    check_beginning(config)  # before minutes are spent on copying corpora and on building the model
+    check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
     watchdog.at("opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     watchdog.at("joining the process group")
@@ -156,18 +156,18 @@ def train_with(
             ).fit()
     finally:
         control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
-        watchdog.enter(Section.EXIT)  # leaving must not hang either, after an error least of all
+        watchdog.enter(Section.EXIT)  # leaving may hang too, above all after an error
     report_status(status)
-    context.barrier()  # the first process to end with another status than 0 makes launchers kill the others
+    context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
     context.close()
     return status
 
 
 def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
-    """Refuse, before libraries are loaded, what the run's directories alone show to be impossible."""
+    """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
     require_writable(run / "config.yaml", "run.directory")
     checkpoints, records = run / "checkpoints", run / "metrics.jsonl"
-    if checkpoints.exists():  # the run continues; trainer.py says from where
+    if checkpoints.exists():  # the run continues
         if not any(checkpoints.glob("step_*")) and records.exists():
             raise CheckpointError(
                 f"{checkpoints} holds no checkpoint, but {records} is of a run that has saved; put its checkpoints "
@@ -182,7 +182,7 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
 
 
 def command() -> None:
-    """The entry point. Every rank finds the same mistake in a configuration: one per node reports it."""
+    """The entry point. All ranks find the same mistake in a configuration; one per node reports it."""
     run_command(main, quiet=not is_first_of_node(), report=report_status)
 
 

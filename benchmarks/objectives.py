@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import yaml
 from tqdm import tqdm
-from unigram_baseline import last_validation, unigram_losses
 
 from benchmarks.arguments import check_at_least
 from data_utils.base.errors import ArgumentParser, DataError, run_command
 from data_utils.objectives import OBJECTIVES, SENTENCE_LEVEL
 from megatron_lite.config.tree import load_config
+from megatron_lite.train.metrics import last_validation
+from scripts.quickstart.unigram_baseline import unigram_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {

@@ -19,18 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from tqdm import tqdm
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
 from data_utils.base.files import require_directory
 from megatron_lite.train.lease import held
 
-if TYPE_CHECKING:  # loads torch, which takes seconds that mistakes in the arguments should not wait for
+if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
@@ -58,7 +56,7 @@ def main() -> int:
         rewind(arguments.directory, arguments.step)
         return 0
     paths = find(arguments.directory)
-    check = verify if arguments.command == "verify" else lambda found: None
+    check = verify if arguments.command == "verify" else lambda checkpoint: None
     rows, problems = [], []
     for path in paths:
         row, problem = examine(path, check)
@@ -74,10 +72,7 @@ def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
     paths = []
     if directory.is_dir():
-        from megatron_lite.checkpoint.manifest import (
-            is_checkpoint,
-            list_checkpoints,
-        )
+        from megatron_lite.checkpoint.manifest import is_checkpoint, list_checkpoints
 
         if is_checkpoint(directory):
             return [directory]
@@ -92,9 +87,7 @@ def find(directory: Path) -> list[Path]:
 
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
-    from megatron_lite.checkpoint.manifest import (
-        list_checkpoints,
-    )
+    from megatron_lite.checkpoint.manifest import list_checkpoints
     from megatron_lite.checkpoint.write import rewind
 
     try:
@@ -102,57 +95,50 @@ def rewind(run: Path, step: int) -> None:
         with held(run, "rewinds"):
             aside = rewind(run / "checkpoints", step)
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename}: {error.strerror}; give yourself the right to move it."
-        ) from None
+        raise CheckpointError(f"{error.filename}: {error.strerror}; get permission to move it.") from None
     if aside is None:
         print(f"{run}: the checkpoint of step {step} is the newest already")
         return
     count = len(list_checkpoints(aside))
-    print(
-        f"{run} continues from step {step}; {count} newer checkpoints are in {aside}: delete it when you like"
-    )
+    print(f"{run} continues from step {step}; {count} newer checkpoints are in {aside}, which may be deleted")
 
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
-    """A row of the table, and what is wrong with the checkpoint if anything is."""
-    from megatron_lite.checkpoint.manifest import (
-        read_checkpoint,
-    )
+    """A row of the table, and what is wrong with the checkpoint, "" if nothing."""
+    from megatron_lite.checkpoint.manifest import read_checkpoint
 
     try:
-        found = read_checkpoint(path)
-        check(found)
+        checkpoint = read_checkpoint(path)
+        check(checkpoint)
     except CheckpointError as error:
         return [path.name, "", "", "", "", "damaged"], str(error)
-    tokens = found.state.get("consumed_tokens")
+    tokens = checkpoint.state.get("consumed_tokens")
     return [
         path.name,
-        (found.saved_at or "?").removesuffix("+00:00"),
-        f"{found.bytes / 1e6:,.1f} MB",
-        layout(found),
+        (checkpoint.saved_at or "?").removesuffix("+00:00"),
+        f"{checkpoint.bytes / 1e6:,.1f} MB",
+        layout(checkpoint),
         "?" if tokens is None else f"{tokens:,}",
         "good",
     ], ""
 
 
-def layout(found: Checkpoint) -> str:
+def layout(checkpoint: Checkpoint) -> str:
     """`tp2 pp1 dp4 zero1`: the ranks that wrote it."""
-    parallel: dict[str, Any] = (found.state.get("config") or {}).get("parallel") or {}
+    parallel: dict[str, Any] = (checkpoint.state.get("config") or {}).get("parallel") or {}
     tp, pp = parallel.get("tensor_parallel_size", 1), parallel.get("pipeline_parallel_size", 1)
-    return f"tp{tp} pp{pp} dp{len(found.files) // (tp * pp)} zero{parallel.get('zero_stage', '?')}"
+    return f"tp{tp} pp{pp} dp{len(checkpoint.files) // (tp * pp)} zero{parallel.get('zero_stage', '?')}"
 
 
-def verify(found: Checkpoint) -> None:
+def verify(checkpoint: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
-    from megatron_lite.checkpoint.manifest import (
-        blocks,
-        verify_checkpoint,
-    )
+    from megatron_lite.checkpoint.manifest import blocks, verify_checkpoint
 
-    with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=found.path.name, disable=None) as bar:
-        for block in blocks(found):
-            verify_checkpoint(found, [block])
+    with tqdm(
+        total=checkpoint.bytes, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=None
+    ) as bar:
+        for block in blocks(checkpoint):
+            verify_checkpoint(checkpoint, [block])
             bar.update(block.bytes)
 
 
@@ -163,5 +149,9 @@ def print_table(rows: list[list[str]], verified: bool) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert checkpoints to and from Hugging Face directories, and prove that both models compute the same logits.
+"""Convert checkpoints to and from Hugging Face directories, and compare the logits of both models.
 
 See docs/huggingface.md.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_new_directory
 from data_utils.base.settings import load_yaml, merge, parse_override
@@ -57,7 +54,7 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
-    text = "YAML file of the run to come; may be repeated"
+    text = "YAML file of the new run; may be repeated"
     command.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
     text = "give [gMASK] the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
     command.add_argument("--copy-eop-to-gmask", action="store_true", help=text)
@@ -90,7 +87,7 @@ def main() -> None:
     if not tolerance >= 0:
         raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
     require_new_directory(arguments.output)
-    # Imported here: --help and mistakes in the arguments should not wait for torch and transformers.
+    # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
         require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
@@ -122,5 +119,9 @@ def main() -> None:
     print(f"wrote {arguments.output}")
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look at finished datasets, check them, join them, take over those of other programs. See docs/data.md.
+"""Inspect, verify and merge finished datasets, and adopt those of other programs. See docs/data.md.
 
 python scripts/dataset.py inspect data/corpus_train
 python scripts/dataset.py verify data/corpus_train data/corpus_validation
@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, DataError, run_command
@@ -39,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    inspect = commands.add_parser("inspect", help="the manifest in short, and some documents as text")
+    inspect = commands.add_parser("inspect", help="a summary of the manifest, and some documents as text")
     inspect.add_argument("prefix")
     inspect.add_argument("--documents", type=int, default=3, help="sample documents to show (default: 3)")
     inspect.add_argument(
@@ -59,11 +56,14 @@ def parse_arguments() -> argparse.Namespace:
     stats.add_argument("--histogram", metavar="PNG", help="write a picture of the document lengths")
     stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
 
-    for name, help_text in (
-        ("adopt", "write the manifest that .bin and .idx files of another program need to be opened"),
-        ("upgrade", "bring a manifest of an older version up to date; reads and checks everything"),
-    ):
-        commands.add_parser(name, help=help_text).add_argument("prefix", nargs="+")
+    adopt = commands.add_parser(
+        "adopt", help="write the manifest that .bin and .idx files of another program lack"
+    )
+    upgrade = commands.add_parser(
+        "upgrade", help="update a manifest of an older version; reads and checks everything"
+    )
+    for command in (adopt, upgrade):
+        command.add_argument("prefix", nargs="+")
 
     for command in (inspect, stats):
         command.add_argument("--tokenizer-path", help="where its files are now (default: as in the manifest)")
@@ -118,7 +118,7 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
 
 
 def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | None:
-    """The tokenizer that the manifest names; None, with a word of why, if its files are not there."""
+    """The tokenizer that the manifest names; None, with the reason on stderr, if it cannot be loaded."""
     recorded = (dataset.manifest.get("tokenizer") or {}).get("config")
     if recorded is None:
         print("  the manifest names no tokenizer: ids are shown", file=sys.stderr)
@@ -183,5 +183,9 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade)}
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
 from data_utils.text.tokenizers import PROMPT_MARKERS
@@ -58,7 +55,7 @@ def main() -> None:
                 f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
             )
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
-    # Imported here: mistakes in the arguments should not wait for torch.
+    # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.filling import BlankFiller, blank_context, insert_spans
     from megatron_lite.generate.open_run import open_run
 
@@ -67,7 +64,7 @@ def main() -> None:
     run = opened.with_model()
     filler = BlankFiller(run.model, run.tokenizer.special, config)
     encoded = [run.tokenizer.encode_with_specials(text) for text in texts]
-    for tokens in encoded:  # all before the first answer is printed
+    for tokens in encoded:  # refuse any text before the first answer is printed
         filler.require_room(blank_context(tokens, run.tokenizer.special))
     for text, tokens in zip(texts, encoded, strict=True):
         spans = filler.fill(blank_context(tokens, run.tokenizer.special))
@@ -92,5 +89,9 @@ def read_lines(path: Path | None) -> list[str]:
         raise DataError(f"--input {path} is not UTF-8 text; convert it.") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

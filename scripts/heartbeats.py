@@ -5,17 +5,14 @@ The ranks furthest behind come first: those are the ones that the others wait fo
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import ArgumentParser, DataError, run_command
-from megatron_lite.train.watchdog import heartbeat_directory, read_heartbeats
+from megatron_lite.train.heartbeats import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:
@@ -34,5 +31,9 @@ def main() -> None:
         )
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

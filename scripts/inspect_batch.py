@@ -1,4 +1,4 @@
-"""Look at what an objective makes of text: tokens, roles, positions, targets, and the attention mask.
+"""Show what an objective makes of text: tokens, roles, positions, targets, and the attention mask.
 
     python scripts/inspect_batch.py --objective unilmv2 --text 'the cat sat on the mat and slept all day'
     python scripts/inspect_batch.py --config configs/tiny.yaml --samples 0 7 --png mask.png
@@ -9,22 +9,19 @@ the samples of the run's training corpora are shown, as training sees them.
 
 Roles: context (order 0), content (revealed later), predicts (has a target), query (has a target and is never
 revealed), hidden (never revealed, no target), label (CLS with a sentence-level class). In the mask a row is a
-query and a column a key; in the picture what is visible through a group alone is orange.
+query and a column a key; the picture shows in orange the keys that are visible only through a group.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -45,7 +42,7 @@ from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.batch import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
-MOST_COLUMNS = 100  # of the mask in the terminal; a longer row is thinned
+MOST_COLUMNS = 100  # of the mask in the terminal; of a longer one, every n-th
 SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
 
 
@@ -166,7 +163,7 @@ def rows_of_text(
 
 
 def role(row: Example, i: int) -> str:
-    """What the row token is for; see the top of this file."""
+    """The role of token `i`; see the top of this file."""
     if row.doc[i] < 0:
         return "padding"
     if row.weights[i] > 0 and LOSS_NAMES[row.objective[i]] in SENTENCE_LEVEL:
@@ -208,7 +205,7 @@ def visible(text: str) -> str:
 
 
 def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [rows, keys] without padding: what the attention rule allows, and what it allows by a group alone."""
+    """Bool [queries, keys] without padding: what the attention rule allows, and what only a group allows."""
     content = row.doc >= 0
     doc, order, grp = (plane[content][None] for plane in (row.doc, row.ord, row.grp))
     seen = allowed(doc, order, grp)[0]
@@ -237,7 +234,7 @@ def drawing(seen: np.ndarray) -> str:
 
 
 def save_picture(path: Path, seen: np.ndarray, by_group: np.ndarray) -> None:
-    """The mask as PNG: visible dark blue, by group alone orange. Raises DataError if it can not be written."""
+    """The mask as PNG: visible dark blue, only by a group orange. Raises DataError if it cannot be written."""
     import matplotlib.image
 
     picture = np.full((*seen.shape, 3), 255, np.uint8)
@@ -250,5 +247,9 @@ def save_picture(path: Path, seen: np.ndarray, by_group: np.ndarray) -> None:
         raise DataError(f"--png {path}: {error.strerror}; choose a writable file.") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

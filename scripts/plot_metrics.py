@@ -4,22 +4,19 @@
     python scripts/plot_metrics.py RUN_DIRECTORY
 
 Left: training and validation loss. Right: validation loss of each objective. Dotted: the unigram model, if
-scripts/unigram_baseline.py has been run.
+RUN_DIRECTORY/unigram.json exists (scripts/quickstart/unigram_baseline.py).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import matplotlib
 
 matplotlib.use("Agg")  # writes files, needs no display
@@ -28,10 +25,10 @@ from matplotlib.axes import Axes
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_writable
-from scripts.unigram_baseline import read_metrics
+from megatron_lite.train.metrics import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
-DOTTED = {"linestyle": ":", "linewidth": 1.5}
+DOTTED: dict[str, Any] = {"linestyle": ":", "linewidth": 1.5}
 GREY = "0.4"
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -57,7 +54,9 @@ def read_unigram(run: Path) -> dict[str, float]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise DataError(f"{path} cannot be read; write it again with scripts/unigram_baseline.py.") from None
+        raise DataError(
+            f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
+        ) from None
 
 
 def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], output: Path) -> None:
@@ -116,5 +115,9 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], 
     return [step for step, _ in points], [value for _, value in points]
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build a token dataset (.bin, .idx and manifest) from JSONL, parquet or text files. See docs/data.md.
 
-A build that was stopped goes on when the same command runs again. With --mpi, ranks share the work:
+The same command continues a build that was stopped. With --mpi, ranks share the work:
 
     mpirun -n 4 python scripts/preprocess_data.py --mpi --input ...
 """
@@ -13,14 +13,12 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from data_utils.base.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
@@ -37,13 +35,19 @@ from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECOR
 from data_utils.text.tokenizer_readers import KINDS
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
-INTERRUPTED = "interrupted before the output was complete; run the command again to go on"
+INTERRUPTED = "interrupted before the output was complete; run the command again to continue"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files or globs: .jsonl .txt (each also .gz .zst) .parquet")
+    add(
+        "--input",
+        dest="inputs",
+        nargs="+",
+        required=True,
+        help="files or globs: .jsonl .txt (each also .gz .zst) .parquet",
+    )
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
     add("--tokenizer-kind", required=True, choices=KINDS)
     add("--tokenizer-path", required=True, help="the tokenizer's file or directory")
@@ -68,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
         "--shard-megabytes",
         type=int,
         default=DEFAULT_SHARD_BYTES >> 20,
-        help="input, as stored, that is done or redone as one; does not change the output "
+        help="stored input that is the unit of work and of repetition; does not change the output "
         f"(default: {DEFAULT_SHARD_BYTES >> 20})",
     )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
@@ -81,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
         "--decontaminate",
+        dest="evaluation_inputs",
         nargs="+",
         default=[],
         metavar="FILE",
@@ -88,8 +93,8 @@ def parse_arguments() -> argparse.Namespace:
         "the input is (--text-key, --text-split)",
     )
     add("--overwrite", action="store_true", help="replace existing output")
-    add("--restart", action="store_true", help="discard what a stopped build left, and start anew")
-    add("--verify", action="store_true", help="read the finished output again and check all of it")
+    add("--restart", action="store_true", help="discard the partial results of a stopped build")
+    add("--verify", action="store_true", help="read and check the whole finished output")
     return parser.parse_args()
 
 
@@ -97,22 +102,8 @@ def make_config(arguments: argparse.Namespace) -> BuildConfig:
     for option in ("workers", "shard_megabytes"):
         if (value := getattr(arguments, option)) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} is {value}; it must be 1 or more.")
-    return BuildConfig(
-        inputs=arguments.input,
-        output=arguments.output,
-        text_key=arguments.text_key,
-        text_split=arguments.text_split,
-        split=arguments.split,
-        split_seed=arguments.split_seed,
-        workers=arguments.workers,
-        on_bad_record=arguments.on_bad_record,
-        max_bad_records=arguments.max_bad_records,
-        deduplicate=arguments.deduplicate,
-        evaluation_inputs=arguments.decontaminate,
-        shard_bytes=arguments.shard_megabytes << 20,
-        overwrite=arguments.overwrite,
-        restart=arguments.restart,
-    )
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(BuildConfig)}
+    return BuildConfig(**{**values, "shard_bytes": arguments.shard_megabytes << 20})
 
 
 def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -156,11 +147,15 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         MPI.COMM_WORLD.Abort(INTERRUPTED_STATUS)
-    except BaseException:  # the others would wait for this rank
+    except BaseException:  # the other ranks would wait for this one
         traceback.print_exc()
         MPI.COMM_WORLD.Abort(1)
     return 0
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -92,7 +92,7 @@ install() {
 
 collect() {
     if [[ -e $corpus ]]; then echo "already there: $corpus"; return; fi
-    "$python" scripts/collect_corpus.py --max-megabytes "$megabytes" --output "$corpus"
+    "$python" -m scripts.quickstart.collect_corpus --max-megabytes "$megabytes" --output "$corpus"
 }
 
 tokenize() {
@@ -133,7 +133,7 @@ train_to_the_end() {
 }
 
 compare() {
-    "$python" scripts/unigram_baseline.py "$run" "${margin[@]}"
+    "$python" -m scripts.quickstart.unigram_baseline "$run" "${margin[@]}"
 }
 
 draw() {
@@ -141,7 +141,7 @@ draw() {
 }
 
 fill() {
-    "$python" scripts/fill_examples.py --checkpoint "$run"
+    "$python" -m scripts.quickstart.fill_examples --checkpoint "$run"
     printf -- '--- your own text, with scripts/generate.py ---\n'
     "$python" scripts/generate.py --checkpoint "$run" --max-length 16 \
         --text 'If this argument is [MASK], the function returns a [MASK] of the input.'

@@ -3,9 +3,9 @@
     python scripts/train_tokenizer.py --kind byte_bpe --input 'raw/*.jsonl' --vocab-size 32000 --output DIR
 
 Writes one file into the output directory: tokenizer.json (byte_bpe), vocab.txt (wordpiece) or tokenizer.model
-(sentencepiece). The same input gives the same bytes. Trade-offs: the words of the corpus (byte_bpe,
-wordpiece) or its whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus.
-wordpiece reads the input twice: without the alphabet in advance the library numbers characters at random.
+(sentencepiece). The same input gives the same bytes. The words of the corpus (byte_bpe, wordpiece) or its
+whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus. wordpiece reads the
+input twice: unless the library knows the alphabet in advance, it numbers characters at random.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import sentencepiece
 import tokenizers
 import yaml
@@ -44,9 +42,9 @@ from data_utils.text.documents import (
 )
 from data_utils.text.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
 
-MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries cannot be given just any number
+MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries fail at larger numbers
 MIN_FREQUENCY = 2  # a pair that occurs once is not worth a token
-MAX_PIECE_CHARS = 1000  # SentencePiece drops longer lines (4192 bytes) without a word
+MAX_LINE_CHARS = 1000  # SentencePiece silently drops lines of more than 4192 bytes
 SENTENCEPIECE_THREADS = 16  # fixed: the sums of the EM steps, hence the model, depend on it
 WORDPIECE_SPECIALS = [SPECIAL_NAMES[role] for role in ("pad", "unk", "cls", "sep", "mask")]
 
@@ -164,7 +162,7 @@ def train_wordpiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=MIN_FREQUENCY,
-        # Given ids in advance, single characters keep this order; the trainer's own order is random.
+        # Characters among the special tokens keep this order; the trainer's own order is random.
         special_tokens=[*WORDPIECE_SPECIALS, *pieces],
         initial_alphabet=characters,
         limit_alphabet=len(characters),
@@ -203,13 +201,13 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     """A unigram SentencePiece model; characters it does not know are spelled in bytes."""
     failures: list[
         UserError | MemoryError
-    ] = []  # an error inside the library's callback comes back as a RuntimeError
+    ] = []  # the library turns errors of its callback into a RuntimeError
 
     def sentences() -> Iterator[str]:
         try:
             for text in texts():
                 for line in text.splitlines():
-                    yield from (line[i : i + MAX_PIECE_CHARS] for i in range(0, len(line), MAX_PIECE_CHARS))
+                    yield from (line[i : i + MAX_LINE_CHARS] for i in range(0, len(line), MAX_LINE_CHARS))
         except (UserError, MemoryError) as error:
             failures.append(error)
             raise
@@ -233,15 +231,15 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
 
 
 def _sentencepiece_error(vocab_size: int, message: str) -> DataError:
-    """The library's own words advise options that this script does not have."""
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+    """Another message than the library's, which advises options that this script does not have."""
+    if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
         reason = (
-            f"the characters of this text take {found[1]}; give more, or train on a text with fewer of them"
+            f"the characters of this text take {match[1]}; give more, or train on a text with fewer of them"
         )
         return DataError(f"--vocab-size {vocab_size} is too small; {reason}.")
-    if found := re.search(r"value <= (\d+)", message):
+    if match := re.search(r"value <= (\d+)", message):
         return DataError(
-            f"--vocab-size {vocab_size} is too large for this text; give at most {found[1]}, or more text."
+            f"--vocab-size {vocab_size} is too large for this text; give at most {match[1]}, or more text."
         )
     reason = " ".join(message.rpartition("] ")[2].split())[:300]  # without the library's source line
     return DataError(
@@ -262,5 +260,9 @@ TRAINERS = {
 CONFIG_KINDS = {"byte_bpe": "hf_json", "wordpiece": "bert_wordpiece", "sentencepiece": "sentencepiece"}
 
 
-if __name__ == "__main__":
+def command() -> None:
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

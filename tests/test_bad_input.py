@@ -115,11 +115,11 @@ def test_a_python_without_the_requirements_is_answered_in_one_line(script):
 
 EARLY_MISTAKES = {
     "scripts.generate": ["--checkpoint", "absent", "--text", "a [MASK]"],
-    "scripts.fill_examples": ["--checkpoint", "absent"],
+    "scripts.quickstart.fill_examples": ["--checkpoint", "absent"],
     "scripts.checkpoints": ["list", "absent"],
     "scripts.convert_checkpoint": ["export", "--checkpoint", "absent", "--output", "new"],
     "scripts.plot_metrics": ["absent"],
-    "scripts.unigram_baseline": ["absent"],
+    "scripts.quickstart.unigram_baseline": ["absent"],
     "scripts.heartbeats": ["absent"],
     "scripts.inspect_batch": ["--config", "absent"],
     "scripts.dataset": ["inspect", "absent"],

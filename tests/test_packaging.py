@@ -1,11 +1,17 @@
-"""What an installation declares fits what the tests run with."""
+"""What an installation declares fits what the tests run with, and what it installs is complete."""
 
-import importlib
 import itertools
+import shutil
+import subprocess
+import sys
 import tomllib
+import venv
+from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from support.house import product_files
 from support.project import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -36,7 +42,74 @@ def test_every_pinned_requirement_is_declared():
     assert set(pinned) <= {Requirement(requirement).name.lower() for requirement in DECLARED}
 
 
-def test_commands_exist():
-    for target in PROJECT["scripts"].values():
-        module, _, function = target.partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory):
+    """A fresh virtual environment that sees the packages of the running one, with the project installed from a copy."""
+    directory = tmp_path_factory.mktemp("installation")
+    source, root = directory / "source", directory / "environment"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pretrain_glm.py"):
+        shutil.copy(ROOT / name, source)
+    for name in ("data_utils", "megatron_lite", "scripts", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    venv.create(root)
+    (site,) = root.glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(root / "bin/python"), "install", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
+    done = subprocess.run([*pip, *offline, str(source)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def run(installation, command, *arguments):
+    """Away from the checkout."""
+    return subprocess.run(
+        [installation / "bin" / command, *arguments],
+        cwd=installation,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_every_file_is_installed(installation):
+    (site,) = installation.glob("lib/python*/site-packages")
+    files = [path.relative_to(ROOT) for path in product_files()]
+    installed = [
+        path for path in files if path.parts[:2] != ("scripts", "quickstart")
+    ]  # the demonstration's own
+    missing = [
+        path for path in installed if not (site / str(path).replace("scripts/", "glm_scripts/")).exists()
+    ]
+    assert len(installed) > 100 and missing == []
+    configs = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    shipped = installation / "share/megatron-lite-glm/configs"
+    assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == configs
+
+
+@pytest.mark.parametrize("command", PROJECT["scripts"])
+def test_commands_print_their_help(installation, command):
+    done = run(installation, command, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {command} "), done.stderr
+
+
+def test_shipped_configurations_are_read(installation):
+    tiny = installation / "share/megatron-lite-glm/configs/tiny.yaml"
+    done = run(installation, "pretrain-glm", "--print-config", "--config", str(tiny))
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["model"]["hidden_size"] > 0
+
+
+def test_a_mistake_is_one_line(installation):
+    done = run(installation, "glm-dataset", "inspect", "absent")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: dataset absent:") and done.stderr.count("\n") == 1
+
+
+def test_every_script_has_a_command():
+    targets = {
+        target.partition(":")[0].removeprefix("glm_scripts.") for target in PROJECT["scripts"].values()
+    }
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__", "entry"}
+    assert targets == scripts | {"pretrain_glm"}

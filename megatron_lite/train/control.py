@@ -1,10 +1,10 @@
-"""How a run is told to stop or to save: signals to any rank, and the files STOP and SAVE in its directory.
+"""Requests to stop or to save: signals to any rank, and the files STOP and SAVE in the run's directory.
 
-A signal only leaves a note; the ranks exchange their notes in every step's reduction (trainer.py), so that all act
-after the same step. A second signal ends the process at once, even one that waits in a collective for ever: Python runs
-signal handlers between its own instructions only, but the number of the signal reaches a pipe from the operating
-system's handler, and a thread reads it there. That thread also answers each request at once, in one line; ends the
-process at the first signal while nothing has been trained; and takes the end of the launcher for a signal.
+A signal handler only sets a flag. The ranks exchange their flags in every step's reduction (trainer.py), so that all
+act after the same step. A second signal ends the process at once, even one that hangs in a collective: Python runs
+signal handlers between its own instructions only, but the C-level handler writes the signal's number to a pipe, which a
+thread reads. That thread also answers each request at once, in one line; ends the process at the first signal before
+training has begun; and treats the end of the launcher as a signal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# One request often arrives twice, from the system and from a launcher that passes it on.
+# The system sends a signal, and a launcher often passes it on: the second one is the same request.
 SAME_REQUEST_SECONDS = 2.0
 
 LAUNCHER_CHECK_SECONDS = 0.5
@@ -40,7 +40,7 @@ FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecon
 
 @dataclass(frozen=True)
 class Requests:
-    """What was asked of the run, agreed by all ranks."""
+    """The requests that all ranks have agreed on."""
 
     stop: bool = False  # by a signal: save and end
     halt: bool = False  # by the file STOP: save and end, and do not start again while it exists
@@ -52,27 +52,23 @@ class Requests:
 
 
 class Phase(Enum):
-    """What a signal does: it ends the process at once, asks to save and end, nothing."""
-
-    STARTING = auto()
-    TRAINING = auto()
-    OVER = auto()
+    STARTING = auto()  # a signal ends the process at once
+    TRAINING = auto()  # a signal asks to save and end
+    OVER = auto()  # a signal does nothing
 
 
 class RunControl:
-    """This process's share of the requests. Listens for signals from the moment it is made, in the main thread."""
+    """The requests to this process. Listens for signals from its construction on, in the main thread."""
 
     def __init__(self, directory: Path, is_main: bool):
         """Args: is_main: this rank looks at the files."""
         self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
         self._is_main = is_main
-        self.leave: Callable[[], None] = lambda: (
-            None
-        )  # what to do where the process ends before it has trained
+        self.leave: Callable[[], None] = lambda: None  # called if the process ends before training
         self._launcher = LauncherWatch()
         self._phase = Phase.STARTING
         self._stop_signal = False
-        self._found = Requests()
+        self._files = Requests()
         self._next_look = 0.0
         self._can_delete = True
         self._listen()
@@ -92,8 +88,8 @@ class RunControl:
         return Requests(*(value > 0 for value in sums))
 
     def saved(self) -> None:
-        """What the file SAVE asked for is done."""
-        self._found = Requests()
+        """Called after the save that the file SAVE asked for: removes the file."""
+        self._files = Requests()
         if self._is_main:
             try:
                 self.save_file.unlink(missing_ok=True)
@@ -104,10 +100,10 @@ class RunControl:
     def _look(self) -> Requests:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + FILE_CHECK_SECONDS
-            self._found = Requests(
+            self._files = Requests(
                 halt=self.stop_file.exists(), save=self._can_delete and self.save_file.exists()
             )
-        return self._found
+        return self._files
 
     def _listen(self) -> None:
         reader, writer = os.pipe()

@@ -1,7 +1,7 @@
-"""What trainer and checkpoint see of DeepSpeed (its dictionary: deepspeed_options.py; its start: parallel_context.py).
+"""The interface of trainer and checkpoint to DeepSpeed; config/deepspeed_options.py derives its dictionary.
 
-An `Engine` gives a training step with its outcome, the losses of an evaluation, and the fragments of fp32 weights and
-Adam moments that this rank owns under ZeRO. plain_engine.py and pipeline.py hold the two kinds.
+An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
+rank owns under ZeRO. plain.py and pipeline.py hold the two kinds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data_utils.base.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
@@ -51,13 +52,30 @@ def without_chatter() -> Iterator[None]:
     log.debug("%s", chatter.getvalue())
 
 
+@contextlib.contextmanager
+def memory_advice(config: Config) -> Iterator[None]:
+    """Turn a device's out-of-memory error into a DeviceMemoryError that names the settings that need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        advised = DeviceMemoryError(
+            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
+            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
+            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            "estimates what a layout needs."
+        )
+        advised.only_here = True
+        raise advised from error
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward pass of a step."""
 
     batch: Batch
     dropout_seed: int
-    loss_factor: float  # what turns its loss sum into its share of the step's loss
+    loss_factor: float  # multiplies its loss sum into its share of the step's loss
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class StepResult:
 
     objective_sums: (
         torch.Tensor
-    )  # fp64 [objectives, 2] of this rank's samples; zeros on ranks that see no losses
+    )  # fp64 [objectives, 2] of this rank's samples; zeros without the model's last layer
     grad_norm: float  # global norm before clipping; inf when skipped
     skipped: bool  # non-finite gradients: all ranks left their weights unchanged
     loss_scale: float
@@ -76,7 +94,7 @@ GradientObserver = Callable[[Fragment, torch.Tensor], None]
 
 
 class Engine(ABC):
-    """What trainer and checkpoint need of a model under DeepSpeed, whatever its layout."""
+    """A model under DeepSpeed in any layout."""
 
     def __init__(
         self,
@@ -123,7 +141,7 @@ class Engine(ABC):
         """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
 
     def _allocate_moments(self) -> None:
-        """Adam's moments exist from the start: saving and loading do not depend on whether a step was made."""
+        """Allocate Adam's moments before the first step, so that saving and loading always find them."""
         optimizer = self._zero.optimizer
         flats = [flat for group in optimizer.param_groups for flat in group["params"]]
         if self._is_stage_3:
@@ -137,7 +155,7 @@ class Engine(ABC):
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _announce_updates(self) -> None:
-        """Between two updates, forward and backward leave the fragments alone: a copy of them can be made meanwhile."""
+        """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
         step = self._zero.step
 
         def announced_step(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +189,7 @@ class Engine(ABC):
         norm = math.inf if norm is None else float(norm)
         skipped = bool(self._zero.overflow)
         if skipped and getattr(self._zero, "cpu_offload", False):
-            # DeepSpeed 0.19.8 forgets this when it offloads, and every later step would inherit the bad gradients.
+            # DeepSpeed 0.19.8 does not clear these when it offloads: later steps would inherit the bad gradients.
             self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
         return StepResult(objective_sums, norm, skipped, self.loss_scale)
 
@@ -179,10 +197,10 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def observed_gradients(self, observer: GradientObserver) -> Iterator[None]:
-        """Meanwhile, every optimizer step shows `observer` each fragment this rank owns, and its gradient fp32 [numel].
+        """Within the context, every optimizer step gives `observer` each owned fragment and its gradient fp32 [numel].
 
-        It is the gradient of the step's loss over all samples as AdamW takes it: reduced, unscaled and clipped
-        (`clip_divisor` undoes that). A skipped step shows none.
+        The gradient is that of the step's loss over all samples as AdamW takes it: reduced, unscaled and clipped
+        (`clip_divisor` undoes the clipping). A skipped step calls nothing.
         """
 
         def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -200,7 +218,7 @@ class Engine(ABC):
             hook.remove()
 
     def clip_divisor(self, grad_norm: float) -> float:
-        """What clipping divided the gradients of a step by, from their norm before it."""
+        """The number by which clipping divided a step's gradients, from their norm before clipping."""
         if self._clip_grad_norm == 0:
             return 1.0
         return max(1.0, (grad_norm + 1e-6) / self._clip_grad_norm)  # DeepSpeed's formula
@@ -208,7 +226,7 @@ class Engine(ABC):
     # State for checkpoints
 
     def fragments(self) -> Iterator[Fragment]:
-        """The fragments this rank owns. Together the ranks own every element, some of them several times."""
+        """The fragments this rank owns. Together the ranks own every element, some elements several times."""
         tp = self.context.tp
         for name, parameter in self.named_parameters.items():
             owned = self._owned(parameter)
@@ -220,10 +238,10 @@ class Engine(ABC):
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
 
     def _owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
-        """Shape of the shard, first element and state of this rank's run of it; None if it owns nothing."""
+        """Shape of the shard; first element and state of the range that this rank owns; None if it owns nothing."""
         keys = {"weight": None, **{key: key for key in MOMENTS}}
         if self._is_stage_3:
-            # Each rank has an equal run of every parameter, the last ones padded.
+            # Each rank has an equal range of every parameter, the last ones padded.
             length = parameter.ds_tensor.numel()
             start = self.context.dp.rank * length
             count = min(length, parameter.ds_numel - start)
@@ -270,13 +288,13 @@ class Engine(ABC):
                 setattr(self._loss_scaler, key, value)
 
     def publish_weights(self) -> None:
-        """After fragments were written to: model weights from the fp32 masters, on every rank."""
+        """Copy the fp32 masters to the model weights, on every rank; called after fragments were changed."""
         if not self._is_stage_3:
             self._zero.update_lp_params()
             return
         for group in range(len(self._zero.fp32_partitioned_groups_flat)):
             self._zero._reassign_or_swap_out_partitioned_parameters(group)
-        if self._zero.persistent_parameters:  # small ones, kept whole on every rank
+        if self._zero.persistent_parameters:  # small ones, whole on every rank
             self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
 
 

@@ -1,9 +1,9 @@
-"""Will it fit, and how fast? Parameters, memory of the fullest rank, FLOPs and tokens/s of a layout, without a GPU.
+"""An estimate of parameters, memory of the fullest rank, FLOPs and tokens/s of a layout, without a GPU.
 
-Parameters are exact. Memory is counted from what is known to be stored: weights, gradients and optimizer state as
-DeepSpeed 0.19.8 keeps them, and what autograd keeps of a block (arXiv:2205.05198, section 4.1, without the attention
-matrix, which fused kernels do not store). The allocator's fragmentation, CUDA and NCCL come on top, mostly 1 to 3 GiB.
-Speed assumes that the devices reach a share of their peak, the MFU, which a short run measures better.
+Parameters are exact. Memory is the sum of weights, gradients and optimizer state as DeepSpeed 0.19.8 stores them, and
+of what autograd stores of a block (arXiv:2205.05198, section 4.1, without the attention matrix, which fused kernels do
+not store). Fragmentation, CUDA and NCCL add 1 to 3 GiB in most cases. Speed assumes a share of the devices' peak, the
+MFU, which a short run measures better.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lite.config.tree import Config
 
 DEFAULT_PEAK_TFLOPS = 989.0  # bf16 on an H100
 MFU = 0.4
-FILLED = 0.96  # tokens of a row that are no padding (docs/log.md)
+FILLED = 0.96  # share of a row's tokens that are not padding (docs/log.md)
 REDUCE_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default
 LOGIT_BYTES = 10  # per loss row and token of the vocabulary: logits, their fp32 copy, gradient
 
@@ -41,7 +41,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage holds."""
+    """The layers and parameters of one pipeline stage."""
 
     blocks: int
     has_embedding: bool
@@ -50,7 +50,7 @@ class Stage:
 
 
 def stages(config: Config) -> list[Stage]:
-    """The pipeline stages of a layout, in order. Parameters are counted on real layers without memory."""
+    """The pipeline stages of a layout, in order. Parameters are counted on layers of the device "meta"."""
     import torch
     from torch import nn
 
@@ -68,13 +68,13 @@ def stages(config: Config) -> list[Stage]:
         words, block = count(VocabParallelEmbedding(model, parallel)), count(Block(model, parallel, "none"))
         embedding = count(PositionEmbeddings(model, parallel))
         readout = count(final_layernorm(model)) + count(Heads(model, parallel))
-    found = []
+    stages = []
     for blocks, first, last in _shares(config):
         own_blocks = min(blocks, 1) if model.share_layers else blocks
         # The first and the last stage each have a copy of the tied word embedding.
         total = own_blocks * block + words * (first or last) + embedding * first + readout * last
-        found.append(Stage(blocks, first, last, total))
-    return found
+        stages.append(Stage(blocks, first, last, total))
+    return stages
 
 
 def _shares(config: Config) -> list[tuple[int, bool, bool]]:
@@ -133,6 +133,10 @@ def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, 
     buckets = 0 if zero == 1 else min(REDUCE_BUCKET_ELEMENTS, count) * width
     tokens = config.batch.micro_batch_size * config.row_length
     head = tokens * config.loss_share * LOGIT_BYTES * stage.has_head
+    recompute = config.training.recompute
+    recomputed = (
+        _block_bytes(config, "none") if recompute == "full" else 0.0
+    )  # of the block in its backward pass
     assert config.model.vocab_size is not None
     return {
         "weights": weights,
@@ -140,30 +144,25 @@ def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, 
         # fp32 weights and both Adam moments
         "optimizer state": 0 if parallel.offload_optimizer else count * 12 / dp,
         "communication": buckets,
-        "activations": in_flight * _block_bytes(config) * stage.blocks + _recomputed_block_bytes(config),
+        "activations": in_flight * _block_bytes(config, recompute) * stage.blocks + recomputed,
         "logits": head * config.model.vocab_size / parallel.tensor_parallel_size,
     }
 
 
-def _block_bytes(config: Config, recompute: str | None = None) -> float:
-    """What autograd keeps of one block and micro-batch."""
+def _block_bytes(config: Config, recompute: str) -> float:
+    """Bytes that autograd stores of one block and micro-batch."""
     tp = config.parallel.tensor_parallel_size
     outside = tp if config.parallel.sequence_parallel else 1  # of the tensor-parallel regions
     elements = config.batch.micro_batch_size * config.row_length * config.model.hidden_size
     width = 1 if config.training.precision != "fp32" else 2  # the figures below are for 2 bytes an element
-    if (recompute or config.training.recompute) == "full":
+    if recompute == "full":
         return elements * width * 2 / outside
     return elements * width * (10 / outside + 24 / tp)
 
 
-def _recomputed_block_bytes(config: Config) -> float:
-    """The one block that is whole while its backward pass runs."""
-    return _block_bytes(config, "none") if config.training.recompute == "full" else 0.0
-
-
 def report(config: Config, world_size: int) -> str:
     """The estimate in words, for a terminal."""
-    found = estimate(config, world_size)
+    result = estimate(config, world_size)
     parallel = config.parallel
     dp = parallel.data_parallel_size(world_size)
     micro_batches = config.batch.accumulation_steps(dp)
@@ -174,17 +173,17 @@ def report(config: Config, world_size: int) -> str:
         f"{config.batch.micro_batch_size} x {config.row_length} tokens a step"
     )
     lines = [
-        f"parameters        {found.parameters:,}; on the fullest rank {found.rank_parameters:,}",
+        f"parameters        {result.parameters:,}; on the fullest rank {result.rank_parameters:,}",
         f"layout            {layout}",
         "memory            GiB on the fullest rank; CUDA, NCCL and fragmentation need 1 to 3 more",
     ]
-    lines += [f"  {name:15} {size / 2**30:8.2f}" for name, size in found.memory.items()]
+    lines += [f"  {name:15} {size / 2**30:8.2f}" for name, size in result.memory.items()]
     lines += [
-        f"  {'total':15} {found.bytes_total / 2**30:8.2f}",
-        f"a step            {found.tokens_per_step:,.0f} tokens, {found.flops_per_step:.3g} FLOPs",
-        f"speed             {found.tokens_per_second:,.0f} tokens/s, {found.seconds_per_step:.3g} s a step, if "
+        f"  {'total':15} {result.bytes_total / 2**30:8.2f}",
+        f"a step            {result.tokens_per_step:,.0f} tokens, {result.flops_per_step:.3g} FLOPs",
+        f"speed             {result.tokens_per_second:,.0f} tokens/s, {result.seconds_per_step:.3g} s a step, if "
         f"{MFU:.0%} of {peak:g} TFLOP/s (run.peak_tflops) are reached",
         f"the run           {config.training.steps:,} steps, "
-        f"{config.training.steps * found.seconds_per_step / 86400:.3g} days",
+        f"{config.training.steps * result.seconds_per_step / 86400:.3g} days",
     ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Gradient norms of single layers, on demand: which layer makes the global norm grow.
+"""Gradient norms of single layers, which show the layer that makes the global norm grow.
 
-Each rank adds up the squares of what it owns under ZeRO, each element on one rank only; one reduction of a few numbers
-joins them. No gradient is copied or gathered.
+Each rank adds up the squares of the elements it owns under ZeRO, each element on one rank only; one reduction of a few
+numbers joins them. No gradient is copied or gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def layer_of(parameter: str) -> str:
 
 
 def layer_names(config: ModelConfig) -> list[str]:
-    """The layers of the whole model, which every rank knows in the same order, whatever it owns of them."""
+    """The layers of the whole model, in the same order on every rank."""
     return list(dict.fromkeys(map(layer_of, parameter_shapes(config))))
 
 

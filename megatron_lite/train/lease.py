@@ -1,14 +1,14 @@
-"""The right to write into a run's directory: one start holds it at a time, and a dead one does not keep it.
+"""A lease on a run's directory: one process at a time writes into it, and a dead one does not keep it.
 
-The file `LEASE` in the directory says who holds it, and the holder renews it by its modification time. Whoever meets it
-decides as follows, without comparing the clocks of two machines:
+The file `LEASE` in the directory names the holder, who renews it by setting its modification time. A start that finds
+the file decides as follows, without comparing the clocks of two machines:
 
 1. On the same kernel, a lock (flock) on the file tells at once whether the holder lives.
-2. An earlier attempt of the same SLURM job is over, or SLURM would not have begun this one.
-3. Otherwise, also where a file system has no locks or keeps them to one machine: a file that is renewed while we watch
-   has a living holder; one that is not, for STALE_SECONDS, is taken over.
+2. An earlier attempt of the same SLURM job is over: SLURM would not have begun this one otherwise.
+3. Else, also where the file system has no locks or does not share them between machines: a file that is renewed while
+   we watch has a living holder; a file that is not renewed for STALE_SECONDS is taken over.
 
-Needs no torch: a second start is refused before it has loaded anything.
+Needs no torch: a second start is refused before it loads anything.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class LeaseError(ConfigError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lease: the content of the file."""
+    """The content of the file."""
 
     token: str  # of this start alone
-    what: str  # it is for, as a verb
+    what: str  # the purpose, as a verb
     host: str
     pid: int
     since: str
-    job: str  # SLURM's, "" outside of one
+    job: str  # of SLURM; "" outside of a job
     attempt: int  # how often that job was queued again
-    boot: str  # the kernel, since its start
-    locked: bool  # whether it has a lock on the file
+    boot: str  # of the kernel, see `_boot`
+    locked: bool  # whether the holder has a lock on the file
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""
@@ -65,12 +65,12 @@ class Holder:
 
     @staticmethod
     def read(path: Path) -> Holder | None:
-        """None if the file is absent or not whole."""
+        """None if the file is absent or incomplete."""
         try:
-            found = Holder(**json.loads(path.read_bytes()))
+            holder = Holder(**json.loads(path.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
-        return found if isinstance(found.attempt, int) else None
+        return holder if isinstance(holder.attempt, int) else None
 
     @staticmethod
     def ourselves(what: str, locked: bool) -> Holder:
@@ -84,16 +84,16 @@ class Lease:
     """A held directory. `lost_to` is called by the watchdog's thread, `release` once at the end."""
 
     def __init__(self, path: Path, descriptor: int, token: str, made: list[Path]):
-        """Args: made: the directories that were made for it, which are not to stay if nothing else is put there."""
+        """Args: made: directories that were made for the lease; `release` removes those that are still empty."""
         self._path, self._descriptor, self._token, self._made = path, descriptor, token, made
         self._next = time.monotonic() + RENEW_SECONDS
 
     def lost_to(self) -> Holder | None:
-        """Renew the lease if it is time to. Returns who has taken it over, if somebody has."""
+        """Renew the lease if it is time to. Returns the new holder if another process has taken it over."""
         if self._descriptor < 0 or time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + RENEW_SECONDS
-        with contextlib.suppress(OSError):  # a disk that fails for a while: the next time may go well
+        with contextlib.suppress(OSError):  # a disk may fail for a while; the next renewal may succeed
             holder = Holder.read(self._path)
             if holder is not None and holder.token != self._token:
                 return holder
@@ -101,7 +101,7 @@ class Lease:
         return None
 
     def release(self) -> None:
-        """Leave no trace. Nothing happens the second time."""
+        """Remove the file and the empty directories. A second call does nothing."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class Lease:
 
 @contextlib.contextmanager
 def held(directory: Path, what: str) -> Iterator[Lease]:
-    """Hold a run's directory meanwhile. Arguments and errors as of `acquire`."""
+    """Hold a run's directory within the context. Arguments and errors: see `acquire`."""
     lease = acquire(directory, what)
     try:
         yield lease
@@ -126,7 +126,7 @@ def held(directory: Path, what: str) -> Iterator[Lease]:
 def acquire(directory: Path, what: str) -> Lease:
     """Take the lease of a run's directory, which is made if it does not exist.
 
-    Args: what: it is for, as a verb.
+    Args: what: the purpose, as a verb, for the message to others.
     Raises: LeaseError if another process holds it; ConfigError if the file cannot be written.
     """
     path = directory / NAME
@@ -153,7 +153,7 @@ def _remove(directories: list[Path]) -> None:
 
 
 def _create(path: Path) -> int | None:
-    """A new file, locked where locks work, or None if there is one."""
+    """Create the file and lock it where locks work. None if it exists."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -163,7 +163,7 @@ def _create(path: Path) -> int | None:
 
 
 def _take_over(path: Path) -> int | None:
-    """The existing file of a holder that is dead; None if it was released meanwhile. Raises LeaseError, OSError."""
+    """Open the file of a dead holder. None if it was released meanwhile. Raises LeaseError, OSError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def _is_file(path: Path, descriptor: int) -> bool:
 
 
 def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | None) -> bool:
-    """Args: locked: whether we have just got the file's lock; None: there are no locks here."""
+    """Args: locked: whether this process has just got the file's lock; None: there are no locks here."""
     if holder is not None:
         if locked is not None and holder.locked and holder.boot and holder.boot == _boot():
             return locked
@@ -211,7 +211,7 @@ def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | 
 
 
 def _mark(path: Path) -> tuple[int, bytes]:
-    """What a renewal changes. The file is opened anew: network file systems then ask the server."""
+    """A value that every renewal changes. Opening the file makes network file systems ask the server."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read(RECORD_BYTES)
@@ -220,7 +220,7 @@ def _mark(path: Path) -> tuple[int, bytes]:
 
 
 def _sign(path: Path, descriptor: int, what: str) -> str:
-    """Write who we are into the file. Raises LeaseError if another machine did so at the same time; OSError."""
+    """Write ourselves as the holder. Raises LeaseError if another machine did so at the same time; OSError."""
     is_new = os.fstat(descriptor).st_size == 0
     ours = Holder.ourselves(what, _lock(descriptor) is True)
     try:
@@ -239,7 +239,7 @@ def _sign(path: Path, descriptor: int, what: str) -> str:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file's lock is ours, to the end of this process; None where the file system has none."""
+    """Try to lock the file to the end of this process. None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -260,7 +260,7 @@ def _wait_for_record(path: Path) -> Holder | None:
 def _refusal(path: Path, holder: Holder | None) -> str:
     run = path.parent
     if holder is None:
-        return f"{path} cannot be read, but somebody renews it; end that process, or choose another run.directory."
+        return f"{path} cannot be read, but a process renews it; end that process, or choose another run.directory."
     return (
         f"{run} is in use: {holder} {holder.what} in it since {holder.since}; choose another run.directory, or stop "
         f"that process (touch {run / 'STOP'}) and start again when it has ended."
@@ -268,7 +268,7 @@ def _refusal(path: Path, holder: Holder | None) -> str:
 
 
 def _boot() -> str:
-    """This kernel, since its start; "" if it does not say."""
+    """A name of the running kernel, another one after each start of the machine; "" if unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,8 +1,8 @@
-"""The same list of layers as a DeepSpeed PipelineModule, split over stages by cost.
+"""The model as a DeepSpeed PipelineModule, split over stages by cost.
 
-Between stages travel the hidden state and two small integer tensors: the planes from which every stage rebuilds the
-attention plan and the last one finds the rows with loss, and the dropout seed. The word embedding lives on the first
-and the last stage; DeepSpeed sums its gradients.
+A stage sends the hidden state and two small integer tensors to the next one: the dropout seed, and the planes from
+which every stage builds the attention plan and the last stage finds the tokens with loss. The first and the last stage
+each hold the word embedding; DeepSpeed sums its gradients.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmb
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine import Engine, MicroBatch, StepResult, without_chatter
 
-_PLANES = (DOC, ORD, GRP, OBJECTIVE)  # what travels with the hidden state, and the weights after them
+_PLANES = (DOC, ORD, GRP, OBJECTIVE)  # sent with the hidden state, followed by the loss weights
 _NO_DROPOUT = -1
 
-Carried = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # hidden [T, D], planes int32 [B, 5, S], seed int64 [1]
-_Found = tuple[torch.Tensor, LossRows, torch.Tensor]  # class logits, rows with loss, their weights
+# hidden [T, D], planes int32 [B, 5, S], seed int64 [1]
+Carried = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Rows = tuple[torch.Tensor, LossRows, torch.Tensor]  # class logits, tokens with loss, their weights
 
 
 class _Flows:
-    """The `Flow` of the micro-batch that a stage's layers are working on, built once for all of them."""
+    """The `Flow` of a stage's current micro-batch, built once for all its layers."""
 
     def __init__(self, parallel: TensorParallel):
         self.rank = parallel.group.rank
@@ -66,17 +65,17 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 class _Words(VocabParallelEmbedding):
-    """First layer: (tokens and ids int32 [B, 1 + len(ID_PLANES), S], planes, seed) -> words, and the rest handed on."""
+    """First layer: (tokens and ids int32 [B, 1 + len(ID_PLANES), S], planes, seed) -> words and the inputs."""
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ids, planes, seed = inputs
         return super().forward(ids[:, 0].flatten()), ids, planes, seed
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Heads, torch.Tensor, *_Found]) -> tuple[torch.Tensor, *_Found]:
+    def project(module: _Words, inputs: tuple[Heads, torch.Tensor, *_Rows]) -> tuple[torch.Tensor, *_Rows]:
         """Last layer, on the tied weight."""
-        heads, vectors, classes, found, weights = inputs
-        return heads.vocabulary_logits(vectors, module), classes, found, weights
+        heads, vectors, classes, rows, weights = inputs
+        return heads.vocabulary_logits(vectors, module), classes, rows, weights
 
 
 class _Positions(PositionEmbeddings):
@@ -112,24 +111,24 @@ class _Readout(nn.Module):
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel)
 
-    def forward(self, inputs: Carried) -> tuple[Heads, torch.Tensor, *_Found]:
+    def forward(self, inputs: Carried) -> tuple[Heads, torch.Tensor, *_Rows]:
         hidden, planes, _ = inputs
         objectives, weights = planes[:, -2].flatten(), planes[:, -1].flatten().view(torch.float32)
-        found = find_loss_rows(weights, objectives, self.config)
-        vectors, classes = self.heads(hidden, found, self.final_layernorm)
-        return self.heads, vectors, classes, found, weights[found.labelled]
+        rows = find_loss_rows(weights, objectives, self.config)
+        vectors, classes = self.heads(hidden, rows, self.final_layernorm)
+        return self.heads, vectors, classes, rows, weights[rows.labelled]
 
 
 def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
-    """FLOPs of words, positions, each block, final norm and output, in blocks. The output works on rows with loss."""
+    """FLOPs of words, positions, each block, final norm and output, in units of a block."""
     assert model.vocab_size is not None
-    head = loss_share * model.vocab_size / (12 * model.hidden_size)
+    head = loss_share * model.vocab_size / (12 * model.hidden_size)  # only on tokens with loss
     return [0.0, 0.05, *[1.0] * model.num_layers, 0.0, head]
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
     """Stage s has the layers from bound s to bound s + 1, for about equal costs."""
-    # The head's two layers belong together: what passes between them is no tensor that could be sent.
+    # The head's two layers stay on one stage: the first one's result is not only tensors, which could be sent.
     joined = [*costs[:-2], costs[-2] + costs[-1]]
     bounds = [int(bound) for bound in partition_balanced([cost + 1e-3 for cost in joined], stages)]
     return [*bounds[:-1], bounds[-1] + 1]
@@ -164,7 +163,7 @@ class _Stages(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
-        """This stage's parameters under the names they have in a model that is not split."""
+        """This stage's parameters under their names in the whole model."""
         prefixes = {"tied_modules.words": "embedding.word_embeddings.", "1": "embedding."}
         prefixes |= {str(2 + i): f"layers.{i}." for i in range(num_layers)}
         prefixes |= {str(2 + num_layers): ""}  # final_layernorm and heads
@@ -182,7 +181,7 @@ class PipelineEngine(Engine):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_losses = num_losses
         self._sums = self._no_sums(context.device)
-        # Without gradients: DeepSpeed broadcasts the tied weight, and autograd would warn of it in every backward pass.
+        # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         with without_chatter(), torch.no_grad():
             stages = _Stages(config, context, parallel, self._loss)
         named = stages.global_names(config.model.num_layers)
@@ -193,13 +192,13 @@ class PipelineEngine(Engine):
     def _no_sums(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_losses, 2, dtype=torch.float64, device=device)
 
-    def _loss(self, outputs: tuple[torch.Tensor, *_Found], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """On the last stage: this micro-batch's share of the step's loss; keeps the objectives' sums aside."""
+    def _loss(self, outputs: tuple[torch.Tensor, *_Rows], labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         plane, factor = labels
-        logits, classes, found, weights = outputs
-        targets = plane.flatten()[found.labelled].long()
+        logits, classes, rows, weights = outputs
+        targets = plane.flatten()[rows.labelled].long()
         losses = row_losses(logits, classes, targets, self._stages.tied_modules["words"])
-        total, per_objective = sum_losses(losses, weights, found.objectives, self.num_losses)
+        total, per_objective = sum_losses(losses, weights, rows.objectives, self.num_losses)
         self._sums += per_objective
         return total * factor
 
@@ -222,7 +221,7 @@ class PipelineEngine(Engine):
         return self._sums
 
     def _feed(self, items: Iterator[tuple[Batch, int, float]]) -> Iterator[tuple]:
-        """What the first stage takes as inputs and the last as labels."""
+        """(inputs of the first stage, labels of the last) for each micro-batch."""
         for batch, seed, factor in items:
             planes, weights = batch.planes, batch.weights[:, None].view(np.int32)
             carried = np.concatenate([planes[:, _PLANES], weights], axis=1)

@@ -1,4 +1,4 @@
-"""The engine of every layout without pipeline stages, and the choice between it and that of pipeline.py."""
+"""The engine of layouts without pipeline stages, and the choice between it and the engine of pipeline.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_lite.train.engine import Engine, MicroBatch, StepResult
 
 
 class PlainEngine(Engine):
-    """The whole sequence of layers in every process: data parallelism, ZeRO and tensor parallelism."""
+    """Every process holds all layers: data parallelism, ZeRO and tensor parallelism."""
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
@@ -42,10 +42,13 @@ class PlainEngine(Engine):
         return sums
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
-        # Sequence parallelism splits the tokens evenly, which only whole rows allow.
-        whole = self.model.parallel.sequence_parallel
         return ModelInput.from_batch(
-            batch, self.context.device, self.model.config, dropout_seed=dropout_seed, keep_padding=whole
+            batch,
+            self.context.device,
+            self.model.config,
+            dropout_seed=dropout_seed,
+            # Sequence parallelism splits the tokens evenly, which only whole rows allow.
+            keep_padding=self.model.parallel.sequence_parallel,
         )
 
     def _no_sums(self) -> torch.Tensor:

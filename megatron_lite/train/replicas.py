@@ -1,9 +1,9 @@
-"""Are weights that should be equal on several ranks still equal, bit for bit?
+"""A check that weights which should be equal on several ranks are equal, bit for bit.
 
-Layer norms that drifted apart because one rank skipped clipping have spoiled real runs without a sign in the loss. A
-fingerprint of every weight is compared over the ranks that hold the same values: data-parallel replicas (except at ZeRO
-3, where every rank holds its own part), tensor-parallel ranks for parameters that are not split, and the first and last
-pipeline stage for the word embedding that both hold.
+Layer norms that drifted apart because one rank skipped clipping have spoiled real runs without a sign in the loss. The
+ranks that hold the same values compare a fingerprint of every weight: data-parallel replicas (except at ZeRO 3, where
+every rank holds its own part), tensor-parallel ranks for parameters that are not split, and the first and last pipeline
+stage for the word embedding.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a flipped bit alway
 
 
 def fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    """int64 scalar over the bits of all elements and their places; any single flipped bit changes it."""
+    """int64 scalar of the bits and positions of all elements; any single flipped bit changes it."""
     bits = (
         parameter.detach()
         .flatten()
         .view(torch.int16 if parameter.element_size() == 2 else torch.int32)
         .long()
     )
-    places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)  # odd weights, wrapping arithmetic
-    return (bits * places * _MULTIPLIER).sum()
+    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)  # odd; the arithmetic wraps
+    return (bits * weights * _MULTIPLIER).sum()
 
 
 @torch.no_grad()
 def differing_replicas(
     named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int
 ) -> list[str]:
-    """What differs, as `NAME on ranks [..] and ranks [..]`, the same list on every rank; empty if all is well."""
-    found: set[str] = set()
+    """The differences, as `NAME on ranks [..] and ranks [..]`, the same list on every rank; empty if all are equal."""
+    lines = _compare_ends(named, context.pp)
     if zero_stage < 3:
-        found |= set(_compare(named, context.dp))
-        found |= set(_compare({n: p for n, p in named.items() if partition_of(p).dim is None}, context.tp))
-    found |= set(_compare_ends(named, context.pp))
-    return _on_every_rank(sorted(found), context)
+        lines += _compare(named, context.dp)
+        lines += _compare({n: p for n, p in named.items() if partition_of(p).dim is None}, context.tp)
+    return _on_every_rank(lines, context)
 
 
 def _compare(named: Mapping[str, nn.Parameter], group: Group) -> list[str]:
@@ -77,11 +76,11 @@ def _describe(name: str, prints: list[int], group: Group) -> str:
     return f"{name} on " + " and ".join(f"ranks {ranks}" for ranks in holders.values())
 
 
-def _on_every_rank(found: list[str], context: ParallelContext) -> list[str]:
-    """Every rank's findings, joined: each rank only sees its own groups."""
+def _on_every_rank(own: list[str], context: ParallelContext) -> list[str]:
+    """The lines of all ranks, sorted, each once: a rank only sees its own groups."""
     if context.world_size == 1:
-        return found
-    text = torch.tensor(list("\n".join(found).encode()), dtype=torch.uint8, device=context.device)
+        return sorted(set(own))
+    text = torch.tensor(list("\n".join(own).encode()), dtype=torch.uint8, device=context.device)
     lengths = context.gather(torch.tensor([len(text)], device=context.device))
     longest = max(int(length) for length in lengths)
     if longest == 0:

@@ -1,15 +1,8 @@
-"""What a run reports: a console line per interval, the same as JSONL and TensorBoard, and the arithmetic behind it."""
+"""What a run reports: its configuration, a line at the start and one per interval, and the arithmetic behind them."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import errno
-import io
-import json
-import logging
-import math
-import os
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
-from megatron_lite.config.tree import ModelConfig
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import to_tree
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.tensor_parallel import linear
-
-log = logging.getLogger(__name__)
-
-MAX_LINE_BYTES = 1 << 16  # of a record in metrics.jsonl
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train import version
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by a part of torch's device name.
 GPU_PEAK_TFLOPS = {
@@ -43,7 +38,7 @@ def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: in
 
     Args:
         tokens: tokens that are not padding.
-        loss_rows: rows on which the head runs.
+        loss_rows: tokens on which the head runs.
         visible_keys: sum over tokens of the number of keys each may attend to.
     """
     assert model.vocab_size is not None
@@ -70,7 +65,7 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3
 
 
 def peak_tflops(configured: float | None, dtype: torch.dtype, device: torch.device) -> float:
-    """Peak for MFU: the configured one, a known GPU's, or what a matmul reaches here."""
+    """Peak for MFU: the configured one, a known GPU's, or that of a measured matmul."""
     if configured is not None:
         return configured
     if device.type == "cuda":
@@ -98,8 +93,9 @@ def objective_losses(
 ) -> dict[str, float]:
     """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2].
 
-    The total is what training minimises. Without `factors` all sums together by the number of predicted tokens, which
-    SpanBERT's second loss does not add to; with them (`per_objective`) the sum of the means, each times its factor.
+    The total is what training minimises. Without `factors` it is the sum of all losses divided by the number of
+    predicted tokens; SpanBERT's second loss predicts the same tokens again. With `factors` (`per_objective`) it is the
+    sum of the means, each times its factor.
     """
     means = {name: float(total / weight) for name, (total, weight) in zip(names, sums, strict=True) if weight}
     if factors is None:
@@ -114,107 +110,6 @@ def format_duration(seconds: float) -> str:
     seconds = int(seconds)
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     return (f"{days}d" if days else "") + f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}"
-
-
-def keep_aside(directory: Path) -> None:
-    """Give the records of an earlier start another name, where a run begins anew: it ended before it had saved."""
-    old = directory / "metrics.jsonl"
-    with contextlib.suppress(OSError):
-        if old.exists() and old.stat().st_size:
-            kept = directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
-            old.rename(kept)
-            log.warning("no checkpoint to continue from; the records of an earlier start are in %s", kept)
-
-
-class Metrics:
-    """Writes on the main rank only; on the others every call does nothing.
-
-    A disk that is full or fails costs records and a warning, not the run. What is infinite or not a number is
-    null in the records, as JSON demands.
-    """
-
-    def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
-        """Args: step: of the checkpoint that the run continues from; TensorBoard hides what was logged after it."""
-        self._file: io.FileIO | None = None
-        self._board: Any = None
-        self._lost = 0  # records in a row
-        if not enabled:
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / "metrics.jsonl").open("ab+", buffering=0)
-        _cut_last_line(self._file)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-
-    def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
-        """One record to JSONL and TensorBoard, `line` to the console."""
-        if self._file is None:
-            return
-        log.info(line)
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        try:
-            _append(self._file, json.dumps(_strict(record), allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            if not self._lost:
-                log.warning(
-                    "%s: %s; records are lost until it can be written.", self._file.name, error.strerror
-                )
-            self._lost += 1
-        else:
-            if self._lost:
-                log.warning("%s can be written again; %d records were lost.", self._file.name, self._lost)
-            self._lost = 0
-        self._write_board(kind, step, values)
-
-    def _write_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._board is None:
-            return
-        try:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
-        except OSError as error:  # from its own thread, which has ended
-            self._board = None
-            log.warning("TensorBoard's file cannot be written: %s; metrics.jsonl goes on.", error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
-
-
-def _strict(value: Any) -> Any:
-    """`value` with null for the numbers that JSON does not have: infinity and NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _append(file: io.FileIO, line: bytes) -> None:
-    """Write a line whole or not at all. Raises OSError."""
-    size = os.fstat(file.fileno()).st_size
-    try:
-        if file.write(line) != len(line):  # the disk was full after a part
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(size)
-        raise
-
-
-def _cut_last_line(file: io.FileIO) -> None:
-    """Remove a last line without end, which a crash of the machine may leave."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - MAX_LINE_BYTES))
-    tail = file.read()
-    if tail and not tail.endswith(b"\n"):
-        file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
@@ -244,6 +139,29 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory: allocated on the GPU, or the process's resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def save_resolved(config: Config, program: dict[str, Any]) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
+
+    Args: program: of `version.program`, for a comment.
+    """
+    path = Path(config.run.directory) / "config.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
+        ) from None
+
+
+def start_line(config: Config, context: ParallelContext, step: int) -> str:
+    """The console line before the first step, which takes minutes if kernels must be compiled."""
+    return (
+        f"{parameter_count(config.model):,} parameters | pipeline {context.pp.size} x data {context.dp.size} x "
+        f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
+        f"step {step} to {config.training.steps}; the first step on a machine compiles"
+    )

@@ -1,33 +1,59 @@
-"""What a run begins with, looked at before there is a process group: a mistake costs seconds, not a cluster's start.
+"""Where a run begins: at its own newest checkpoint, at `checkpoint.initialize_from`, or at step 0.
 
-Each process reads a manifest for itself. What is really loaded, all ranks agree on and verify later (checkpoint.py).
+`check_beginning` looks before there is a process group, each process for itself: a mistake costs seconds, not the start
+of a cluster. `load_beginning` loads what all ranks agree on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import to_tree
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_manifest, newest_readable
+from megatron_lite.checkpoint.manifest import (
+    Checkpoint,
+    check_model,
+    find_manifest,
+    newest_readable,
+    rewinds,
+)
+from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
+from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train import version
+from megatron_lite.train.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What was loaded into the engine."""
+
+    state: TrainerState | None  # where training goes on; None: at step 0
+    is_own: bool = False  # the state is of the run's own checkpoint
+    events: list[str] = field(default_factory=list)  # to be recorded as soon as that is possible
 
 
 def check_beginning(config: Config) -> None:
     """Raise CheckpointError unless the run can begin with the checkpoint that it would load, if any.
 
-    That is its own newest one, else that of `checkpoint.initialize_from`. Args: config: its vocab_size is known.
+    Args: config: its vocab_size is known.
     """
-    found = newest_readable(checkpoint_directory(config))
-    if found is not None:
-        check_may_continue(config, found)
+    checkpoint = newest_readable(checkpoint_directory(config))
+    if checkpoint is not None:
+        check_may_continue(config, checkpoint)
     elif config.checkpoint.initialize_from is not None:
-        found = find_manifest(Path(config.checkpoint.initialize_from))
-    if found is not None:
-        check_model(found, parameter_shapes(config.model))
+        checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
+    if checkpoint is not None:
+        check_model(checkpoint, parameter_shapes(config.model))
 
 
 def checkpoint_directory(config: Config) -> Path:
@@ -35,21 +61,94 @@ def checkpoint_directory(config: Config) -> Path:
     return Path(config.run.directory) / "checkpoints"
 
 
-def check_may_continue(config: Config, found: Checkpoint) -> None:
+def check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the configuration may continue from this checkpoint of the run's own."""
-    before = found.trainer_state().config
     if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"{checkpoint_directory(config)} already holds a checkpoint of step {found.step} and checkpoint.resume is "
-            "never; choose another run.directory, or checkpoint.resume=auto to continue."
+            f"{checkpoint_directory(config)} already holds a checkpoint of step {checkpoint.step} and "
+            "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
         )
-    old, new = before.get("training", {}).get("seed"), config.training.seed
+    old, new = checkpoint.trainer_state().config.get("training", {}).get("seed"), config.training.seed
     if old != new:
         raise CheckpointError(
-            f"training.seed is {new}, but the run of {found.path} has {old}, by which its samples are numbered: with "
-            f"another some would come twice and some never. Set training.seed={old}, or begin another run.directory "
-            f"with checkpoint.initialize_from={found.path}."
+            f"training.seed is {new}, but the run of {checkpoint.path} has {old}, by which its samples are numbered: "
+            f"another seed would repeat some and leave out others. Set training.seed={old}, or begin another "
+            f"run.directory with checkpoint.initialize_from={checkpoint.path}."
         )
+
+
+def load_beginning(
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+    program: dict[str, Any],
+) -> Beginning:
+    """Load the run's newest checkpoint, else what `checkpoint.initialize_from` names, if anything.
+
+    Args: data: fingerprints of the training corpora; program: of `version.program`, on the main rank.
+    """
+    settings, directory = config.checkpoint, checkpoint_directory(config)
+    own = newest_valid(directory, context)
+    if own is None:
+        state = None if settings.initialize_from is None else _initialize(config, engine, context, data)
+        return Beginning(state, events=_rewinds(directory, [], context))
+    check_may_continue(config, own)
+    state = _load(own, engine, context, data)
+    new = to_tree(config)
+    events = [
+        f"changed, so that its samples are not those of an unbroken run: {change}"
+        for change in changed_samples(state.config, new)
+    ]
+    known = [entry["event"] for entry in state.events.get("history", [])]
+    if context.is_main:
+        for change in config_changes(state.config, new):
+            log.warning("changed since the checkpoint: %s", change)
+        if state.program != program:
+            before, after = version.describe(state.program), version.describe(program)
+            log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
+    return Beginning(state, is_own=True, events=events + _rewinds(directory, known, context))
+
+
+def _initialize(
+    config: Config, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
+) -> TrainerState | None:
+    assert config.checkpoint.initialize_from is not None
+    checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
+    if config.checkpoint.initialize == "all":
+        return _load(checkpoint, engine, context, data)
+    load_weights_only(checkpoint, engine, context)
+    if context.is_main:
+        log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
+    return None
+
+
+def _load(
+    checkpoint: Checkpoint, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
+) -> TrainerState:
+    state = checkpoint.trainer_state()
+    load_checkpoint(checkpoint, engine, context)
+    if context.is_main:
+        log.info(
+            "resumed from %s: step %d, %d samples consumed",
+            checkpoint.path,
+            state.step,
+            state.consumed_samples,
+        )
+        if state.data != data:
+            log.warning(
+                "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
+            )
+    return state
+
+
+def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> list[str]:
+    """What `scripts/checkpoints.py rewind` has done, as events; without the known ones."""
+    events = [
+        f"went back from step {last}, whose checkpoint is in {path.name}"
+        for path, last in (rewinds(directory) if context.is_main else ())
+    ]
+    return [event for event in events if event not in known]
 
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

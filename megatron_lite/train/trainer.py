@@ -1,7 +1,7 @@
-"""The loop: train steps, evaluation, logging, checkpoints, and a clean stop when asked.
+"""The training loop: steps, evaluation, logging, checkpoints, and a clean stop when asked.
 
 A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
-its learning rate of the step: so the state to save is small, and a resumed run repeats the unbroken one bit for bit.
+its learning rate of the step. So the state to save is small, and a resumed run repeats the unbroken one bit for bit.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
-from data_utils.base.errors import ConfigError, DeviceMemoryError, ExitStatus, TrainingError, UserError
+from data_utils.base.errors import ExitStatus, TrainingError, UserError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import to_tree
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import batch_indices
-from megatron_lite.checkpoint.manifest import Checkpoint, rewinds
-from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext
@@ -37,23 +33,19 @@ from megatron_lite.train.control import Phase, Requests, RunControl
 from megatron_lite.train.engine import Engine, MicroBatch, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.lr_schedule import learning_rate
+from megatron_lite.train.metrics import Metrics, keep_aside
 from megatron_lite.train.replicas import differing_replicas
 from megatron_lite.train.reports import (
     Interval,
-    Metrics,
-    keep_aside,
     memory_gib,
     objective_losses,
     peak_tflops,
+    save_resolved,
+    start_line,
     step_flops,
     train_line,
 )
-from megatron_lite.train.resume import (
-    changed_samples,
-    check_may_continue,
-    checkpoint_directory,
-    config_changes,
-)
+from megatron_lite.train.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -73,7 +65,7 @@ class Trainer:
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
     ):
-        """Args: control, watchdog: those of the process, where it has made them before; None: made in `fit`, none."""
+        """Args: control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched."""
         self.config = config
         self.context = context
         self.engine = engine
@@ -83,7 +75,6 @@ class Trainer:
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
         self.directory = Path(config.run.directory)
-        self.checkpoints = checkpoint_directory(config)
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.peak_tflops = peak_tflops(
             config.run.peak_tflops, DTYPES[config.training.precision], context.device
@@ -95,12 +86,13 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
-        self._news: list[str] = []  # events of the start, to be recorded as soon as that is possible
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
-        self._program = version.program() if context.is_main else {}  # for the main rank alone writes it
+        self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
-        self._saver = Saver(self.checkpoints, engine, context, config.checkpoint, self._watch_save)
+        self._saver = Saver(
+            checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
+        )
 
     # The run
 
@@ -109,84 +101,94 @@ class Trainer:
 
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
+        self._begin()
+        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        stop_after = training.stop_after_step or training.steps
+        interval, requests = self._new_interval(), Requests()
+        self.control.enter(Phase.TRAINING)
+        while self.step < stop_after and not requests.end:
+            self._apply_events()
+            result, requests = self._train_step(interval)
+            if self._is_multiple(self.config.run.log_interval) or self.step == stop_after:
+                self._log_interval(interval, result)
+                interval = self._new_interval()
+            if self._is_multiple(training.replica_check_interval):
+                with self._aside(interval, Section.STEP, "replica check"):
+                    self._check_replicas()
+            self._record_requests(requests)
+            if requests.save or requests.end or self._is_multiple(save_interval):
+                with self._aside(interval, Section.CHECKPOINT, "saving"):
+                    self._saver.save(self.step, self._state())
+            else:
+                self._saver.poll()
+            if requests.save:
+                self._saver.finish()
+                self.control.saved()
+            if self._is_multiple(training.eval_interval):  # after the save: it may be long, or hang
+                with self._aside(interval, Section.EVALUATION):
+                    self.evaluate()
+        self._end()
+        if self.step >= stop_after:
+            return ExitStatus.FINISHED
+        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+
+    def _begin(self) -> None:
         self.control = self._control or RunControl(self.directory, self.context.is_main)
         self.watchdog.enter(Section.CHECKPOINT, "loading")
-        self._resume()
+        events = self._resume()
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
             log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
         self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
-        for event in self._news:
+        for event in events:
             self._record(event, self.step)
-        self._record_rewinds()
-        stop_after = self.config.training.stop_after_step or self.config.training.steps
-        interval = self._new_interval()
-        requests = Requests()
-        self.control.enter(Phase.TRAINING)
-        while self.step < stop_after and not requests.end:
-            self._apply_events()
-            result, requests = self._train_step(interval)
-            if self.step % self.config.run.log_interval == 0 or self.step == stop_after:
-                self._log_interval(interval, result)
-                interval = self._new_interval()
-            if self._is_multiple(self.config.training.replica_check_interval):
-                self.watchdog.enter(Section.STEP, "replica check")
-                interval = self._outside(interval, self._check_replicas)
-            self._record_requests(requests)
-            # Before an evaluation, which may be long, or hang.
-            if requests.save or requests.end or self._is_multiple(self.config.checkpoint.save_interval):
-                self.watchdog.enter(Section.CHECKPOINT, "saving")
-                interval = self._outside(interval, self._save)
-            else:
-                self._saver.poll()
-            if requests.save:
-                self._saver.finish()
-                self.control.saved()
-            if self._is_multiple(self.config.training.eval_interval):
-                self.watchdog.enter(Section.EVALUATION)
-                interval = self._outside(interval, self.evaluate)
+
+    def _end(self) -> None:
+        steps = self.config.training.steps
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        if self.step == self.config.training.steps and not self._is_multiple(
-            self.config.training.eval_interval
-        ):
+        if self.step == steps and not self._is_multiple(self.config.training.eval_interval):
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
-        if self.context.is_main and self.step < self.config.training.steps:
+        if self.context.is_main and self.step < steps:
             log.info(
                 "stopped at step %d of %d; start again with the same run.directory to continue.",
                 self.step,
-                self.config.training.steps,
+                steps,
             )
         self.metrics.close()
-        if self.step >= stop_after:
-            return ExitStatus.FINISHED
-        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _new_interval(self) -> Interval:
+        return Interval(np.zeros((len(self.loss_names), 2)))
+
+    @contextmanager
+    def _aside(self, interval: Interval, section: Section, place: str = "") -> Iterator[None]:
+        """Enter a section whose duration is not training time."""
+        self.watchdog.enter(section, place)
+        start = time.perf_counter()
+        yield
+        interval.started += time.perf_counter() - start
+
+    # Events
 
     def _apply_events(self) -> None:
-        """Before a step: what the configuration wants to be different from it on."""
-        events = self.config.events
+        """Before a step: apply the changes that the configuration plans from this step on."""
+        events, step = self.config.events, self.step + 1
         first = events.next_sample(self.consumed_samples, self.config.batch.global_batch_size)
         if first > self.consumed_samples:
-            self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", self.step + 1)
+            self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", step)
             self.consumed_samples = first
-        news = self.events.now_in_force(self.step + 1, events.in_force(self.step + 1))
-        for event in news:
-            self._report(event, self.step + 1)
-        shrink = events.shrink_at(self.step + 1, self.config.model.embedding_gradient_shrink)
+        for event in self.events.now_in_force(step, events.in_force(step)):
+            self._report(event, step)
+        shrink = events.shrink_at(step, self.config.model.embedding_gradient_shrink)
         if shrink != self._shrink:
             self.engine.set_embedding_gradient_shrink(shrink)
             self._shrink = shrink
-
-    def _record_rewinds(self) -> None:
-        """What `scripts/checkpoints.py rewind` has done since the checkpoint that the run was continued from."""
-        known = [entry["event"] for entry in self.events.history]
-        for path, last in rewinds(self.checkpoints) if self.context.is_main else ():
-            event = f"went back from step {last}, whose checkpoint is in {path.name}"
-            if event not in known:
-                self._record(event, self.step)
 
     def _record_requests(self, requests: Requests) -> None:
         for asked, event in (
@@ -204,23 +206,10 @@ class Trainer:
     def _report(self, event: str, step: int) -> None:
         self.metrics.write("event", step, {"event": event}, f"event at step {step}: {event}")
 
-    def _is_multiple(self, interval: int) -> bool:
-        return interval > 0 and self.step % interval == 0
-
-    def _new_interval(self) -> Interval:
-        return Interval(np.zeros((len(self.loss_names), 2)))
-
-    def _outside(self, interval: Interval, action: Any) -> Interval:
-        """Run something whose duration is not training time."""
-        start = time.perf_counter()
-        action()
-        interval.started += time.perf_counter() - start
-        return interval
-
     # One step
 
     def _train_step(self, interval: Interval) -> tuple[StepResult, Requests]:
-        """One optimizer step. Returns its outcome and what was asked of some rank meanwhile."""
+        """One optimizer step. Returns its outcome and the requests that some rank received meanwhile."""
         self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
         start = time.perf_counter()
         batches = self._next_batches()
@@ -251,7 +240,7 @@ class Trainer:
         return result, requests
 
     def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
-        """The step itself; now and then with a record of every layer's gradient norm."""
+        """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
         step, interval = self.step + 1, self.config.training.gradient_norm_interval
         lr = self._learning_rate(step)
         if interval == 0 or step % interval:
@@ -267,7 +256,7 @@ class Trainer:
         return result
 
     def _totals(self, batches: list[Batch]) -> tuple[list[float], Requests]:
-        """Over all ranks, in one reduction: [tokens, visible keys, loss rows, weight of each loss], and requests."""
+        """One sum over all ranks: [tokens, visible keys, loss rows, weight of each loss], and the requests."""
         counts, weights = [0.0] * 3, np.zeros(len(self.loss_names))
         if self.context.counts_samples:
             counts = [
@@ -304,9 +293,9 @@ class Trainer:
         )
 
     def _loss_factor(self, batch: Batch, loss_weight: float) -> float:
-        """What turns a micro-batch's loss sum into its share of the step's loss."""
+        """The factor that makes a micro-batch's loss sum its share of the step's loss."""
         if self.loss_factors is not None:
-            return 1.0  # the weights hold it
+            return 1.0  # it is in the weights already
         if self.config.training.loss_normalization == "global_tokens":
             return 1.0 / max(loss_weight, 1.0)
         own_weight = float(batch.weights.sum())
@@ -334,20 +323,19 @@ class Trainer:
         limit = self.config.training.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; the weights were "
-                f"left as they were before them. Lower optimizer.lr, or go back "
-                f"with `scripts/checkpoints.py rewind {self.directory} STEP`."
+                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; these steps did not "
+                "change the weights. Lower optimizer.lr, or go back with "
+                f"`scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     def _check_replicas(self) -> None:
-        found = differing_replicas(
-            self.engine.named_parameters, self.context, self.config.parallel.zero_stage
-        )
-        if found:
+        zero_stage = self.config.parallel.zero_stage
+        differing = differing_replicas(self.engine.named_parameters, self.context, zero_stage)
+        if differing:
             raise TrainingError(
                 f"after step {self.step} these weights differ between ranks that should hold the same: "
-                f"{'; '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Look for a faulty device, and go back to "
-                f"before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
+                f"{'; '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}. Look for a faulty device, and go "
+                f"back to before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
     # Reports
@@ -412,105 +400,27 @@ class Trainer:
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.beside(Section.CHECKPOINT, what)
 
-    def _save(self) -> None:
-        self._saver.save(self.step, self._state())
-
-    def _resume(self) -> None:
-        """Continue the run, or begin with what `checkpoint.initialize_from` names; the former wins."""
-        settings = self.config.checkpoint
-        found = newest_valid(self.checkpoints, self.context)
-        if found is None:
-            if settings.initialize_from is not None:
-                self._initialize(Path(settings.initialize_from), settings.initialize)
-            return
-        check_may_continue(self.config, found)
-        before = self._restore(found)
-        self._saver.saved_step = self.step
-        self.restarts = before.restarts + 1
-        self._news = [
-            f"changed, so that its samples are not those of an unbroken run: {change}"
-            for change in changed_samples(before.config, to_tree(self.config))
-        ]
-        if self.context.is_main:
-            for change in config_changes(before.config, to_tree(self.config)):
-                log.warning("changed since the checkpoint: %s", change)
-            if before.program != self._program:
-                old, new = version.describe(before.program), version.describe(self._program)
-                log.warning("changed since the checkpoint: the program: %s -> %s", old, new)
-
-    def _restore(self, found: Checkpoint) -> TrainerState:
-        state = found.trainer_state()
-        load_checkpoint(found, self.engine, self.context)
-        self.step, self.consumed_samples = state.step, state.consumed_samples
-        self.consumed_tokens = state.consumed_tokens
-        self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
-        self.events = EventLog.from_state(state.events)
-        if self.context.is_main:
-            log.info(
-                "resumed from %s: step %d, %d samples consumed", found.path, self.step, self.consumed_samples
-            )
-            if state.data != self.train_data.fingerprint():
-                log.warning(
-                    "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
-                )
-        return state
-
-    def _initialize(self, path: Path, what: str) -> None:
-        found = find_checkpoint(path, self.context)
-        if what == "all":
-            self._restore(found)
-            return
-        load_weights_only(found, self.engine, self.context)
-        if self.context.is_main:
-            log.info("began with the weights of %s, a fresh optimizer and step 0", found.path)
+    def _resume(self) -> list[str]:
+        """Load where the run begins. Returns the events of this start, to be recorded."""
+        beginning = load_beginning(
+            self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
+        )
+        state = beginning.state
+        if state is not None:
+            self.step, self.consumed_samples = state.step, state.consumed_samples
+            self.consumed_tokens = state.consumed_tokens
+            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+            self.events = EventLog.from_state(state.events)
+            if beginning.is_own:
+                self._saver.saved_step = self.step
+                self.restarts = state.restarts + 1
+        return beginning.events
 
 
 def _read(data: SampleLoader, samples: np.ndarray) -> Batch:
-    """A batch. What is wrong with one rank's samples no other rank reports."""
+    """A batch. An error of this rank's samples is marked, because no other rank meets it."""
     try:
         return Batch(data.batch(samples))
     except UserError as error:
         error.only_here = True
         raise
-
-
-@contextmanager
-def memory_advice(config: Config) -> Iterator[None]:
-    """Where a device's memory is used up: raises DeviceMemoryError, which says what would need less."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
-        advised = DeviceMemoryError(
-            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
-            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
-            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
-            "estimates what a layout needs."
-        )
-        advised.only_here = True
-        raise advised from error
-
-
-def save_resolved(config: Config, program: dict[str, Any]) -> None:
-    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
-
-    Args: program: that trains, for a comment.
-    """
-    path = Path(config.run.directory) / "config.yaml"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(to_tree(config), sort_keys=False)
-        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
-        ) from None
-
-
-def start_line(config: Config, context: ParallelContext, step: int) -> str:
-    """What is said before the first step, which may take minutes where kernels are compiled."""
-    return (
-        f"{parameter_count(config.model):,} parameters | pipeline {context.pp.size} x data {context.dp.size} x "
-        f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
-        f"step {step} to {config.training.steps}; the first step on a machine compiles"
-    )

@@ -1,4 +1,4 @@
-"""Which program this is: its version and, in a checkout, its commit. Never fails, and never takes long."""
+"""The version of this program and, in a checkout, its commit. Never fails, and never takes long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import tomllib
 from pathlib import Path
 
 NAME = "megatron-lite-glm"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 GIT_SECONDS = 5.0  # a large checkout on a slow file system
 
 
 def program(root: Path = ROOT) -> dict[str, str | bool | None]:
-    """{version, commit, changed}: changed says whether files of the commit were edited; null is not known."""
+    """{version, commit, changed}: changed says whether files of the commit were edited; None means unknown."""
     commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     changes = None if commit is None else _git(root, "status", "--porcelain", "--untracked-files=no")
     return {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.project import ROOT
 
 from data_utils.base.errors import ConfigError, DataError
-from scripts.collect_corpus import (
+from scripts.quickstart.collect_corpus import (
     collect,
     english_paragraphs,
     is_english,
@@ -23,7 +23,6 @@ from scripts.collect_corpus import (
     unseen,
 )
 
-SCRIPT = ROOT / "scripts" / "collect_corpus.py"
 PROSE = "This is a sentence about the weather, and it goes on for a while so that it can be read as English."
 
 
@@ -146,12 +145,13 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
 def test_command_line(tree: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(SCRIPT),
+        "-m",
+        "scripts.quickstart.collect_corpus",
         "--root",
         str(tree),
         "--output",
         str(tree / "side_effect.py" / "x"),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 2
     assert result.stderr.startswith("error: --output") and result.stderr.count("\n") == 1

@@ -11,11 +11,10 @@ import pytest
 
 from data_utils.base.errors import DataError
 from data_utils.objectives.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
-from scripts.unigram_baseline import (
-    last_validation,
+from megatron_lite.train.metrics import last_validation, read_metrics
+from scripts.quickstart.unigram_baseline import (
     log_frequencies,
     loss_sums,
-    read_metrics,
     table,
     target_counts,
 )

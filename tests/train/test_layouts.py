@@ -12,7 +12,7 @@ from data_utils.base.settings import merge
 from data_utils.objectives.planes import DOC, OBJECTIVE
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.train.control import RunControl
-from megatron_lite.train.reports import Metrics
+from megatron_lite.train.metrics import Metrics
 
 MIXED = {
     "objectives": {"blank_infilling": 2.0, "causal": 1.0, "masked_lm": 1.0, "unilmv2": 1.0, "t5": 1.0},

@@ -4,8 +4,8 @@ import time
 import numpy as np
 
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.train.metrics import Metrics
 from megatron_lite.train.reports import (
-    Metrics,
     format_duration,
     objective_losses,
     step_flops,

@@ -18,7 +18,7 @@ from support.slurm_cluster import Cluster, reason_to_skip, running_cluster, wait
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.train.watchdog import read_heartbeats
+from megatron_lite.train.heartbeats import read_heartbeats
 
 pytestmark = pytest.mark.launcher
 

@@ -18,13 +18,14 @@ from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
+from megatron_lite.train.engine import memory_advice
 from megatron_lite.train.resume import config_changes
-from megatron_lite.train.trainer import TrainingError, memory_advice
+from megatron_lite.train.trainer import TrainingError
 
 
 def warnings_of_fit(context, tree):
     said = []
-    log = logging.getLogger("megatron_lite.train.trainer")
+    log = logging.getLogger("megatron_lite.train.resume")
     log.handle = lambda record: said.append(record.getMessage())
     fit(context, tree)
     return said

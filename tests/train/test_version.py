@@ -36,6 +36,12 @@ def test_a_checkout_has_a_commit_and_says_whether_it_was_changed(checkout):
     assert describe(program(checkout)) == f"1.3, commit {commit} with changes"
 
 
+def test_this_project_is_found_without_an_installation(monkeypatch):
+    monkeypatch.setattr(version.importlib.metadata, "version", lambda name: "of an installation")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert program()["version"] == project["version"]
+
+
 def test_without_git_the_commit_is_unknown(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert program(checkout) == {"version": "1.2", "commit": None, "changed": None}

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
-"""Compare a run's validation loss with a unigram model, the best that token frequencies alone can do.
+"""Compare a run's validation loss with a unigram model, which knows token frequencies and nothing else.
 
-    python scripts/unigram_baseline.py RUN_DIRECTORY
+    python -m scripts.quickstart.unigram_baseline RUN_DIRECTORY
 
 The unigram model knows how often each token is a target in the run's own training samples (add-one
-smoothed) and is scored on the very targets of the run's validation: the same samples, the same blanks, eop
-included. A count over the raw text would be a weaker opponent, since eop never occurs there. Writes
+smoothed) and is scored on the targets of the run's validation: the same samples, the same blanks, eop included.
+Counts of the raw text would give a weaker model, because eop does not occur there. Writes
 RUN_DIRECTORY/unigram.json.
 """
 
@@ -18,20 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, write_whole
 from data_utils.objectives import SENTENCE_LEVEL
 from data_utils.objectives.planes import OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.train.metrics import last_validation
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -59,45 +54,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--margin", type=float, help=f"exit with status {NOT_BETTER_STATUS} if the model gains less, nats"
     )
     return parser.parse_args(arguments)
-
-
-def last_validation(run: Path) -> dict[str, Any]:
-    """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
-    records = [record for record in read_metrics(run) if record["kind"] == "validation"]
-    records = [record for record in records if None not in record.values()]
-    if not records:
-        raise DataError(f"{run / 'metrics.jsonl'} holds no validation; set data.validation and train on.")
-    return records[-1]
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of RUN/metrics.jsonl; of steps that were made again, after a restart or a rewind, only the last.
-
-    Raises DataError if the file is missing or damaged. A last line cut off by a crash is ignored.
-    """
-    path = run / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text, so it is damaged; restore it from a copy.") from None
-    records: dict[tuple[str, int], dict[str, Any]] = {}
-    last = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            continue
-        try:
-            record = json.loads(line)
-            kind, step = record["kind"], record["step"]
-            if kind == "train":
-                if step <= last:  # what came after it was given up
-                    records = {key: kept for key, kept in records.items() if key[1] < step}
-                last = step
-            records[kind, step] = record
-        except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}, line {number} is not a metrics record; remove the line.") from None
-    return sorted(records.values(), key=lambda record: record["step"])
 
 
 def unigram_losses(config: Config) -> dict[str, float]:

@@ -15,7 +15,7 @@ from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, T
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import load_config
-from scripts.fill_examples import spans_of
+from scripts.quickstart.fill_examples import spans_of
 
 SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]
 

@@ -1,16 +1,14 @@
-#!/usr/bin/env python3
-"""Collect English text that every machine with Python has: the documentation inside its installed packages.
+"""Collect English text from the documentation inside this Python's installed packages.
 
-    python scripts/collect_corpus.py --output corpus.jsonl
+    python -m scripts.quickstart.collect_corpus --output corpus.jsonl
 
-Sources: string constants (docstrings and the like) of the standard library and of the installed packages,
-their READMEs (from package metadata), and .md, .rst and .txt files. Modules are parsed, never imported, so
-nothing runs. Text is taken paragraph by paragraph: those that do not read as English prose are dropped, and
-so is every paragraph that differs from an earlier one only in names and numbers. One document per file.
+Sources: string constants of the standard library and the installed packages, package READMEs, and .md, .rst and .txt
+files. Modules are parsed, never imported, so nothing runs. Paragraphs that do not read as English prose are dropped,
+and so are those that differ from an earlier one only in names and numbers. One document per file.
 
-Trade-offs: the text is technical and the corpus depends on what is installed, so it suits a demonstration
-and not a model; files are visited in an order that is fixed but unrelated to their names, so that a size
-limit takes a fair sample of all packages. The same packages and limit give the same bytes.
+The text is technical and depends on what is installed: it suits a demonstration, not a model. Files are visited in the
+order of a hash of their names, so that a size limit takes a sample of all packages. The same packages and limit give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -23,20 +21,13 @@ import math
 import os
 import re
 import string
-import sys
 import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 from tqdm import tqdm
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -45,7 +36,7 @@ from data_utils.base.files import require_writable, write_whole
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}
 MAX_FILE_BYTES = 1 << 20  # larger ones are generated tables
-TASK_FILES = 64
+FILES_PER_TASK = 64
 
 MIN_PARAGRAPH_WORDS = 8
 MIN_DOCUMENT_CHARS = 300
@@ -76,17 +67,18 @@ _NAME = re.compile(r"\S*[\d_A-Z(){}\[\]=/\\<>.]\S+|[A-Z]\S*")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    roots = [Path(root) for root in args.root] or default_roots()
-    for root in roots:
-        if not root.is_dir():
+    # The default: the standard library and the site-packages of the running interpreter, without repetition.
+    names = args.root or dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    for root in names:
+        if not Path(root).is_dir():
             raise ConfigError(f"--root {root} is not a directory; name one that holds Python packages.")
     output = Path(args.output)
     require_writable(output, "--output")
-    documents = collect(roots, int(args.max_megabytes * 1e6), args.workers)
+    documents = collect(map(Path, names), int(args.max_megabytes * 1e6), args.workers)
     if not documents:
-        names = ", ".join(map(str, roots))
-        raise DataError(f"no English text below {names}; name other directories with --root.")
-    write_whole(output, as_jsonl(documents), "--output")
+        raise DataError(f"no English text below {', '.join(names)}; name other directories with --root.")
+    lines = [json.dumps({"text": text, "source": source}, ensure_ascii=False) for source, text in documents]
+    write_whole(output, "".join(line + "\n" for line in lines).encode(), "--output")
     size = sum(len(text.encode()) for _, text in documents)
     print(f"{args.output}: {len(documents):,} documents, {size / 1e6:.1f} MB of text")
 
@@ -111,19 +103,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def default_roots() -> list[Path]:
-    """The standard library and the site-packages of the running interpreter, without repetition."""
-    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
-
-
 def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[str, str]]:
     """(source, text) of the documents below `roots`, the same list for any number of workers."""
     seen: set[str] = set()
     documents: list[tuple[str, str]] = []
     total_bytes = 0
     progress = tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text", disable=None)
-    with progress, closing(read_files(find_files(roots), workers)) as files:
-        for source, paragraphs in files:
+    with progress, ProcessPoolExecutor(workers) as executor:
+        for source, paragraphs in executor.map(read_file, find_files(roots), chunksize=FILES_PER_TASK):
             text = "\n\n".join(unseen(paragraphs, seen))
             if len(text) < MIN_DOCUMENT_CHARS:
                 continue
@@ -132,47 +119,33 @@ def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[s
             progress.update(min(size, max_bytes - total_bytes))
             total_bytes += size
             if total_bytes >= max_bytes:
+                executor.shutdown(cancel_futures=True)
                 break
     return documents
 
 
-def read_files(files: Sequence[tuple[Path, str]], workers: int) -> Iterator[tuple[str, list[str]]]:
-    """(source, English paragraphs) of each file, in order, read by `workers` processes."""
-    with ProcessPoolExecutor(workers) as executor:
-        tasks = [
-            executor.submit(read_task, files[i : i + TASK_FILES]) for i in range(0, len(files), TASK_FILES)
-        ]
-        try:
-            for task in tasks:
-                yield from task.result()
-        finally:
-            executor.shutdown(cancel_futures=True)
-
-
 def find_files(roots: Iterable[Path]) -> list[tuple[Path, str]]:
     """(path, name relative to its root) of the files to read, ordered by a hash of the name."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for root in roots:
         for directory, names, files in os.walk(root):
             names[:] = [name for name in names if name not in SKIPPED_DIRECTORIES]
             for file in files:
                 path = Path(directory, file)
                 if path.suffix in SUFFIXES or file == "METADATA":
-                    found.setdefault(path.relative_to(root).as_posix(), path)
-    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [(found[name], name) for name in names]
+                    paths.setdefault(path.relative_to(root).as_posix(), path)
+    names = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [(paths[name], name) for name in names]
 
 
-def read_task(files: Sequence[tuple[Path, str]]) -> list[tuple[str, list[str]]]:
-    """The English paragraphs of each file, as (source, paragraphs)."""
-    return [
-        (name, [paragraph for text in read_texts(path) for paragraph in english_paragraphs(text)])
-        for path, name in files
-    ]
+def read_file(file: tuple[Path, str]) -> tuple[str, list[str]]:
+    """(name, English paragraphs) of a file."""
+    path, name = file
+    return name, [paragraph for text in read_texts(path) for paragraph in english_paragraphs(text)]
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a file: a module's string constants, a package's README, or all. None if unreadable."""
+    """The texts of a file: a module's string constants, a package's README, or all. Nothing if unreadable."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return
@@ -235,11 +208,6 @@ def unseen(paragraphs: Iterable[str], seen: set[str]) -> Iterator[str]:
         if key not in seen:
             seen.add(key)
             yield paragraph
-
-
-def as_jsonl(documents: Iterable[tuple[str, str]]) -> bytes:
-    lines = (json.dumps({"text": text, "source": source}, ensure_ascii=False) for source, text in documents)
-    return "".join(line + "\n" for line in lines).encode()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Let a trained model fill blanks of its validation text, and print its words beside the original ones.
 
-    python scripts/fill_examples.py --checkpoint RUN_DIRECTORY
+    python -m scripts.quickstart.fill_examples --checkpoint RUN_DIRECTORY
 
 Texts and blanks are those of the validation samples with the token objective. To fill blanks of your own
 text use scripts/generate.py.
@@ -10,15 +9,9 @@ text use scripts/generate.py.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
@@ -38,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     generation = GenerationConfig(max_length=args.max_length)
     require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
-    # Imported here: mistakes in the arguments should not wait for torch.
+    # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.filling import BlankFiller
     from megatron_lite.generate.open_run import load_run
 

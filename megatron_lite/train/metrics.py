@@ -1,0 +1,163 @@
+"""A run's records: metrics.jsonl and TensorBoard. Needs no torch, so that scripts read records at once."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import DataError
+
+log = logging.getLogger(__name__)
+
+FILE = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 16  # of a record
+
+
+def keep_aside(directory: Path) -> None:
+    """Rename the records of an earlier start that ended before its first save: the run begins again at step 0."""
+    old = directory / FILE
+    with contextlib.suppress(OSError):
+        if old.exists() and old.stat().st_size:
+            kept = directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
+            old.rename(kept)
+            log.warning("no checkpoint to continue from; the records of an earlier start are in %s", kept)
+
+
+class Metrics:
+    """Writes on the main rank only; on the others every call does nothing.
+
+    A disk that is full or fails costs records and a warning, not the run. JSON has no infinity and no NaN: they are
+    null in the records.
+    """
+
+    def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
+        """Args: step: of the checkpoint that the run continues from; TensorBoard hides what was logged after it."""
+        self._file: io.FileIO | None = None
+        self._board: Any = None
+        self._lost = 0  # records in a row
+        if not enabled:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / FILE).open("ab+", buffering=0)
+        _cut_last_line(self._file)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
+        """One record to JSONL and TensorBoard, `line` to the console."""
+        if self._file is None:
+            return
+        log.info(line)
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        try:
+            _append(self._file, json.dumps(_strict(record), allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            if not self._lost:
+                log.warning(
+                    "%s: %s; records are lost until it can be written.", self._file.name, error.strerror
+                )
+            self._lost += 1
+        else:
+            if self._lost:
+                log.warning("%s can be written again; %d records were lost.", self._file.name, self._lost)
+            self._lost = 0
+        self._write_board(kind, step, values)
+
+    def _write_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:  # of its writing thread, which has ended
+            self._board = None
+            log.warning("TensorBoard's file cannot be written: %s; metrics.jsonl goes on.", error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+
+
+def _strict(value: Any) -> Any:
+    """`value` with null for infinity and NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    """Write a line whole or not at all. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) != len(line):  # the disk is full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _cut_last_line(file: io.FileIO) -> None:
+    """Remove an incomplete last line, which a crash of the machine may leave."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_LINE_BYTES))
+    tail = file.read()
+    if tail and not tail.endswith(b"\n"):
+        file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
+
+
+def last_validation(run: Path) -> dict[str, Any]:
+    """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
+    records = [record for record in read_metrics(run) if record["kind"] == "validation"]
+    records = [record for record in records if None not in record.values()]
+    if not records:
+        raise DataError(f"{run / 'metrics.jsonl'} holds no validation; set data.validation and train on.")
+    return records[-1]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of RUN/metrics.jsonl. Of a step that was repeated after a restart or a rewind, only the last one.
+
+    Raises DataError if the file is missing or damaged. An incomplete last line is ignored.
+    """
+    path = run / FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text, so it is damaged; restore it from a copy.") from None
+    records: dict[tuple[str, int], dict[str, Any]] = {}
+    last = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            continue
+        try:
+            record = json.loads(line)
+            kind, step = record["kind"], record["step"]
+            if kind == "train":
+                if step <= last:  # a restart: the later records are void
+                    records = {key: kept for key, kept in records.items() if key[1] < step}
+                last = step
+            records[kind, step] = record
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not a metrics record; remove the line.") from None
+    return sorted(records.values(), key=lambda record: record["step"])
