@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.settings import checked, fraction, setting
+from data_utils.base.settings import checked, setting
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     NEXT_SENTENCE_LOSS,
     NO_PAIR,
-    MaskedSizes,
     MaskedText,
-    check_treatment,
+    MaskedTextConfig,
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
@@ -24,12 +23,9 @@ from data_utils.objectives.registry import register
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("masked_lm")
-class MaskedLmConfig(MaskedSizes):
+class MaskedLmConfig(MaskedTextConfig):
     """BERT without next-sentence prediction by default, that is RoBERTa."""
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     whole_words: bool = setting(False, "mask the tokens of a word together")
     next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
     static_copies: int = setting(
@@ -41,9 +37,6 @@ class MaskedLmConfig(MaskedSizes):
     @property
     def pairing(self) -> int:
         return NEXT_SENTENCE if self.next_sentence else NO_PAIR
-
-    def __post_init__(self) -> None:
-        check_treatment("masked_lm", self)
 
 
 @register

@@ -14,12 +14,13 @@ and the batch needs no second document from elsewhere. The label is the target o
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from data_utils.base.random_streams import below, chance, chance_threshold, next_word, open_stream
-from data_utils.base.settings import check
+from data_utils.base.settings import fraction
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -39,6 +40,7 @@ from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     begin_row,
+    check_treatment,
     copy_range,
     count_up,
     mark_document,
@@ -227,16 +229,24 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         piece += len(lengths)
 
 
-class MaskedSizes(RowSizes):
-    """Sections of this family: sizes (CLS, and a SEP after each text), and what a recipe may set."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedTextConfig(RowSizes):
+    """What the sections of this family share: fields, sizes, and what a recipe may change."""
 
-    __slots__ = ()
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(
+        0.1, "probability that a chosen token becomes a random one; the rest is kept"
+    )
 
-    masked_ratio: float
+    section_key: ClassVar[str]
     gap = False  # keep a token between masked runs
-    treat_runs_alike = False  # draw 80/10/10 once per run
+    treat_runs_alike = False  # draw mask, random token or kept token once per run, not per token
     whole_words = False  # units are words
     static_copies = 0  # masks depend on the text and on one of so many numbers; 0: on the sample alone
+
+    def __post_init__(self) -> None:
+        check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)
 
     @property
     def overhead(self) -> int:
@@ -264,16 +274,6 @@ class MaskedSizes(RowSizes):
     @property
     def has_sentence_label(self) -> bool:
         return self.pairing in _LABELS
-
-
-def check_treatment(section: str, config: Any) -> None:
-    """Raise ConfigError unless the probabilities of mask and random token leave 0 or more for the rest."""
-    total = config.mask_token_prob + config.random_token_prob
-    check(
-        total <= 1.0 + 1e-9,
-        f"{section}.mask_token_prob ({config.mask_token_prob}) + random_token_prob "
-        f"({config.random_token_prob}) exceed 1; lower one of them (the rest is kept).",
-    )
 
 
 class MaskedText(RowObjective):

@@ -20,6 +20,7 @@ from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
+    check_treatment,
     copy_range,
     count_up,
     fill_pieces,
@@ -43,9 +44,12 @@ class MassConfig(RowSizes):
     random_token_prob: float = fraction(0.1, "probability that it becomes a random one; the rest is kept")
 
     def __post_init__(self) -> None:
-        for first, second in (("head_prob", "tail_prob"), ("mask_token_prob", "random_token_prob")):
-            total = getattr(self, first) + getattr(self, second)
-            check(total <= 1.0 + 1e-9, f"mass.{first} + {second} is {total:g}; it must not exceed 1.")
+        check_treatment("mass", self.mask_token_prob, self.random_token_prob)
+        check(
+            self.head_prob + self.tail_prob <= 1.0 + 1e-9,
+            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceed 1; lower one of them (the "
+            "rest is anywhere).",
+        )
 
     @property
     def growth(self) -> float:

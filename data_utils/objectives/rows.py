@@ -224,6 +224,15 @@ def _settings_record(values: dict[str, Any], digest: int) -> np.ndarray:
     return record
 
 
+def check_treatment(section: str, mask_token_prob: float, random_token_prob: float) -> None:
+    """Raise ConfigError if the probabilities of [MASK] and of a random token exceed 1 together."""
+    check(
+        mask_token_prob + random_token_prob <= 1.0 + 1e-9,
+        f"{section}.mask_token_prob ({mask_token_prob}) + random_token_prob ({random_token_prob}) exceed 1; "
+        "lower one of them (the rest is kept).",
+    )
+
+
 def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> dict[str, np.uint64]:
     """The settings that `masking.draw_treatment` reads."""
     return {

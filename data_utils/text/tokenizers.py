@@ -34,7 +34,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.base.errors import DataError
-from data_utils.text.fast.encoders import Encoder, SentencePieceEncoder, library_or_faster
+from data_utils.text.fast.encoders import library_or_faster
+from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
