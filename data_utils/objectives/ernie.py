@@ -1,8 +1,8 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
-Where units begin is the business of a segmenter: "words" takes whole words from the vocabulary, "jieba" cuts
-the text of a piece with the package of that name (Chinese), and any function of a piece will do (as `units` of an
-`Ernie`). A segmenter in Python costs far more than everything else a sample costs; "words" costs nothing.
+A segmenter decides where units begin: "words" takes whole words from the vocabulary, "jieba" cuts the text of a piece
+with the package of that name (Chinese), and any function of a piece can be set as `units` of an `Ernie`. A segmenter in
+Python costs far more time than the rest of a sample; "words" costs nothing.
 
 ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).

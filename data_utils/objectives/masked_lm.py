@@ -1,8 +1,8 @@
 """Masked language modelling: BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692).
 
-15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, 10 %
-stay; all of them are predicted at their own row. BERT: pairs with next-sentence labels, and masks that were
-drawn a fixed number of times beforehand (`static_copies`). RoBERTa: no pairs, masks drawn for each sample.
+15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, and 10 % stay. All
+of them are predicted at their own positions. BERT: pairs with next-sentence labels, and a fixed number of masks per
+text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample.
 """
 
 from __future__ import annotations

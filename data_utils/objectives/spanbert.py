@@ -1,8 +1,8 @@
 """SpanBERT (arXiv:1907.10529): spans of whole words, predicted in place and from their borders.
 
-Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), 80/10/10 is drawn once per span, and the
-span-boundary objective predicts every token of a span from the hidden states just outside it and from its
-place in the span. A token always stays between two spans, so the heads read the spans off the weights, and the Example
+Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), and 80/10/10 is drawn once per span. The
+span-boundary objective predicts every token of a span from the hidden states just outside it and from its place in the
+span. A token always stays between two spans, so the heads read the spans off the weights, and the Example
 needs no further arrays.
 """
 
@@ -25,7 +25,7 @@ class SpanBertConfig(MaskedTextConfig):
 
     has_span_boundaries = True
     gap = True
-    treat_runs_alike = True
+    treat_spans_alike = True
 
     geometric_p: float = setting(
         0.2, "parameter of the geometric distribution of span lengths, words", above=0, below=1
@@ -35,7 +35,7 @@ class SpanBertConfig(MaskedTextConfig):
 
     @property
     def length_weights(self) -> np.ndarray:
-        """Weights of the lengths 1..max_span_length, not normalised: what exceeds the maximum is redrawn."""
+        """Weights of the lengths 1..max_span_length, not normalised: longer spans are drawn again."""
         return (1 - self.geometric_p) ** np.arange(self.max_span_length)
 
 

@@ -1,9 +1,9 @@
 """UniLM v1 (arXiv:1905.03197): four kinds of language model with one cloze task.
 
-Each Example `[CLS] A [SEP] B [SEP]` is bidirectional, sequence-to-sequence (B sees A and what came before
-in B), left-to-right or right-to-left. Masked tokens are predicted at their own row, without a shift, whatever
-the kind; segment ids tell the kinds apart: 0 and 1 bidirectional, 2 left-to-right, 3 right-to-left, 4 and 5
-sequence-to-sequence. The kind is drawn per Example, the paper draws it per batch.
+Each Example `[CLS] A [SEP] B [SEP]` is bidirectional, sequence-to-sequence (B sees A and the tokens before it in B),
+left-to-right or right-to-left. Every kind predicts masked tokens at their own positions, without a shift. Segment ids
+distinguish the kinds: 0 and 1 bidirectional, 2 left-to-right, 3 right-to-left, 4 and 5 sequence-to-sequence. The kind
+is drawn per Example; the paper draws it per batch.
 """
 
 from __future__ import annotations
