@@ -84,7 +84,7 @@ def checked(name: str) -> Callable[[type[T]], type[T]]:
     """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
 
     Args:
-        name: the section's dotted key, for messages; "" = there is none.
+        name: the section's dotted key, for messages, also in `section_key`; "" = there is none.
     """
     path = f"{name}." if name else ""
 
@@ -98,6 +98,7 @@ def checked(name: str) -> Callable[[type[T]], type[T]]:
                 own_checks(self)
 
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        cls.section_key = name  # type: ignore[attr-defined]
         return cls
 
     return decorate

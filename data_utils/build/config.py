@@ -1,4 +1,4 @@
-"""What to build: the options of a corpus build, and the rule that shares documents between splits."""
+"""The options of a corpus build, and the rule that assigns documents to splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
 @dataclass(frozen=True, kw_only=True)
 @checked("")
 class BuildConfig:
-    """What to build. Raises ConfigError for values out of range."""
+    """The options of a corpus build. Raises ConfigError for values out of range."""
 
     inputs: Sequence[str]  # files and globs
     output: str  # prefix of the dataset's files

@@ -1,10 +1,10 @@
 """Which documents of a corpus share long word sequences with evaluation texts.
 
-A report, not a filter: documents stay in the corpus. Two texts share an n-gram when NGRAM_WORDS words in a
-row agree, letter case and punctuation aside (13 words, as in the analysis of GPT-3, arXiv:2005.14165,
-appendix C). A Chinese character counts as a word. N-grams are compared by 64-bit hashes: with a billion
-evaluation n-grams about one lookup in twenty billion is wrong. Evaluation texts shorter than an n-gram
-cannot be found and are counted.
+This is a report, not a filter: documents stay in the corpus. Two texts share an n-gram when NGRAM_WORDS consecutive
+words agree, apart from letter case and punctuation (13 words, as in the analysis of GPT-3, arXiv:2005.14165, appendix
+C). A Chinese character counts as a word. N-grams are compared by 64-bit hashes: with a billion evaluation n-grams about
+one lookup in twenty billion is wrong. Evaluation texts shorter than an n-gram are counted, because no match is
+possible.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ngram_hashes(text: str) -> np.ndarray:
 
 
 class EvaluationTexts:
-    """The n-grams of evaluation texts, ready to be looked up.
+    """The n-grams of evaluation texts, for lookups.
 
     Attributes:
         num_texts, num_too_short: evaluation texts, and how many of them have no n-gram.
@@ -50,12 +50,12 @@ class EvaluationTexts:
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        found = [ngram_hashes(document.text) for document in documents]
-        self.num_texts = len(found)
-        self.num_too_short = sum(not len(hashes) for hashes in found)
-        self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+        hashes_of_texts = [ngram_hashes(document.text) for document in documents]
+        self.num_texts = len(hashes_of_texts)
+        self.num_too_short = sum(not len(hashes) for hashes in hashes_of_texts)
+        self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes_of_texts]))
         self.fingerprint = hashlib.sha256(self.hashes.astype("<u8").tobytes()).hexdigest()
-        self._texts = [np.searchsorted(self.hashes, hashes) for hashes in found]
+        self._texts = [np.searchsorted(self.hashes, hashes) for hashes in hashes_of_texts]
 
     def shared(self, text: str) -> np.ndarray:
         """The n-grams that a text shares with the evaluation texts: places in `hashes`, int64, each once."""
@@ -64,9 +64,9 @@ class EvaluationTexts:
         places = np.minimum(places, max(len(self.hashes) - 1, 0))
         return places[self.hashes[places] == hashes] if len(self.hashes) else places[:0]
 
-    def num_found(self, found: np.ndarray) -> int:
-        """How many evaluation texts have an n-gram among `found`, bool [n-grams]."""
-        return sum(bool(found[places].any()) for places in self._texts)
+    def num_matched(self, matched: np.ndarray) -> int:
+        """How many evaluation texts have an n-gram among `matched`, bool [n-grams]."""
+        return sum(bool(matched[places].any()) for places in self._texts)
 
 
 def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:

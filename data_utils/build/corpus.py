@@ -1,15 +1,15 @@
 """Build a token dataset from documents: cut into shards, tokenize in parallel, merge in order, write safely.
 
-The input is cut by bytes into a fixed plan of shards. Worker processes, of one or many MPI ranks, each turn
-whole shards into tokens and write them to PREFIX.build (see shards.py). When all are there, rank 0 joins them
-in the order of the input. So the output is byte for byte the same for any number of processes and ranks and
-for any size of shards, and a build that was stopped in any way goes on with the shards that are missing.
+The input is cut by bytes into a fixed plan of shards. Worker processes, of one or many MPI ranks, turn whole shards
+into tokens and write them to PREFIX.build (see shards.py). Then rank 0 joins the shards in the order of the input. So
+the output has the same bytes for any number of processes and ranks and any size of shards, and a build that was stopped
+continues with the missing shards.
 
-A document's split is decided by a keyed hash of its text: the order of the files does not matter, and exact
-duplicates never straddle splits. Nothing appears under the final names before everything is on disk.
+A keyed hash of its text decides a document's split: the order of the files does not matter, and exact duplicates are
+always in one split. Nothing appears under the final names before everything is on disk.
 
-Memory is bounded by the blocks of the workers, whatever the size of the input; `deduplicate` adds about 40
-bytes for each document. The price of shards: every token is written twice.
+The workers' blocks bound the memory, not the size of the input; `deduplicate` adds about 40 bytes for each document.
+The price of shards: every token is written twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build made, for the summary."""
+    """The result of a build, for the summary."""
 
     documents: dict[str, int]  # prefix -> number
     tokens: dict[str, int]
@@ -74,13 +74,10 @@ class BuildReport:
         for example in self.counts.examples:
             yield f"    {example}"
         if self.contamination:
-            found, texts = (
-                self.contamination["evaluation_texts_found"],
-                self.contamination["evaluation_texts"],
-            )
+            matched = self.contamination["evaluation_texts_found"]
             yield (
                 f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
-                f"{found:,} of {texts:,} evaluation texts"
+                f"{matched:,} of {self.contamination['evaluation_texts']:,} evaluation texts"
             )
             if short := self.contamination["evaluation_texts_too_short"]:
                 yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
@@ -110,14 +107,14 @@ def build_corpus(
         job = ranks.on_first(lambda: _start(config, facts, stack, writers))
         if uses_workers(job, ranks):
             loaded.clear()  # they load their own
-        return_freed_memory()  # reading the tokenizer took as much again as it holds
+        return_freed_memory()  # reading the tokenizer took twice the memory that it holds
         ranks.on_each(lambda: build_shards(job, loaded, make_tokenizer, ranks))
         return ranks.on_first(lambda: _finish(job, facts, writers, started))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What plan and manifest tell of the tokenizer, without its tables."""
+    """What plan and manifest record of the tokenizer."""
 
     vocab_size: int
     eos: int
@@ -140,9 +137,9 @@ def _start(
     evaluation = None
     if config.evaluation_inputs:
         evaluation = read_evaluation_texts(config)
-    for prefix in prefixes:  # opened now for their lock: one build at a time
+    for prefix in prefixes:  # opened now for their lock: only one build at a time
         writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
-    stack.callback(_forget_if_nothing_is_finished, directory)
+    stack.callback(_remove_if_nothing_is_finished, directory)
     directory.open(_plan(config, tokenizer, paths, evaluation), config.restart)
     shards = plan_pieces(paths, config.text_split, config.shard_bytes)
     finished = directory.finished()
@@ -160,7 +157,7 @@ def _start(
 def _plan(
     config: BuildConfig, tokenizer: TokenizerFacts, paths: Sequence[Path], evaluation: EvaluationTexts | None
 ) -> dict[str, Any]:
-    """All that the shards depend on. A run with another plan cannot use them."""
+    """Everything that the shards depend on. A build with another plan cannot use them."""
     return {
         "plan_version": _PLAN_VERSION,
         "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
@@ -188,8 +185,8 @@ def _identify(paths: Iterable[Path]) -> list[list[Any]]:
     return identities
 
 
-def _forget_if_nothing_is_finished(directory: BuildDirectory) -> None:
-    """A build that fails at once, on a bad record say, shall leave nothing to resume or to discard."""
+def _remove_if_nothing_is_finished(directory: BuildDirectory) -> None:
+    """Remove the directory of a build without finished shards: there is nothing to resume or to discard."""
     with suppress(OSError):
         if directory.path.is_dir() and not directory.finished() and not directory.is_committing():
             directory.remove()
@@ -204,7 +201,7 @@ def _finish(
     counts, contaminated = _merge_places(records)
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
     paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
-    if job.todo:  # else nothing was read in this run, and `open` has compared the inputs
+    if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
         directory.open(_plan(config, tokenizer, paths, job.evaluation), restart=False)
     duplicates = _join(job, records, writers)
     contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
@@ -232,7 +229,7 @@ def _finish(
 
 
 def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
-    """Counts of all shards and the first contaminated documents, with the lines of the files."""
+    """Counts of all shards and the first contaminated documents, with lines counted from the start of the files."""
     counts = RecordCounts()
     contaminated: list[Place] = []
     lines: dict[str, int] = {}
@@ -296,16 +293,16 @@ def _first_occurrences(job: Job, records: Sequence[ShardRecord], split: int) -> 
 def _contamination(
     evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[Place]
 ) -> dict[str, Any]:
-    found = np.zeros(len(evaluation.hashes), bool)
+    matched = np.zeros(len(evaluation.hashes), bool)
     for record in records:
-        found[record.evaluation_ngrams] = True
+        matched[record.evaluation_ngrams] = True
     return {
         "documents": sum(record.contaminated_documents for record in records),
         "evaluation_texts": evaluation.num_texts,
         "evaluation_texts_too_short": evaluation.num_too_short,
-        "evaluation_texts_found": evaluation.num_found(found),
-        "evaluation_ngrams": len(found),
-        "evaluation_ngrams_found": int(found.sum()),
+        "evaluation_texts_found": evaluation.num_matched(matched),
+        "evaluation_ngrams": len(matched),
+        "evaluation_ngrams_found": int(matched.sum()),
         "examples": [str(place) for place in examples],
     }
 
@@ -340,7 +337,7 @@ def _commit(
     manifest: dict[str, Any],
     directory: BuildDirectory,
 ) -> None:
-    """Put the splits in place. The old ones go first, all of them: splits of two builds must never mix."""
+    """Put the splits in place, after all the old ones are removed: splits of two builds must never mix."""
     for writer in writers:
         writer.seal()
     directory.mark_committing()
@@ -354,7 +351,7 @@ def _commit(
 def _manifest(
     tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
 ) -> dict[str, Any]:
-    """What the writer does not know. No times, no worker count: the same input gives the same manifest."""
+    """The entries that the writer does not know. Without times or worker counts: equal input gives an equal manifest."""
     return {
         "split": {"name": None, "rule": config.split or None, "seed": config.split_seed},
         "eos": tokenizer.eos,

@@ -1,7 +1,7 @@
 """The MPI ranks that share a job through the file system; without MPI there is one rank.
 
-Errors that a user can cause are raised on all ranks together, so that none is left waiting. Ranks wait for
-each other asleep: an MPI barrier would keep a core busy, which a single rank may need for hours.
+Errors that a user can cause are raised on all ranks together, so that no rank waits in vain. Waiting ranks sleep: an
+MPI barrier would keep a core busy, perhaps for hours while another rank works.
 """
 
 from __future__ import annotations

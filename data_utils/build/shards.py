@@ -1,13 +1,13 @@
-"""The working directory of a corpus build: what was started, and the shards that are finished.
+"""The working directory of a corpus build: its plan and its finished shards.
 
-    PREFIX.build/plan.json       what the build was started with; a build with anything else is refused
+    PREFIX.build/plan.json       the inputs and options of the build; a build with others is refused
     PREFIX.build/shard-000017/   for each split its tokens, lengths (and hashes), and record.json
-    PREFIX.build/committing      the dataset is complete on disk and takes its place under the prefix
+    PREFIX.build/committing      the dataset is complete on disk and is being renamed to the prefix
 
-A shard is written under a name of its own and renamed once all of it is on disk. So a shard that exists is
-whole, any process may die at any moment, and two that make the same shard do no harm.
+A shard is written under a unique name and renamed once all of it is on disk. So a shard that exists is complete, any
+process may die at any moment, and two processes may make the same shard.
 
-The price: until a build is finished it needs twice the space of its output.
+The price: until a build is finished, it needs twice the space of its output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BuildDirectory:
         self.path = Path(f"{prefix}.build")
 
     def open(self, plan: Mapping[str, Any], restart: bool) -> None:
-        """Start a build, or go on with the one that was started with the same plan.
+        """Start a build, or continue the one that was started with the same plan.
 
         Raises: DataError if another build was started here, unless `restart` discards it.
         """
@@ -57,7 +57,7 @@ class BuildDirectory:
                     f"{self.path} holds a build that was started with {difference}; run it as it was "
                     f"started, or discard it with --restart."
                 )
-            for entry in self.path.iterdir():  # what killed processes left
+            for entry in self.path.iterdir():  # left by killed processes
                 if "." in entry.name and _OWN_NAME.fullmatch(entry.name) and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
             (self.path / _STOP).unlink(missing_ok=True)
@@ -110,7 +110,7 @@ class BuildDirectory:
         return DataError(f"{self.shard(number)} is damaged; discard the build with --restart.")
 
     def request_stop(self) -> None:
-        """Ask the other ranks to end what they do. They are not told if the disk takes no file any more."""
+        """Ask the other ranks to stop. On a full disk they do not learn of it."""
         with contextlib.suppress(OSError):
             (self.path / _STOP).touch()
 
@@ -134,7 +134,7 @@ class BuildDirectory:
         foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
         if foreign:
             raise DataError(f"{self.path} is needed for the build but holds {foreign[0]}; move it away.")
-        for name in (_PLAN, _COMMITTING):  # first: without them the rest counts for nothing
+        for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
             (self.path / name).unlink(missing_ok=True)
         for entry in entries:
             if entry.is_dir():
@@ -145,7 +145,7 @@ class BuildDirectory:
 
 
 def _difference(started: Any, plan: Any) -> str | None:
-    """What the started build had that `plan` has not, in words; None if they agree."""
+    """A description of how the started build differs from `plan`; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
         before, now = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
         if before == now:
@@ -198,7 +198,7 @@ class ShardWriter:
             try:
                 os.rename(self._partial, self._final)
             except OSError:
-                if not self._final.is_dir():  # else another process was faster, with the same bytes
+                if not self._final.is_dir():  # otherwise another process was faster, with the same bytes
                     raise
             sync_directory(self._directory.path)
 

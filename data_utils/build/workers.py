@@ -1,7 +1,7 @@
-"""From pieces of files to finished shards: read, parse, tokenize and write, in this process or in others.
+"""From file parts to finished shards: read, parse, tokenize and write, in this process or in worker processes.
 
-A worker process does all the work of a shard, so no text and no token passes between processes, only the
-number of a shard and its small record. Workers share no lock: one that is killed leaves nobody waiting.
+A worker process does all the work of a shard, so only the number of a shard and its small record pass between
+processes. Workers share no lock, so nobody waits for a killed worker.
 """
 
 from __future__ import annotations
@@ -45,8 +45,15 @@ from data_utils.text.documents import (
 )
 
 _POLL_SECONDS = 0.2
-# What is known of a shard while it is built. What is being read is 0 before and after.
-_FIELDS = ("input bytes", "documents", "process", "number of the piece", "line in it", "bytes of the record")
+# The progress of a shard. The entries of what is being read are 0 before and after.
+_FIELDS = (
+    "input bytes",
+    "documents",
+    "process",
+    "number of the file part",
+    "line in it",
+    "bytes of the record",
+)
 _DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
 _MEMORY_REMEDY = (
     "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
@@ -56,11 +63,11 @@ _MEMORY_REMEDY = (
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank and worker must know. Made by rank 0."""
+    """The job as every rank and worker needs it. Made by rank 0."""
 
     config: BuildConfig
     shards: list[list[Piece]]
-    todo: list[int]  # numbers of the shards that are not finished
+    todo: list[int]  # numbers of the unfinished shards
     fingerprint: str  # of the tokenizer
     dtype: np.dtype
     input_bytes: int
@@ -83,7 +90,7 @@ class EncodedBlock:
     tokens: np.ndarray  # the storage dtype [all tokens]
     lengths: np.ndarray  # int64 [documents], eos included
     hashes: np.ndarray | None  # uint64 [documents, 2], for deduplication
-    texts: list[str]  # those that gave tokens
+    texts: list[str]  # those with tokens
     lines: list[int]
     counts: RecordCounts
     text_bytes: int
@@ -91,16 +98,16 @@ class EncodedBlock:
 
 @dataclass(slots=True)
 class ShardRecord:
-    """What a finished shard knows beside its tokens. Lines count from the start of its piece of the file."""
+    """What is kept of a finished shard besides its tokens. Lines count from the start of its file part."""
 
     documents: list[int]  # for each split
     tokens: list[int]
     counts: RecordCounts = field(default_factory=RecordCounts)
-    lines: list[tuple[str, int]] = field(default_factory=list)  # file, and the lines of its piece
+    lines: list[tuple[str, int]] = field(default_factory=list)  # file, and the lines of its part
     text_bytes: int = 0
     contaminated_documents: int = 0
     contaminated: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
-    evaluation_ngrams: list[int] = field(default_factory=list)  # those that were found
+    evaluation_ngrams: list[int] = field(default_factory=list)  # the matched ones
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ShardRecord:
@@ -117,7 +124,9 @@ def encode_block(
     ids, lengths = tokenizer.encode_batch(parsed.texts)
     texts, lines = parsed.texts, parsed.lines
     text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-    if len(lengths) and not lengths.all():  # a tokenizer may drop a text whole, say one of control characters
+    if (
+        len(lengths) and not lengths.all()
+    ):  # a tokenizer may drop a whole text, for example one of control characters
         parsed.counts.empty_documents += int((lengths == 0).sum())
         texts = list(itertools.compress(texts, lengths))
         lines = list(itertools.compress(lines, lengths))
@@ -142,7 +151,7 @@ def _text_hashes(texts: Sequence[str]) -> np.ndarray:
 
 
 class _Stopped(Exception):
-    """Another process failed, or the user interrupted: what is under way shall end."""
+    """Another process failed, or the user interrupted: all work must end."""
 
 
 def _new_progress(job: Job) -> np.ndarray:
@@ -150,7 +159,7 @@ def _new_progress(job: Job) -> np.ndarray:
 
 
 def _place(job: Job, number: int, progress: np.ndarray) -> str:
-    """Where a shard's reader is, in words."""
+    """A description of where a shard's reader is."""
     _, piece, line, size = progress[number, _READING].tolist()
     path, start = job.shards[number][piece].path, job.shards[number][piece].start
     problem = f"a record of {size:,} bytes" if size else "while it was read"
@@ -161,7 +170,7 @@ class ShardBuilder:
     """Turns a numbered shard of a job into files."""
 
     def __init__(self, job: Job, tokenizer: Any, progress: np.ndarray | None = None) -> None:
-        """Args: progress: int64 [shards, len(_FIELDS)] to keep; None: an own one."""
+        """Args: progress: int64 [shards, len(_FIELDS)], shared with the parent; None: a new array."""
         if tokenizer.fingerprint != job.fingerprint:
             raise DataError(
                 f"the tokenizer has fingerprint {tokenizer.fingerprint} here but {job.fingerprint} on the "
@@ -177,13 +186,13 @@ class ShardBuilder:
         try:
             return self._build(number, advance)
         except MemoryError:
-            pass  # here its traceback still holds the memory that the message needs
+            pass  # the traceback still holds the memory that the message needs
         raise DataError(f"memory ran out {_place(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
 
     def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
-        found = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
+        matched = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
         with ShardWriter(self.job.directory, number, num_splits, config.deduplicate) as writer:
             for place, piece in enumerate(self.job.shards[number]):
                 lines = 0
@@ -196,12 +205,12 @@ class ShardBuilder:
                     record.counts.merge(encoded.counts)
                     record.counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
                     self._write(writer, encoded, record)
-                    self._look_for_evaluation_texts(block, encoded, record, found)
+                    self._match_evaluation_texts(block, encoded, record, matched)
                     lines += block.num_lines
                     self.progress[number, _RECORD] = lines + 1, 0
                     advance(block.input_bytes, len(encoded.lengths))
                 record.lines.append((str(piece.path), lines))
-            record.evaluation_ngrams = np.flatnonzero(found).tolist()
+            record.evaluation_ngrams = np.flatnonzero(matched).tolist()
             writer.commit(asdict(record))
         self.progress[number, _READING] = 0
         return record
@@ -220,8 +229,8 @@ class ShardBuilder:
             record.documents[split] += len(arrays["lengths"])
             record.tokens[split] += len(arrays["tokens"])
 
-    def _look_for_evaluation_texts(
-        self, block: Block, encoded: EncodedBlock, record: ShardRecord, found: np.ndarray
+    def _match_evaluation_texts(
+        self, block: Block, encoded: EncodedBlock, record: ShardRecord, matched: np.ndarray
     ) -> None:
         if self.job.evaluation is None:
             return
@@ -229,7 +238,7 @@ class ShardBuilder:
             shared = self.job.evaluation.shared(text)
             if not len(shared):
                 continue
-            found[shared] = True
+            matched[shared] = True
             record.contaminated_documents += 1
             if len(record.contaminated) < MAX_EXAMPLES:
                 problem = f"shares {len(shared)} word sequences with evaluation texts"
@@ -242,12 +251,12 @@ def _shards_of(job: Job, ranks: Ranks) -> list[int]:
 
 
 def uses_workers(job: Job, ranks: Ranks) -> bool:
-    """Whether worker processes build this rank's shards, and not this one."""
+    """Whether this rank uses worker processes to build its shards."""
     return job.config.workers > 0 and len(_shards_of(job, ranks)) > 0
 
 
 def build_shards(job: Job, loaded: Sequence[Any], make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
-    """Build this rank's part of the missing shards. Raises DataError for what stops the build.
+    """Build this rank's part of the missing shards. Raises DataError if the build must stop.
 
     Args: loaded: the tokenizer; may be empty where workers are used.
     """
@@ -287,12 +296,12 @@ def _records_of_workers(
     job: Job, mine: Sequence[int], make_tokenizer: Callable[[], Any], advance: Callable[[int, int], None]
 ) -> Generator[ShardRecord, None, None]:
     """Build shards in worker processes, in any order."""
-    # The progress of each shard, and a stop flag. No lock: a killed worker would keep it.
+    # The progress of each shard, and a stop flag. No lock, because a killed worker would keep it.
     shared = RawArray("q", _new_progress(job).size + 1)
     progress = _progress_in(shared)
     executor = ProcessPoolExecutor(
         min(job.config.workers, len(mine)),
-        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of tokenizers
+        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of tokenizers
         initializer=_start_worker,
         initargs=(job, make_tokenizer, shared),
     )
@@ -309,10 +318,10 @@ def _records_of_workers(
             seen = now
             yield from [future.result() for future in done]
     except BrokenProcessPool:
-        # A worker that the pool started while it was already breaking: it does not end it, and waits for it for ever.
+        # A broken pool does not end a worker that it started too late, and would wait for it without end.
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
-        executor.shutdown(cancel_futures=True)  # from then on the exit statuses are known
+        executor.shutdown(cancel_futures=True)  # afterwards the exit statuses are known
         raise _death(job, progress, workers) from None
     finally:
         shared[-1] = 1
@@ -337,7 +346,7 @@ def _death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]) -> Da
 
 
 def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
-    """Hand the shards to the pool, which starts its workers meanwhile."""
+    """Submit the shards to the pool, which starts its workers."""
     try:
         return {executor.submit(_build_in_worker, number) for number in numbers}
     except OSError as error:  # the first workers died, and the pool has closed its pipes
@@ -349,7 +358,9 @@ _in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _sta
 
 def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared: Any) -> None:
     global _in_worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group, and the parent ends its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _in_worker = ShardBuilder(job, make_tokenizer(), _progress_in(shared)), shared
@@ -357,7 +368,7 @@ def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared: Any) -> N
 
 
 def _exit_with_parent() -> None:
-    """A parent killed outright cannot end its workers, and the pool would keep them waiting for ever."""
+    """End with the parent: a killed parent cannot end its workers, which would wait without end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

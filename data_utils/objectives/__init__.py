@@ -1,4 +1,4 @@
-"""Objectives by name. Every module of this folder is imported here, and what it registers can be chosen.
+"""Objectives by name: importing this package imports every module of the folder, and each registers its objective.
 
 A new objective is one file: see the end of docs/objectives.md.
 """
@@ -26,7 +26,7 @@ from data_utils.text.vocabulary import Vocabulary
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-# In the order of their losses' numbers, which depends on no file's name.
+# In the order of the numbers of their losses, so that no file name matters.
 OBJECTIVES = dict(sorted(registry.OBJECTIVES.items(), key=lambda item: item[1].losses[0].number))
 # The `objective` plane holds an index into these.
 LOSSES = registry.losses_by_number(OBJECTIVES.values())

@@ -1,7 +1,7 @@
 """ALBERT (arXiv:1909.11942): n-grams of whole words with p(n) ~ 1/n, and sentence-order prediction.
 
-Both halves of a piece keep their text; with probability one half they change places, and CLS predicts whether
-they did. ALBERT's factorised embedding and cross-layer sharing are matters of the model.
+Both halves of a piece keep their text. With probability one half they change places, and CLS predicts whether they did.
+ALBERT's factorised embedding and cross-layer sharing belong to the model.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.settings import checked, fraction, setting
+from data_utils.base.settings import checked, setting
 from data_utils.objectives.masked_text import (
     NO_PAIR,
     SENTENCE_ORDER,
     SENTENCE_ORDER_LOSS,
-    MaskedSizes,
     MaskedText,
-    check_treatment,
+    MaskedTextConfig,
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
@@ -25,12 +24,9 @@ from data_utils.objectives.registry import register
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("albert")
-class AlbertConfig(MaskedSizes):
+class AlbertConfig(MaskedTextConfig):
     """N-grams and the sentence-order label."""
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     max_ngram: int = setting(3, "longest n-gram, words; n has probability ~ 1/n", at_least=1)
     whole_words: bool = setting(True, "count and mask words; false: tokens")
     sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
@@ -42,9 +38,6 @@ class AlbertConfig(MaskedSizes):
     @property
     def pairing(self) -> int:
         return SENTENCE_ORDER if self.sentence_order else NO_PAIR
-
-    def __post_init__(self) -> None:
-        check_treatment("albert", self)
 
 
 @register

@@ -1,14 +1,14 @@
 """BART's denoising (arXiv:1910.13461) on one stack: corrupted text as context, the whole text as target.
 
-Part A (order 0) is the text with its sentences in random order and spans of Poisson(3) tokens each replaced
-by one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself, shifted by a
-`sop` at its start. Positions of part B count from 0 again: it is a text of its own.
+Part A (order 0) is the text with its sentences in random order and with spans of Poisson(3) tokens, each replaced by
+one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself after a `sop`. Positions of
+part B count from 0 again, as in a separate text.
 
-Rows are near the mean length (`ROOM_DEVIATIONS`): where the masks that were drawn do not fit, the text ends a few
-tokens earlier, and the same numbers are drawn for it again.
+Rows are sized near the mean length (`ROOM_DEVIATIONS`). Where the masks do not fit, the text is cut by a few tokens and
+the same random numbers are drawn for it again.
 
-Differences: spans of text keep a token between them, so that each mask stands for one span; there are at most
-as many inserted masks as tokens removed, so that part A is never longer than the text.
+Differences from the paper: a token stays between two spans, so that each mask stands for one span; no more masks are
+inserted than tokens are removed, so that part A is never longer than the text.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from data_utils.objectives.masking import (
     TAKEN,
     TEXT,
     UNIT,
-    draw_runs,
+    draw_spans,
     entry_point,
     inlined,
     masked_target,
-    run_count_moments,
+    span_count_moments,
 )
 from data_utils.objectives.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
@@ -50,7 +50,7 @@ from data_utils.objectives.rows import (
 from data_utils.text.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
-ROOM_DEVIATIONS = 1.0  # of the number of masks, beyond its mean, for which a row has room
+ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and so many standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +72,19 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """With the masks inserted by spans of length 0 before it, on average."""
+        """A span's mask and those inserted by spans of length 0 before it, on average."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property
     def growth(self) -> float:
         """Context and target, on average: a part of the text is replaced by masks, at most as many."""
-        # A matrix product of NumPy, in every batch, would leave the processor slower for a tenth of a millisecond.
+        # No matrix product: in every batch, it would slow the processor down for a tenth of a millisecond.
         length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
 
     @property
     def loss_share(self) -> float:
-        """The target, which is the whole text."""
+        """The target is the whole text."""
         return 1.0 / self.growth
 
     @property
@@ -100,7 +100,7 @@ class BartConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS (sop takes the place of the last token, which is never an input), and 2 for the shortest pieces."""
+        """CLS (sop takes the place of the last token, which is never an input), and 2 more for the shortest pieces."""
         return 3
 
     def most_tokens(self, length: int) -> int:
@@ -110,7 +110,7 @@ class BartConfig(RowSizes):
     def row_length_for(self, sequence_length: int) -> int:
         """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
         removed = max(1, int(self.masked_ratio * sequence_length + 0.5))
-        mean, deviation = run_count_moments(self.length_weights, removed)
+        mean, deviation = span_count_moments(self.length_weights, removed)
         inserted = mean * (self.masks_per_span - 1.0)
         deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
         masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)
@@ -126,7 +126,7 @@ class BartConfig(RowSizes):
 
 @inlined
 def _permute_sentences(text, units, start, maskable, length, stream, w, s):
-    """The text, its sentences in random order, to w[TEXT]. `units`: a sentence begins."""
+    """Write the text, its sentences in random order, to w[TEXT]. `units`: where a sentence begins."""
     sentences = 1
     w[PLACES, 0] = 0
     if s.permute_sentences:
@@ -148,14 +148,14 @@ def _permute_sentences(text, units, start, maskable, length, stream, w, s):
 
 @inlined
 def _draw_masks(maskable, stream, w, cumulative, s):
-    """Runs to be replaced by one mask each to w[TAKEN], masks to be inserted before each token to w[FREE].
+    """Mark the spans that one mask each replaces in w[TAKEN]; count the masks before each token in w[FREE].
 
-    For every run drawn, each length-0 span before it in the stream of lengths inserts a mask.
+    Spans of length 0 are drawn along with every other span; each inserts a mask.
     """
     set_range(w, FREE, 0, maskable, 1)
     set_range(w, UNIT, 0, maskable, 1)
     target = masked_target(s.masked_ratio, maskable)
-    count = draw_runs(stream, w, maskable, target, True, cumulative)
+    count = draw_spans(stream, w, maskable, target, True, cumulative)
     removed, inserted = 0, 0
     for i in range(maskable):
         removed += w[TAKEN, i]
@@ -177,7 +177,7 @@ def _write_context(row, used, maskable, length, w, s):
             tokens[at] = s.mask
             at += 1
         taken = w[TAKEN, i]
-        at -= taken & inside  # the run's mask is there already: write it once more
+        at -= taken & inside  # the span's mask is there already: overwrite it
         tokens[at] = s.mask if taken else w[TEXT, i]
         at += 1
         inside = taken

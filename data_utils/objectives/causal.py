@@ -1,7 +1,7 @@
 """Causal language modelling: GPT and GPT-2. Every token is predicted from those before it in its document.
 
-Row i holds token i - 1 and predicts token i; the first row holds eos, as where documents follow each other in
-GPT-2's training. So every token of the text is predicted exactly once, at no extra row.
+Position i holds token i - 1 and predicts token i. Position 0 holds eos, as in GPT-2's training, where eos separates
+documents. So every token of the text is predicted exactly once, without an additional position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from data_utils.objectives.rows import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalConfig(RowSizes):
-    """There is nothing to choose."""
+    """This objective has no settings."""
 
     @property
     def loss_share(self) -> float:
@@ -36,7 +36,7 @@ class CausalConfig(RowSizes):
         return 0
 
     def max_position_needed(self, sequence_length: int) -> int:
-        """Positions count the rows of a document."""
+        """Positions count the tokens of a document."""
         return sequence_length - 1
 
 

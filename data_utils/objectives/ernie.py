@@ -1,8 +1,8 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
-Where units begin is the business of a segmenter: "words" takes whole words from the vocabulary, "jieba" cuts
-the text of a piece with the package of that name (Chinese), and any function of a piece will do (as `units` of an
-`Ernie`). A segmenter in Python costs far more than everything else a sample costs; "words" costs nothing.
+A segmenter decides where units begin: "words" takes whole words from the vocabulary, "jieba" cuts the text of a piece
+with the package of that name (Chinese), and any function of a piece can be set as `units` of an `Ernie`. A segmenter in
+Python costs far more time than the rest of a sample; "words" costs nothing.
 
 ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.settings import checked, fraction, setting
-from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
+from data_utils.base.settings import checked, setting
+from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
@@ -27,20 +27,14 @@ SEGMENTERS = ("tokens", "words", "jieba")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("ernie")
-class ErnieConfig(MaskedSizes):
+class ErnieConfig(MaskedTextConfig):
     """What is masked, and what counts as a unit."""
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     segmenter: str = setting(
         "words",
         "units masked as one: tokens, words, or jieba (words of Chinese text; needs the package jieba)",
         one_of=SEGMENTERS,
     )
-
-    def __post_init__(self) -> None:
-        check_treatment("ernie", self)
 
 
 @register

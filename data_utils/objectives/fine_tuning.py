@@ -1,10 +1,9 @@
-"""Fine-tuning inputs that the arrays of pretraining express: classification by cloze, sequence to sequence.
+"""Fine-tuning inputs in the arrays of pretraining: classification by cloze, and sequence to sequence.
 
-Each function turns the token ids of one labelled sample into an Example. Nothing here is drawn at random
-except the masks of UniLM, whose generator is the caller's. These are plain NumPy functions: fine-tuning sets
-are small.
+Each function turns the token ids of one labelled sample into an Example. Only the masks of UniLM are random, and the
+caller gives their generator. These are plain NumPy functions, because fine-tuning sets are small.
 
-    glm_cloze             GLM (arXiv:2103.10360, section 2.3): pattern with a blank, verbalizer as its filling
+    glm_cloze             GLM (arXiv:2103.10360, section 2.3): pattern with a blank, which the verbalizer fills
     glm_seq2seq           GLM: source and [MASK] as context, target as the blank's filling
     unilm_seq2seq         UniLM v1 (arXiv:1905.03197): tokens of the target masked in place, and [SEP] at its end
     pseudo_mask_seq2seq   UniLMv2 (arXiv:2002.12804): every target token predicted by a pseudo mask
@@ -40,7 +39,7 @@ def glm_cloze(
 
 
 def glm_seq2seq(source: Sequence[int], target: Sequence[int], special: SpecialTokens) -> Example:
-    """`[CLS] source [MASK]`, and the target as what fills the blank; the last target is eop."""
+    """`[CLS] source [MASK]` with the target as the filling of the blank; the last target is eop."""
     return _blank([*source, special.mask], len(source), target, special, DOCUMENT)
 
 

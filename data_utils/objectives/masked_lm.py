@@ -1,22 +1,21 @@
 """Masked language modelling: BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692).
 
-15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, 10 %
-stay; all of them are predicted at their own row. BERT: pairs with next-sentence labels, and masks that were
-drawn a fixed number of times beforehand (`static_copies`). RoBERTa: no pairs, masks drawn for each sample.
+15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, and 10 % stay. All
+of them are predicted at their own positions. BERT: pairs with next-sentence labels, and a fixed number of masks per
+text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.settings import checked, fraction, setting
+from data_utils.base.settings import checked, setting
 from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     NEXT_SENTENCE_LOSS,
     NO_PAIR,
-    MaskedSizes,
     MaskedText,
-    check_treatment,
+    MaskedTextConfig,
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
@@ -24,12 +23,9 @@ from data_utils.objectives.registry import register
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("masked_lm")
-class MaskedLmConfig(MaskedSizes):
+class MaskedLmConfig(MaskedTextConfig):
     """BERT without next-sentence prediction by default, that is RoBERTa."""
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     whole_words: bool = setting(False, "mask the tokens of a word together")
     next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
     static_copies: int = setting(
@@ -41,9 +37,6 @@ class MaskedLmConfig(MaskedSizes):
     @property
     def pairing(self) -> int:
         return NEXT_SENTENCE if self.next_sentence else NO_PAIR
-
-    def __post_init__(self) -> None:
-        check_treatment("masked_lm", self)
 
 
 @register

@@ -1,25 +1,25 @@
 """Text with tokens masked in place: the machinery of BERT, RoBERTa, SpanBERT, ALBERT, ERNIE and UniLM v1.
 
 An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` with some tokens masked, replaced or kept, each
-predicted at its own row. The recipes differ in what is masked together, in the pairs of texts and, for
-UniLM, in who sees whom; all of that are settings of one compiled function.
+predicted at its own position. The recipes differ in what is masked together, in the pairs of texts and, for
+UniLM, in who sees whom. All of these are settings of one compiled function.
 
-A pair is one piece cut in two. For next-sentence prediction the second halves of the pieces that are to get
-a wrong one change places within the window, in a circle; where only one piece is to get a wrong one, its
-halves change places (what follows is then not the continuation either). So no text is lost or used twice,
-and the batch needs no second document from elsewhere. The label is the target of the row of CLS, whose
-`objective` says that a two-class head must read it.
+A pair is one piece (the part of a document that lies in the window) cut in two. For next-sentence prediction, the
+pieces that get a wrong second half exchange their second halves in a circle. If there is only one such piece, its own
+halves change places. So no text is lost or used twice, and no second document is needed. The label is the target of
+CLS, whose entry in the `objective` plane sends it to a two-class head.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from data_utils.base.random_streams import below, chance, chance_threshold, next_word, open_stream
-from data_utils.base.settings import check
+from data_utils.base.settings import fraction
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -27,7 +27,7 @@ from data_utils.objectives.masking import (
     STARTS,
     UNIT,
     compiled,
-    draw_runs,
+    draw_spans,
     draw_treatment,
     entry_point,
     inlined,
@@ -39,6 +39,7 @@ from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
     begin_row,
+    check_treatment,
     copy_range,
     count_up,
     mark_document,
@@ -74,9 +75,7 @@ def _split_point(stream, w, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
     for i in range(length - 1):
-        w[PLACES, ends] = (
-            i + 1
-        )  # overwritten unless a sentence ends here: a branch would be mispredicted often
+        w[PLACES, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
         ends += sentence_end[text[start + i]]
     if ends == 0:
         return 1 + below(stream, length - 1)
@@ -132,7 +131,7 @@ def _swap_halves(pair):
 
 @compiled
 def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
-    """Text and [SEP] at row[at:], and for `draw_runs` what may be masked. Returns the end."""
+    """Text and [SEP] at row[at:], and for `draw_spans` what may be masked. Returns the end."""
     length = end - begin
     maskable = maskable_length(text, begin, length, s)
     place = at - used
@@ -167,13 +166,13 @@ def _write_structure(row, used, middle, end, kind, s):
 
 
 @inlined
-def _mask_runs(row, used, size, stream, w, cumulative, s):
-    """Choose runs and treat their tokens, each for itself or all of a run alike."""
-    count = draw_runs(stream, w, size, masked_target(s.masked_ratio, size), s.gap, cumulative)
-    for run in range(count):
+def _mask_spans(row, used, size, stream, w, cumulative, s):
+    """Choose spans and treat their tokens, each by itself or all of a span alike."""
+    count = draw_spans(stream, w, size, masked_target(s.masked_ratio, size), s.gap, cumulative)
+    for span in range(count):
         treatment = draw_treatment(stream, s)
-        for i in range(used + w[STARTS, run], used + w[ENDS, run]):
-            if not s.treat_runs_alike and i > used + w[STARTS, run]:
+        for i in range(used + w[STARTS, span], used + w[ENDS, span]):
+            if not s.treat_spans_alike and i > used + w[STARTS, span]:
                 treatment = draw_treatment(stream, s)
             token = np.int64(row[TOKENS, i])
             predict(row, i, token)
@@ -195,7 +194,7 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
         kind = BIDIRECTIONAL  # a piece of one token has no second half
     _write_structure(row, used, middle, end, kind, s)
     mark_document(row, used, end, document, s.loss + kind)
-    _mask_runs(row, used, end - used, stream, w, cumulative, s)
+    _mask_spans(row, used, end - used, stream, w, cumulative, s)
     if s.label_objective > 0 and kind == BIDIRECTIONAL and end > middle:
         predict(row, used, pair[WRONG])
         row[OBJECTIVE, used] = s.label_objective
@@ -227,16 +226,24 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         piece += len(lengths)
 
 
-class MaskedSizes(RowSizes):
-    """Sections of this family: sizes (CLS, and a SEP after each text), and what a recipe may set."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedTextConfig(RowSizes):
+    """What the sections of this family share: fields, sizes, and what a recipe may change."""
 
-    __slots__ = ()
+    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    random_token_prob: float = fraction(
+        0.1, "probability that a chosen token becomes a random one; the rest is kept"
+    )
 
-    masked_ratio: float
-    gap = False  # keep a token between masked runs
-    treat_runs_alike = False  # draw 80/10/10 once per run
+    section_key: ClassVar[str]
+    gap = False  # keep a token between masked spans
+    treat_spans_alike = False  # draw mask, random token or kept token once per span, not per token
     whole_words = False  # units are words
     static_copies = 0  # masks depend on the text and on one of so many numbers; 0: on the sample alone
+
+    def __post_init__(self) -> None:
+        check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)
 
     @property
     def overhead(self) -> int:
@@ -266,23 +273,13 @@ class MaskedSizes(RowSizes):
         return self.pairing in _LABELS
 
 
-def check_treatment(section: str, config: Any) -> None:
-    """Raise ConfigError unless the probabilities of mask and random token leave 0 or more for the rest."""
-    total = config.mask_token_prob + config.random_token_prob
-    check(
-        total <= 1.0 + 1e-9,
-        f"{section}.mask_token_prob ({config.mask_token_prob}) + random_token_prob "
-        f"({config.random_token_prob}) exceed 1; lower one of them (the rest is kept).",
-    )
-
-
 class MaskedText(RowObjective):
-    """An objective of this family. Its first losses are those of the kinds that it draws, with numbers in a row."""
+    """An objective of this family. Its first losses are those of its kinds of model, with consecutive numbers."""
 
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        """Alike for all of the family, so that they share what is compiled."""
+        """The same names for the whole family, so that all share one compiled function."""
         config = self.config
         upto = [min(1.0, sum(config.kind_probs[: i + 1])) for i in range(3)]
         label = _LABELS.get(config.pairing)
@@ -296,7 +293,7 @@ class MaskedText(RowObjective):
             "seq2seq_below": chance_threshold(upto[1]),
             "left_to_right_below": chance_threshold(upto[2]),
             "gap": bool(config.gap),
-            "treat_runs_alike": bool(config.treat_runs_alike),
+            "treat_spans_alike": bool(config.treat_spans_alike),
             "static_copies": int(config.static_copies),
         }
 

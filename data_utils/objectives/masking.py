@@ -1,8 +1,8 @@
 """Which tokens to hide and what to put in their place: the compiled parts that several objectives share.
 
-A *run* is a stretch of consecutive units (tokens, words, phrases) that is masked together. Lengths of runs
-are drawn first and then looked for a place, so that they keep their distribution where text is crowded. The
-price is that a draw may need several tries; with 15 % of the text masked, one or two.
+A *span* is a sequence of consecutive units (tokens, words, phrases) that are masked together. The length of a span is
+drawn first and then its place, so that lengths keep their distribution where text is crowded. A place may need several
+tries; with 15 % of the text masked, one or two.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from numba import njit
 
 from data_utils.base.random_streams import below, next_word
 
-# How the code of objectives is compiled. Without `_nrt`, numba's own memory management, functions borrow the arrays of
-# their caller and can make none: counting references to them, atomically at every call, took a quarter of the time.
-# The upper levels are inlined: numba optimises the whole tree below a function again at each level of calls, so
-# flattening them takes a third off the time to compile.
+# Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
+# references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
+# the time to compile: numba optimises all the code below a function again at each level of calls.
 _BORROWING: dict[str, Any] = {"nogil": True, "_nrt": False}
 compiled = njit(**_BORROWING)
 inlined = njit(**_BORROWING, inline="always")
 entry_point = njit(**_BORROWING, cache=True)
 
-PLACES_TRIED = 32  # random places tried for a run before it is halved
+PLACES_TRIED = 32  # random places tried for a span before it is halved
 MASKED, REPLACED, KEPT = range(3)  # what becomes of a chosen token
 
-# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_runs`.
+# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
 FREE, UNIT, TAKEN, PLACES, STARTS, ENDS, TEXT = range(7)
 WORK_LINES = 7
 
@@ -44,8 +43,8 @@ def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
 
 
-def run_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
-    """Mean and standard deviation of the number of runs drawn until their sum reaches `target`, exactly.
+def span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
+    """Exact mean and standard deviation of the number of spans drawn until their lengths add up to `target`.
 
     Args: weights: probabilities of the lengths 1, 2, ...
     """
@@ -76,11 +75,10 @@ def masked_target(ratio, size):
 
 
 @compiled
-def _end_of_run(w, first, units, size, gap, budget):
-    """Where a run of at most `units` units from `first` ends, or -1: it does not fit.
+def _end_of_span(w, first, units, size, gap, budget):
+    """Where a span of at most `units` units from `first` ends, or -1: it does not fit.
 
-    All units but those beyond the budget must be free; with `gap` so must the run's two neighbours be
-    unmasked.
+    All its units within the budget must be free; with `gap` its two neighbours must be unmasked.
     """
     if not w[FREE, first] or (gap and first > 0 and w[TAKEN, first - 1]):
         return -1
@@ -103,22 +101,22 @@ def _end_of_run(w, first, units, size, gap, budget):
 
 
 @compiled
-def draw_runs(stream, w, size, target, gap, cumulative):
-    """Disjoint runs of units until `target` of `size` tokens are chosen. Returns their number.
+def draw_spans(stream, w, size, target, gap, cumulative):
+    """Choose disjoint spans of units until `target` of `size` tokens are chosen. Returns their number.
 
     Args:
         w: scratch; w[FREE, :size] says which tokens may be chosen, w[UNIT, :size] where units begin (a
             token that is not free must be a unit of its own). Chosen tokens leave FREE.
-        gap: whether a token must stay between two runs.
-        cumulative: table of run lengths, units.
-    Runs are in w[STARTS] and w[ENDS] in the order they were drawn, the tokens of all in w[TAKEN]. A run that
-    exceeds what is left of the target loses its last units. Fewer than `target` tokens are chosen only where
+        gap: whether a token must stay between two spans.
+        cumulative: table of span lengths, units.
+    Spans are in w[STARTS] and w[ENDS] in the order they were drawn, the tokens of all in w[TAKEN]. A span that
+    exceeds the rest of the target loses its last units. Fewer than `target` tokens are chosen only where
     no unit fits; where every unit is longer than the target, one is chosen.
     """
     places = 0
     for i in range(size):
         w[TAKEN, i] = 0
-        w[PLACES, places] = i  # kept if the next line counts it: a branch would be mispredicted often
+        w[PLACES, places] = i  # overwritten unless the next line counts it: avoids a mispredicted branch
         places += w[FREE, i] & w[UNIT, i]
     count, chosen = 0, 0
     while chosen < target and places > 0:
@@ -127,7 +125,7 @@ def draw_runs(stream, w, size, target, gap, cumulative):
         while end < 0 and units > 0:
             for _ in range(PLACES_TRIED):
                 first = w[PLACES, below(stream, places)]
-                end = _end_of_run(w, first, units, size, gap, target - chosen)
+                end = _end_of_span(w, first, units, size, gap, target - chosen)
                 if end >= 0:
                     break
             units >>= 1
@@ -136,7 +134,7 @@ def draw_runs(stream, w, size, target, gap, cumulative):
             budget = target - chosen if count > 0 else size
             for i in range(places):
                 first = w[PLACES, (at + i) % places]
-                end = _end_of_run(w, first, 1, size, gap, budget)
+                end = _end_of_span(w, first, 1, size, gap, budget)
                 if end >= 0:
                     break
         if end < 0:
@@ -179,7 +177,7 @@ def _is_special(token, s):
 
 @compiled
 def treated(stream, token, treatment, s):
-    """What stands in place of a chosen token: [MASK], a uniformly drawn ordinary token, or itself."""
+    """What replaces a chosen token: [MASK], a uniformly drawn ordinary token, or the token itself."""
     if treatment == MASKED:
         return s.mask
     if treatment == KEPT:

@@ -1,10 +1,10 @@
 """MASS (arXiv:1905.02450) on one stack: a fragment is masked in the context and predicted by part B.
 
-The context is the text with one fragment of half its tokens treated 80/10/10 in place. What was not
-chosen has order 0, the chosen tokens -1, and all share group 1: the context sees itself in full, part B sees
-only what was not chosen. Part B predicts the fragment, each row from the token before (the first one from
-[MASK]), at the position of what it predicts. The fragment starts at the head of the text with probability
-0.2, ends at its tail with 0.2, and lies anywhere with 0.6.
+The context is the text with one fragment of half its tokens treated 80/10/10 in place. The fragment has order -1, the
+other tokens 0, and all share group 1: the context sees itself in full, part B sees only what is outside the fragment.
+Part B predicts each token of the fragment from the token before it (the first one from [MASK]), at the position of the
+predicted token. The fragment is at the head of the text with probability 0.2, at its tail with 0.2, and anywhere with
+0.6.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,
     RowSizes,
+    check_treatment,
     copy_range,
     count_up,
     fill_pieces,
@@ -34,7 +35,7 @@ from data_utils.objectives.rows import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("mass")
 class MassConfig(RowSizes):
-    """The fragment: how long, where, and what stands in its place."""
+    """The fragment: its length, its place, and what replaces it."""
 
     fragment_ratio: float = fraction(0.5, "length of the fragment as a part of the text")
     head_prob: float = fraction(0.2, "probability that the fragment is at the head of the text")
@@ -43,9 +44,12 @@ class MassConfig(RowSizes):
     random_token_prob: float = fraction(0.1, "probability that it becomes a random one; the rest is kept")
 
     def __post_init__(self) -> None:
-        for first, second in (("head_prob", "tail_prob"), ("mask_token_prob", "random_token_prob")):
-            total = getattr(self, first) + getattr(self, second)
-            check(total <= 1.0 + 1e-9, f"mass.{first} + {second} is {total:g}; it must not exceed 1.")
+        check_treatment("mass", self.mask_token_prob, self.random_token_prob)
+        check(
+            self.head_prob + self.tail_prob <= 1.0 + 1e-9,
+            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceed 1; lower one of them (the "
+            "rest is anywhere).",
+        )
 
     @property
     def growth(self) -> float:

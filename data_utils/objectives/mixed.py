@@ -1,11 +1,11 @@
-"""Several objectives in one run: which one makes a sample is drawn from the sample's own stream.
+"""Several objectives in one run. The objective of a sample is drawn from the sample's own stream.
 
 The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
-An objective can join later: `first_sample` of each says from which sample on it takes part, which is ERNIE
-2.0's cumulative schedule of tasks (arXiv:1907.12412): each stage trains the new task and all before it.
+`first_sample` of an objective says from which sample on it takes part. This is ERNIE 2.0's cumulative schedule of tasks
+(arXiv:1907.12412): each stage trains the new task and all before it.
 
-Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the
-longest objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.
+Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the longest
+objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.
 """
 
 from __future__ import annotations

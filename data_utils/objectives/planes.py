@@ -1,12 +1,12 @@
-"""What every objective produces: the planes of a row, and the Example that fills a stretch of it.
+"""What every objective produces: the planes of a row, and the Examples that fill it.
 
-An objective turns a stretch of tokens of one document into an Example: integer arrays of equal length. The
-Transformer and its attention know nothing of objectives, they see only these arrays:
+An objective turns consecutive tokens of one document into an Example: integer arrays of equal length. The
+Transformer and its attention see only these arrays, not the objective:
 
     tokens              input ids
     position_ids        pos0, the position in the (corrupted) text
     block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span
-    targets             the label of each row, 0 where the weight is 0
+    targets             the label of each token, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
     ord                 signed order (see megatron_lite/model/batch.py)
@@ -14,7 +14,7 @@ Transformer and its attention know nothing of objectives, they see only these ar
     objective           number of the loss that the token belongs to (see `Loss`)
     segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0
 
-A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader hands over a single buffer.
+A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader passes on a single buffer.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ FIELDS = (
 ) = range(len(FIELDS))
 
 PADDING_DOC = -1
-# Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling
-# need 3; every objective keeps to it.
+# Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling need 3; no
+# objective needs more than it reserves.
 DOCUMENT_OVERHEAD = 4
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss as it is reported. Objectives that share one name the same object."""
+    """A loss as it is reported. Objectives that share a loss use the same object."""
 
     name: str
     number: int  # in the `objective` plane, and its row of the task embedding: it never changes
@@ -68,16 +68,16 @@ class Loss:
 
 
 class ObjectiveConfig:
-    """What a run asks of the section of an objective."""
+    """What a training run needs to know of an objective's section."""
 
     __slots__ = ()
 
     segments = 2  # segment ids are below this
-    has_span_boundaries = False  # whether spans are predicted once more, from the tokens around them
+    has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
 
     @property
     def has_sentence_label(self) -> bool:
-        """Whether some rows of CLS carry a class, for which the model needs a sentence head."""
+        """Whether some CLS tokens have a class label, for which the model needs a sentence head."""
         return False
 
     @property
@@ -106,7 +106,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class Example:
-    """A row, or a stretch of one, in readable form: arrays of one length, int32 (weights: float32)."""
+    """A row, or a part of one, in readable form: arrays of one length, int32 (weights: float32)."""
 
     tokens: np.ndarray
     position_ids: np.ndarray
@@ -150,6 +150,6 @@ class Objective(Protocol):
         """Write sample i to `batch[i]` (int32 `[len(FIELDS), row_length]`), padding included.
 
         Must be a pure function of (seed, sample index, text): the same sample gives the same row in
-        any batch. Raises DataError for a sample that can not fit.
+        any batch. Raises DataError for a sample that cannot fit.
         """
         ...

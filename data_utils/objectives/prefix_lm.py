@@ -1,7 +1,7 @@
-"""Prefix language modelling: the start of a document in both directions, the rest from left to right.
+"""Prefix language modelling: the start of a document is bidirectional, the rest is predicted from left to right.
 
-`[CLS] prefix` has order 0, `sop` and the rest 1, 2, ...; the row of `sop` predicts the first token after the
-prefix. The length of the prefix is uniform (T5's prefix objective, arXiv:1910.10683, section 3.3.1).
+`[CLS] prefix` has order 0, `sop` and the rest 1, 2, ...; `sop` predicts the first token after the prefix. The length
+of the prefix is uniform (T5's prefix objective, arXiv:1910.10683, section 3.3.1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PrefixLmConfig(RowSizes):
     """How long the prefix is: uniform over a range, in parts of the piece."""
 
     min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the piece")
-    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the piece; one token always is left")
+    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the piece; one token always remains")
 
     def __post_init__(self) -> None:
         low, high = self.min_prefix_ratio, self.max_prefix_ratio
@@ -44,7 +44,7 @@ class PrefixLmConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS; the row of sop takes the place of the last token, which is never an input."""
+        """CLS; sop takes the place of the last token, which is never an input."""
         return 1
 
 

@@ -1,4 +1,4 @@
-"""The register of objectives: every module of this folder enters its class here when it is imported."""
+"""The register of objectives: each module of this folder registers its class when it is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.rows import RowObjective
 
-TASKS = 64  # rows of the task embedding, one for each loss: room for more than there are
+TASKS = 64  # rows of the task embedding, one for each loss and some to spare
 OBJECTIVES: dict[str, type[RowObjective]] = {}  # by name
 
 Declared = TypeVar("Declared", bound=type[RowObjective])

@@ -1,9 +1,10 @@
 """Rows of packed documents: what objectives share around a compiled `fill_piece` of their own.
 
-An objective is a config section, a compiled function that writes the Example of one piece, and a bound on the
-row tokens a piece can need. The bound is linear in the piece and holds for every draw, so rows never overflow
-and nothing is ever drawn again. (Where the number of spans varies, in BART and blank infilling, rows are near
-the mean length, and the last tokens of a piece give way. Blank infilling has a loop and a bound of its own.)
+An objective is a config section, a compiled function that writes the Example of one piece (the part of a document that
+lies in the sample's window), and a bound on the row tokens a piece can need. The bound is linear in the length of the
+piece and holds for every draw, so rows never overflow and nothing is drawn again. There are two exceptions: BART and
+blank infilling, whose number of spans varies, size their rows near the mean and cut the last tokens of a piece where
+its spans do not fit. Blank infilling also has its own loop and its own bound.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from data_utils.text.vocabulary import Vocabulary
 
 
 class RowSizes(ObjectiveConfig):
-    """Sections with row lengths from the bound `growth * tokens + overhead` of a piece.
+    """Sections whose row lengths follow from the bound `growth * tokens + overhead` of a piece.
 
     A window holds pieces whose tokens, and DOCUMENT_OVERHEAD more for each but a continuing first one, fit
     sequence_length; with `overhead <= DOCUMENT_OVERHEAD * growth` one long piece is then the worst case.
@@ -56,7 +57,7 @@ class RowSizes(ObjectiveConfig):
 
     @property
     def overhead(self) -> int:
-        """Row tokens per piece on top, at most."""
+        """Further row tokens per piece, at most."""
         return 2
 
     def tokens_needed(self, lengths: Any) -> Any:
@@ -79,7 +80,7 @@ class RowSizes(ObjectiveConfig):
 
     @property
     def length_weights(self) -> Sequence[float] | np.ndarray:
-        """Weights of runs of 1, 2, ... units (see masking.py), where the objective draws any."""
+        """Weights of spans of 1, 2, ... units (see masking.py), if the objective draws spans."""
         return (1.0,)
 
     @property
@@ -103,12 +104,12 @@ def predict(row, at, target):
     row[WEIGHTS, at] = ONE_AS_INT32
 
 
-# Loops over a slice from 0 on, because only those are vectorised: elsewhere numba allows for negative indices.
+# Loops run over a slice from 0 on: only those are vectorised, because elsewhere numba allows for negative indices.
 
 
 @compiled
 def set_range(row, plane, start, end, value):
-    """row[plane, start:end] = value, which as such costs numba ten times as long to compile."""
+    """row[plane, start:end] = value; numba would take ten times as long to compile it in this form."""
     line = row[plane, start:end]
     for i in range(len(line)):
         line[i] = value
@@ -159,13 +160,13 @@ def maskable_length(text, start, length, s):
     return length - 1 if text[start + length - 1] == s.eos else length
 
 
-# Inlined also because numba can not cache a function that is given another one.
+# Inlined also because numba cannot cache a function that takes another one as an argument.
 @inlined
 def fill_pieces(fill_piece, batch, pieces, tables, settings):
     """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
 
-    Up to the `limit` it is given, the row is not needed by later pieces; objectives whose rows hold every draw need not
-    look at it.
+    The Example must end at or before `limit`, since the rest of the row is reserved for later pieces. Objectives whose
+    rows hold every draw can ignore it.
 
     Args: pieces and tables: as `RowObjective._fill` makes them.
     """
@@ -203,18 +204,18 @@ def fill_pieces(fill_piece, batch, pieces, tables, settings):
 
 
 def numbers_of(config: Any) -> dict[str, Any]:
-    """The settings of a section that are numbers or true and false."""
+    """The settings of a section that are numbers or booleans."""
     hints = typing.get_type_hints(type(config))
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(config)}
     return {name: kind(getattr(config, name)) for name, kind in kinds.items() if kind in (bool, int, float)}
 
 
 def _settings_record(values: dict[str, Any], digest: int) -> np.ndarray:
-    """Settings as compiled code reads them: a record array of one, types from the values.
+    """Settings as compiled code reads them: a record array of length 1, types from the values.
 
-    A record and not a tuple: it is passed as one pointer. An np.uint64 stays one (keys and thresholds). numba's cache
-    on disk notices changes only in the file of the entry point itself, but it tells types apart: so the digest of all
-    sources is the name of a field.
+    A record, not a tuple, because it is passed as one pointer. An np.uint64 (key, threshold) keeps its type. Numba's
+    cache on disk notices changes only in the entry point's own file, but the argument types are part of its key.
+    Therefore the digest of all sources is the name of a field.
     """
     dtypes = {bool: np.bool_, int: np.int64, float: np.float64, np.uint64: np.uint64}
     fields = [(f"sources_{digest:x}", np.bool_), *((k, dtypes[type(v)]) for k, v in values.items())]
@@ -222,6 +223,15 @@ def _settings_record(values: dict[str, Any], digest: int) -> np.ndarray:
     for name, value in values.items():
         record[name] = value
     return record
+
+
+def check_treatment(section: str, mask_token_prob: float, random_token_prob: float) -> None:
+    """Raise ConfigError if the probabilities of [MASK] and of a random token exceed 1 together."""
+    check(
+        mask_token_prob + random_token_prob <= 1.0 + 1e-9,
+        f"{section}.mask_token_prob ({mask_token_prob}) + random_token_prob ({random_token_prob}) exceed 1; "
+        "lower one of them (the rest is kept).",
+    )
 
 
 def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> dict[str, np.uint64]:
@@ -233,21 +243,21 @@ def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> di
 
 
 @entry_point
-def _look_up(table, tokens, found):
-    """found = table[tokens] without NumPy's copy of the tokens as int64. False where a token is not in the table."""
+def _look_up(table, tokens, values):
+    """values = table[tokens] without NumPy's int64 copy of the tokens. Returns False if a token is not in the table."""
     for i in range(len(tokens)):
         if not 0 <= tokens[i] < len(table):
             return False
-        found[i] = table[tokens[i]]
+        values[i] = table[tokens[i]]
     return True
 
 
 class RowObjective:
-    """An objective around one compiled entry point (see `Objective` in base.py).
+    """An objective around one compiled entry point (see `Objective` in planes.py).
 
-    A subclass names its section, its losses and its entry point, which is `fill_pieces` with a function of its own.
-    (These lines stand in each file: numba can not cache a function that is given another one.) `values` are the
-    settings that it reads, beside the special tokens.
+    A subclass names its section, its losses and its entry point, which calls `fill_pieces` with the objective's own
+    function. (Each file has its own entry point, because numba cannot cache a function that takes another one.)
+    `values` are the settings that it reads, besides the special tokens.
 
     Args:
         config: its section. seed: 64-bit key of all draws.
@@ -258,13 +268,13 @@ class RowObjective:
 
     name: ClassVar[str]  # of the objective and of its section in the configuration
     config_class: ClassVar[type[ObjectiveConfig]]
-    losses: ClassVar[tuple[Loss, ...]]  # compiled code reads the number of the first as `s.loss`
+    losses: ClassVar[tuple[Loss, ...]]  # `s.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
-    compiled_files: ClassVar[tuple[str, ...]] = ()  # with code of the entry point, beside the file it is in
+    compiled_files: ClassVar[tuple[str, ...]] = ()  # that the entry point calls into, besides its own
     _digest: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
-        """Note the digest of the sources now, while the files are those that are being imported."""
+        """Take the digest of the sources now: the files may change after the import."""
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
         files = (random_streams.__file__, planes.__file__, masking.__file__, __file__)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
@@ -305,12 +315,12 @@ class RowObjective:
         self._settings = _settings_record(record, self._digest)
 
     def values(self) -> dict[str, Any]:
-        """What the entry point reads as `s`: all numbers of the section, and the bound that `fill_pieces` needs."""
+        """What the entry point reads as `s`: the numbers of the section, and the bound that `fill_pieces` needs."""
         bound = {"growth": float(self.config.growth), "overhead": int(self.config.overhead)}
         return bound | numbers_of(self.config)
 
     def length_table(self) -> np.ndarray:
-        """Run lengths, see `masking.cumulative_table`."""
+        """Span lengths, see `masking.cumulative_table`."""
         return cumulative_table(self.config.length_weights)
 
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
@@ -354,7 +364,7 @@ class RowObjective:
         self.entry(batch, pieces, self._tables(batch), self._settings)
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
-        """What an entry point works with beside the text: run lengths, room for a stream and for `masking`'s lines."""
+        """What an entry point needs besides the text: span lengths, a stream, and the scratch array of masking.py."""
         return self._cumulative, new_stream(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
     def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:
@@ -371,11 +381,11 @@ class RowObjective:
         starts = np.ones(len(tokens), np.bool_)
         if self.units == "words":
             known = _look_up(self.vocabulary.word_start, tokens, starts)
-        else:  # the first token of a piece begins a sentence, whatever stands here
+        else:  # the first token of a piece always begins a sentence
             known = _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:])
         if not known:
             raise DataError(
                 f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.vocabulary.size} "
-                "tokens; the dataset was built with another tokenizer, build it anew."
+                "tokens; the dataset was built with another tokenizer; build it again."
             )
         return starts

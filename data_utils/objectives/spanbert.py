@@ -1,9 +1,9 @@
 """SpanBERT (arXiv:1907.10529): spans of whole words, predicted in place and from their borders.
 
-Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), 80/10/10 is drawn once per span, and the
-span-boundary objective predicts every token of a span from the hidden states just outside it and from its
-place in the span. A token always stays between two spans, so the spans can be read off the weights:
-`span_boundaries` does, and the Example needs no further arrays.
+Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), and 80/10/10 is drawn once per span. The
+span-boundary objective predicts every token of a span from the hidden states just outside it and from its place in the
+span. A token always stays between two spans, so the heads read the spans off the weights, and the Example
+needs no further arrays.
 """
 
 from __future__ import annotations
@@ -12,36 +12,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.settings import checked, fraction, setting
-from data_utils.objectives.masked_text import MaskedSizes, MaskedText, check_treatment
-from data_utils.objectives.planes import Example, Loss
+from data_utils.base.settings import checked, setting
+from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
+from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("spanbert")
-class SpanBertConfig(MaskedSizes):
+class SpanBertConfig(MaskedTextConfig):
     """Spans and treatment. A single text, no next-sentence label."""
 
     has_span_boundaries = True
     gap = True
-    treat_runs_alike = True
+    treat_spans_alike = True
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a span becomes [MASK]s")
-    random_token_prob: float = fraction(0.1, "probability that a span becomes random tokens")
     geometric_p: float = setting(
         0.2, "parameter of the geometric distribution of span lengths, words", above=0, below=1
     )
     max_span_length: int = setting(10, "longest span, words", at_least=1)
     whole_words: bool = setting(True, "count and mask words; false: tokens")
 
-    def __post_init__(self) -> None:
-        check_treatment("spanbert", self)
-
     @property
     def length_weights(self) -> np.ndarray:
-        """Weights of the lengths 1..max_span_length, not normalised: what exceeds the maximum is redrawn."""
+        """Weights of the lengths 1..max_span_length, not normalised: longer spans are drawn again."""
         return (1 - self.geometric_p) ** np.arange(self.max_span_length)
 
 
@@ -54,17 +48,3 @@ class SpanBert(MaskedText):
     name = "spanbert"
     config_class = SpanBertConfig
     losses = (MASKED_SPANS, SPAN_BOUNDARY)
-
-
-def span_boundaries(example: Example) -> np.ndarray:
-    """What the span-boundary objective needs, int64 `[rows with loss, 4]`.
-
-    Columns: the row, the row before its span, the row after its span, its place in the span (1, 2, ...).
-    The outer rows are never predicted themselves: CLS or SEP at the least stands there.
-    """
-    predicted = np.concatenate([[0], (example.weights > 0).astype(np.int64), [0]])
-    change = np.diff(predicted)
-    starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
-    rows = np.flatnonzero(predicted[1:-1])
-    span = np.searchsorted(starts, rows, side="right") - 1
-    return np.stack([rows, starts[span] - 1, ends[span], rows - starts[span] + 1], axis=1)

@@ -1,10 +1,10 @@
 """T5's span corruption (arXiv:1910.10683) on one stack instead of an encoder and a decoder.
 
-Part A (order 0) is the text with every noise span replaced by a sentinel; part B (order 1, 2, ...) is
-`sentinel span sentinel span ... eos`, shifted by a `sop` at its start. Numbers are T5's: round(0.15 n) noise
-tokens in round(noise / 3) spans; noise and rest are each divided into that many parts, every division
-equally likely, and alternate, the rest first. Positions of part B count from 0 again and its segment id is 1:
-it is a text of its own.
+Part A (order 0) is the text with every noise span replaced by a sentinel. Part B (order 1, 2, ...) is
+`sentinel span sentinel span ... eos` after a `sop`. The numbers are T5's: round(0.15 n) noise tokens in
+round(noise / 3) spans. Noise and the other tokens are each divided into that many parts, every division equally likely;
+the parts alternate, and the other tokens come first. Positions of part B count from 0 again and its segment id is 1, as
+in a separate text.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class T5Config(RowSizes):
     mean_span_length: float = setting(3.0, "mean length of a noise span, tokens", at_least=1)
     sentinel_first: int | None = setting(
         None,
-        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = [MASK] for all, "
-        "the spans are then told apart by their order",
+        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = [MASK] for all; "
+        "the order of the spans then distinguishes them",
         at_least=0,
     )
     sentinel_count: int = setting(100, "sentinels; more spans start again at the first", at_least=1)
@@ -89,7 +89,7 @@ class T5Config(RowSizes):
 
 @compiled
 def _divide(stream, w, line, total, parts):
-    """Lengths >= 1 of `parts` parts of `total` to w[line], every division equally likely."""
+    """Divide `total` into `parts` lengths >= 1 in w[line], every division equally likely."""
     rest, cuts = total - 1, parts - 1
     part, length = 0, 1
     for _ in range(total - 1):  # does a part end between this token and the next?

@@ -1,9 +1,9 @@
 """UniLM v1 (arXiv:1905.03197): four kinds of language model with one cloze task.
 
-Each Example `[CLS] A [SEP] B [SEP]` is bidirectional, sequence-to-sequence (B sees A and what came before
-in B), left-to-right or right-to-left. Masked tokens are predicted at their own row, without a shift, whatever
-the kind; segment ids tell the kinds apart: 0 and 1 bidirectional, 2 left-to-right, 3 right-to-left, 4 and 5
-sequence-to-sequence. The kind is drawn per Example, the paper draws it per batch.
+Each Example `[CLS] A [SEP] B [SEP]` is bidirectional, sequence-to-sequence (B sees A and the tokens before it in B),
+left-to-right or right-to-left. Every kind predicts masked tokens at their own positions, without a shift. Segment ids
+distinguish the kinds: 0 and 1 bidirectional, 2 left-to-right, 3 right-to-left, 4 and 5 sequence-to-sequence. The kind
+is drawn per Example; the paper draws it per batch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from data_utils.objectives.masked_text import (
     NEXT_SENTENCE,
     NEXT_SENTENCE_LOSS,
     PAIR_ONLY,
-    MaskedSizes,
     MaskedText,
-    check_treatment,
+    MaskedTextConfig,
 )
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
@@ -25,15 +24,12 @@ from data_utils.objectives.registry import register
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("unilm")
-class UniLmConfig(MaskedSizes):
+class UniLmConfig(MaskedTextConfig):
     """The mixture of kinds, and what is masked."""
 
     bidirectional_prob: float = fraction(1 / 3, "probability of the bidirectional kind")
     seq2seq_prob: float = fraction(1 / 3, "probability of the sequence-to-sequence kind")
     left_to_right_prob: float = fraction(1 / 6, "probability of the left-to-right kind; the rest is reversed")
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that a chosen token becomes a random one")
     single_token_prob: float = fraction(0.8, "probability of masking one token; else a bigram or trigram")
     next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
 
@@ -49,7 +45,7 @@ class UniLmConfig(MaskedSizes):
         return NEXT_SENTENCE if self.next_sentence else PAIR_ONLY
 
     def __post_init__(self) -> None:
-        check_treatment("unilm", self)
+        MaskedTextConfig.__post_init__(self)  # slots: super() without arguments fails
         names = ("bidirectional_prob", "seq2seq_prob", "left_to_right_prob")
         total = sum(getattr(self, name) for name in names)
         check(

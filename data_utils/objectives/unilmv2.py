@@ -1,7 +1,7 @@
 """UniLMv2's pseudo-masked language model (arXiv:2002.12804): autoencoding and autoregression in one pass.
 
-15 % of the tokens are chosen in blocks: with probability 0.4 a span of 2..6 tokens, else a single one. The
-order in which blocks are drawn is the order of factorisation. One pass holds three kinds of rows:
+15 % of the tokens are chosen in blocks: with probability 0.4 a span of 2..6 tokens, else a single token. The order in
+which blocks are drawn is the order of factorisation. One pass holds three kinds of tokens:
 
     context and [M]   order 0. The text with [M] for the chosen tokens, which it predicts (autoencoding)
     originals         order t for block t = 1, 2, ...; at the positions of their [M]
@@ -21,7 +21,7 @@ from data_utils.objectives.masking import (
     FREE,
     STARTS,
     UNIT,
-    draw_runs,
+    draw_spans,
     entry_point,
     inlined,
     masked_target,
@@ -42,7 +42,7 @@ from data_utils.objectives.rows import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("unilmv2")
 class UniLmV2Config(RowSizes):
-    """How much is chosen, and in which blocks."""
+    """How many tokens are chosen, and in which blocks."""
 
     masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
     span_prob: float = fraction(0.4, "probability that a block is a span; else it is one token")
@@ -83,7 +83,7 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         w[FREE, i] = 1 <= i <= maskable
         w[UNIT, i] = 1
     target = min(masked_target(s.masked_ratio, size), length)
-    blocks = draw_runs(stream, w, size, target, False, cumulative)
+    blocks = draw_spans(stream, w, size, target, False, cumulative)
     chosen = 0
     for block in range(blocks):
         chosen += w[ENDS, block] - w[STARTS, block]

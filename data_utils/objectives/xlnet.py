@@ -1,12 +1,12 @@
 """XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
 
-The text is cut in two halves, each with an order of its own; the second half sees all of the first. In each
-half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with probability ~ 1/n, in
-windows of K n tokens. Tokens that are no targets come first in the order, the targets follow in random order.
-The query stream has a row for each target: [MASK] (its embedding is the paper's w) at the target's position,
-which sees what comes before the target in the order and predicts it.
+The text is cut in two halves, each with its own order; the second half sees all of the first. In each half 1/6 of the
+tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with probability ~ 1/n, in windows of K n tokens.
+The other tokens come first in the order, and the targets follow in random order. The query stream has a token for each
+target: [MASK] (its embedding is the paper's w) at the target's position, which sees what precedes the target in the
+order and predicts it.
 
-Not here: the recurrence over segments and relative positions, which belong to the model; SEP and CLS are
+Differences: the recurrence over segments and relative positions belong to the model and are not here; SEP and CLS are
 context, where the paper's code gives them a random place in the order.
 """
 
@@ -46,14 +46,14 @@ class XlnetConfig(RowSizes):
     """How many targets, in which n-grams, and how many orders a piece has."""
 
     tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)", at_least=1)
-    max_ngram: int = setting(5, "longest run of targets, tokens; n has probability ~ 1/n", at_least=1)
+    max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
     orders: int = setting(
         2, "equal parts of a piece, each with its own order; a part sees those before it", at_least=1
     )
 
     @property
     def growth(self) -> float:
-        """A query row for each target."""
+        """A query token for each target."""
         return 1.0 + 1.0 / self.tokens_per_target
 
     @property
@@ -66,7 +66,7 @@ class XlnetConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS, SEP, and a target where there would be none."""
+        """CLS, SEP, and the target that even the shortest piece has."""
         return 3
 
     def max_position_needed(self, sequence_length: int) -> int:
@@ -77,7 +77,7 @@ class XlnetConfig(RowSizes):
 @compiled
 def _draw_targets(stream, w, first, last, goal, cumulative, s):
     """Mark `goal` of the text positions first..last - 1 in w[TAKEN]: n-grams in windows, then singles."""
-    spare = last - first - goal * s.tokens_per_target  # tokens that no window covers, before and behind
+    spare = last - first - goal * s.tokens_per_target  # tokens that no window covers
     at, chosen = first, 0
     if spare > 0:
         at += below(stream, spare + 1)

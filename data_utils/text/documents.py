@@ -1,17 +1,16 @@
 """Readers: JSONL (plain, .gz, .zst), parquet and plain text files become documents.
 
-Reading happens in three steps so that a corpus build can share the work between processes. `plan_pieces` cuts
-the input into pieces of about equal size by bytes alone, without reading it; `read_blocks` cuts a piece into
-blocks of whole records without parsing them; `parse_block` turns a block into texts. `read_documents` does
-all of it, one after the other. Compressed files, parquet and text files that are one document each are never
-cut, so a single huge .gz keeps one process busy.
+Reading has three steps, so that a corpus build can share the work between processes. `plan_pieces` cuts the input into
+parts of about equal size by bytes alone, without reading it. `read_blocks` cuts a part into blocks of whole records
+without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, parquet
+files and text files of one document each are never cut, so a single huge .gz is the work of one process.
 
-A byte position inside a file stands for the next start of a record. Neighbouring pieces use the same rule for
-the position they share, so each record lies in exactly one piece, wherever the cuts fall.
+A byte position inside a file stands for the next start of a record. Neighbouring parts use the same rule for the
+position they share, so each record is in exactly one part, wherever the cuts are.
 
-A record that cannot be used is named as `file:line` with what is wrong. By default it stops the work; with
-`on_bad_record="skip"` it is counted by kind, up to a limit. Damage that hides where records
-begin and end (a cut-off compressed stream, an unreadable parquet page, a huge record) always stops the work.
+A bad record is reported as `file:line` with the problem. By default it stops the work; with `on_bad_record="skip"` it
+is counted by kind, up to a limit. Damage that hides where records begin and end (a truncated compressed stream, an
+unreadable parquet page, a huge record) always stops the work.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from data_utils.text.stored_files import (
 
 BLOCK_BYTES = 256 << 10
 MAX_RECORD_BYTES = 256 << 20
-MAX_EXAMPLES = 10  # bad records kept word for word for the report
+MAX_EXAMPLES = 10  # bad records that the report quotes
 DEFAULT_MAX_BAD_RECORDS = 1000
 BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
@@ -70,10 +69,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A record that is worth naming, and what there is to say about it."""
+    """A record to be reported, and its problem."""
 
     source: str
-    line: int  # 1-based (parquet: row), counted from the piece that begins at byte `start`
+    line: int  # 1-based (parquet: row), counted from the file part that begins at byte `start`
     problem: str
     start: int = 0
 
@@ -83,20 +82,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Whole, unparsed records of one piece of a file."""
+    """Whole, unparsed records of one part of a file."""
 
     source: str
     layout: str  # "jsonl", "rows" (parquet), or how a text file is cut: one of TEXT_SPLITS
-    start: int  # byte at which the piece begins
-    first_line: int  # line (or row) number of the first record, counted from the start of the piece
+    start: int  # byte at which the file part begins
+    first_line: int  # line (or row) number of the first record, counted from the start of the file part
     data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
     num_lines: int  # newlines (or rows) in it
-    input_bytes: int  # how far this block advances through the file as stored, for progress
+    input_bytes: int  # bytes of the stored file that this block covers, for the progress bar
 
 
 @dataclass(slots=True)
 class RecordCounts:
-    """What was not used, and why. Merged in input order it does not depend on the number of workers."""
+    """The records that were not used, and why. Counts merged in input order do not depend on the number of workers."""
 
     bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
     examples: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
@@ -126,11 +125,11 @@ class RecordCounts:
             return
         first = with_line_of_file(self.examples[0], text_split)
         if on_bad_record == "error":
-            raise DataError(f"{first}; mend or remove it, or skip bad records (--on-bad-record skip).")
+            raise DataError(f"{first}; correct or remove it, or skip bad records (--on-bad-record skip).")
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
         raise DataError(
             f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
-            f"the first is {first}; mend the input or raise the limit."
+            f"the first is {first}; correct the input or raise the limit."
         )
 
 
@@ -180,7 +179,7 @@ def read_documents(
         text_key: field (JSONL) or column (parquet) that holds the text.
         text_split: how a .txt file is cut: one document per file, per paragraph ("blank_lines") or per line.
         on_bad_record: "error" stops at the first bad record, "skip" counts up to `max_bad_records` of them.
-        counts: receives the numbers of bad, empty and blank records while reading.
+        counts: receives the numbers of bad, empty and blank records.
     Raises: DataError naming file and line; ConfigError for an unknown option.
     """
     check_options(text_split, on_bad_record, max_bad_records)
@@ -207,20 +206,22 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files to pieces, pieces to blocks
+# Files to parts, parts to blocks
 
 
 def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> list[list[Piece]]:
-    """Cut the input into groups of pieces, each of about `piece_bytes` of stored data, in order.
+    """Cut the input into groups of file parts, each group of about `piece_bytes` of stored data, in order.
 
-    A group holds at most one piece of each file. Files that cannot be cut go whole into a group. The plan
-    depends on the sizes of the files only.
+    A group holds at most one part of each file. Files that cannot be cut go whole into a group. The plan
+    depends only on the sizes of the files.
     """
     groups: list[list[Piece]] = []
     room = 0
     for path in paths:
         size, position = path.stat().st_size, 0
-        while position < size or not position:  # an empty file is a piece too: a reader judges it
+        while (
+            position < size or not position
+        ):  # an empty file is a part too: its reader decides whether that is an error
             if room <= 0:
                 groups.append([])
                 room = piece_bytes
@@ -239,7 +240,7 @@ def _can_be_cut(path: Path, text_split: str) -> bool:
 
 
 def lines_before(piece: Piece, text_split: str) -> int:
-    """Number of lines of the file before the piece; reads the file up to there."""
+    """The number of lines of the file before this part; reads the file up to there."""
     count = 0
     with open(piece.path, "rb") as file:
         left = _record_start(file, piece.start, _layout(piece.path, text_split)) if piece.start else 0
@@ -259,7 +260,7 @@ def with_line_of_file(place: Place, text_split: str) -> Place:
 def read_blocks(
     pieces: Iterable[Piece], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """Cut pieces into blocks of whole records. The records do not depend on `block_bytes`, the usual size.
+    """Cut file parts into blocks of whole records, of about `block_bytes` each.
 
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
@@ -276,7 +277,7 @@ def _layout(path: Path, text_split: str) -> str:
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
         if suffixes[-1:] == [".parquet"]:
-            suffixes = []  # parquet compresses by itself, and needs to seek
+            suffixes = []  # parquet compresses itself, and its reader must seek
     suffix = suffixes[-1] if suffixes else ""
     if suffix in _JSONL_SUFFIXES:
         return "jsonl"
@@ -312,7 +313,7 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
     if not started:
         pending = _strip_bom(pending, path)
     if pending:
-        if piece.stop is None:  # a decompressor may not have met the end of its file yet
+        if piece.stop is None:  # a decompressor may not have read its file to the end
             position = path.stat().st_size - piece.start
         lines = pending.count(b"\n")
         yield Block(str(path), layout, piece.start, line, bytes(pending), lines, position - consumed)
@@ -325,11 +326,11 @@ def _strip_bom(data: bytearray, path: Path) -> bytearray:
 
 
 def _last_boundary(data: bytearray, layout: str, searched: int) -> int:
-    """Length of the longest prefix of `data` that surely ends with a whole record, if past `searched`."""
+    """Length of the longest prefix of `data` that is sure to end with a whole record, if beyond `searched`."""
     if layout == "file":
         return 0
     if layout == "blank_lines":
-        # A boundary that straddles `searched` may be missed; then the block is cut at a later one.
+        # A boundary across `searched` may be missed; the block is then cut at a later one.
         return max((match.end() for match in _BLANK_LINES.finditer(data, max(searched - 1, 0))), default=0)
     return data.rfind(b"\n", searched) + 1
 
@@ -352,7 +353,7 @@ def _record_start(file: IO[bytes], position: int, layout: str) -> int:
 
 
 def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, stored bytes of the piece so far)."""
+    """Yield (decompressed bytes, stored bytes of the file part so far)."""
     path = piece.path
     with read_errors(path), open(path, "rb") as file:
         if path.suffix in COMPRESSIONS:
@@ -421,7 +422,7 @@ def largest_record(block: Block) -> tuple[int, int]:
 
 
 def _unterminated_line(block: Block) -> int | None:
-    """Number of the line that no newline ends, if there is one: the last of a file."""
+    """The number of the file's last line if it does not end with a newline."""
     if not isinstance(block.data, bytes) or block.data.endswith(b"\n"):
         return None
     return block.first_line + block.data.count(b"\n")
@@ -444,7 +445,7 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
     else:
         lines = block.data.split(b"\n")
         if not lines[-1]:
-            lines.pop()  # what follows the final newline is no record
+            lines.pop()  # after the final newline there is no record
         yield from enumerate(lines, block.first_line)
 
 

@@ -1,4 +1,4 @@
-"""The text of a JSON line, or why there is none."""
+"""The text of a JSON line, or the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_utils.text.stored_files import raise_if_out_of_memory
 
 UTF8_BOM = b"\xef\xbb\xbf"
 _LARGE_RECORD_BYTES = 1 << 20
-_JSON_MEMORY = 16  # bytes that orjson takes for a byte of JSON, at most: a buffer of 12, and 4 for the text
+_JSON_MEMORY = 16  # memory that orjson needs per byte of JSON, at most: a buffer of 12, and 4 for the text
 
 
 class UnusableRecord(Exception):
@@ -25,7 +25,7 @@ class UnusableRecord(Exception):
 def parse_json_line(line: bytes, text_key: str) -> str:
     """The text of a line that holds a JSON object. Raises UnusableRecord; MemoryError."""
     if len(line) > _LARGE_RECORD_BYTES:
-        bytearray(_JSON_MEMORY * len(line))  # MemoryError if it is not there: orjson would end the process
+        bytearray(_JSON_MEMORY * len(line))  # raises MemoryError where orjson would end the process
     try:
         tree = orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""The ids of GLM's tokens. A file of its own: tokenizers need it without the compiled objectives."""
+"""The ids of GLM's special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What input files hold, however they are stored: the bytes of compressed files, the texts of parquet files."""
+"""Reading stored input: the bytes of compressed files, and the texts of parquet files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import zstandard
 from data_utils.base.errors import DataError
 
 COMPRESSIONS = (".gz", ".zst")
-_READ_BYTES = 16 << 10  # of compressed data, small: one read may expand ten-thousandfold
+_READ_BYTES = 16 << 10  # of compressed data; small, because one read may expand ten-thousandfold
 _PARQUET_BATCH_ROWS = 512
 
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn what fails while `path` is read and decompressed into a DataError, or a MemoryError."""
+    """Turn errors of reading and decompressing `path` into a DataError, or a MemoryError."""
     try:
         yield
     except EOFError:
@@ -32,27 +32,25 @@ def read_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise_if_out_of_memory(error)
         raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}); check its rights and the disk."
+            f"{path}: cannot be read ({error.strerror or error}); check its permissions and the disk."
         ) from None
 
 
 def raise_if_out_of_memory(error: Exception) -> None:
-    """Raise MemoryError if that is what a library reports in its own way; the input is not to blame then."""
-    said = (
-        error.errno == errno.ENOMEM
-        if isinstance(error, OSError)
-        else "not enough memory" in str(error).lower()
-    )
-    if said or isinstance(error, MemoryError):
+    """Raise MemoryError if a library's error means that memory ran out, which is no fault of the input."""
+    is_memory_error = isinstance(error, MemoryError) or "not enough memory" in str(error).lower()
+    if isinstance(error, OSError):
+        is_memory_error = error.errno == errno.ENOMEM
+    if is_memory_error:
         raise MemoryError from None
 
 
 def decompressed(file: IO[bytes], suffix: str, chunk_bytes: int) -> Iterator[bytes]:
-    """The decompressed bytes of a file in chunks of about this size. Raises EOFError for one that is cut off."""
+    """The decompressed bytes of a file in chunks of about this size. Raises EOFError for a truncated file."""
     if not file.read(1):
         raise EOFError
     file.seek(0)
-    decompress = _gzip_pieces if suffix == ".gz" else _zstandard_pieces
+    decompress = _gzip_data if suffix == ".gz" else _zstandard_data
     yield from _grouped(decompress(file, chunk_bytes), chunk_bytes)
 
 
@@ -61,14 +59,14 @@ def _read_all(file: IO[bytes] | gzip.GzipFile, chunk_bytes: int) -> Iterator[byt
         yield chunk
 
 
-def _gzip_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+def _gzip_data(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as stream:
         yield from _read_all(stream, chunk_bytes)
 
 
-def _zstandard_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
-    # Frame by frame, because zstandard's stream reader takes a truncated frame for the end of the data. The
-    # window limit admits files written with `zstd --long=31`, as some public corpora are.
+def _zstandard_data(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    # Frame by frame: zstandard's stream reader takes a truncated frame for the end of the data. The window limit
+    # admits files written with `zstd --long=31`, as some public corpora are.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     for data in _read_all(file, min(chunk_bytes, _READ_BYTES)):
@@ -82,12 +80,12 @@ def _zstandard_pieces(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
         raise EOFError
 
 
-def _grouped(pieces: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
+def _grouped(parts: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
     held: list[bytes] = []
     size = 0
-    for piece in pieces:
-        held.append(piece)
-        size += len(piece)
+    for part in parts:
+        held.append(part)
+        size += len(part)
         if size >= chunk_bytes:
             yield b"".join(held)
             held, size = [], 0
@@ -96,7 +94,7 @@ def _grouped(pieces: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
 
 
 def parquet_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None], int]]:
-    """Yield (texts of the next rows in UTF-8 or not, number of rows of the file)."""
+    """Yield (texts of the next records as bytes, which may not be UTF-8; number of records of the file)."""
     import pyarrow
     import pyarrow.parquet
 
@@ -104,7 +102,7 @@ def parquet_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, text_key)
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key]):
-                # as bytes: one invalid string must not make the whole batch unreadable
+                # as bytes, so that one invalid string does not make the whole batch unreadable
                 texts = batch.column(0).cast(pyarrow.large_string())
                 yield texts.cast(pyarrow.large_binary()).to_pylist(), max(file.metadata.num_rows, 1)
     except (pyarrow.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""A tokenizer's files: which they are, read whole, parsed and checked. tokenizers.py makes tokenizers of them."""
+"""Reads, parses and checks the files of a tokenizer; tokenizers.py makes tokenizers of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from data_utils.base.settings import REQUIRED, checked, setting
 KINDS = ("bert_wordpiece", "gpt2_bpe", "sentencepiece", "hf_json")
 
 MAX_FILE_BYTES = 256 * 2**20
-
 MAX_VOCAB_SIZE = 2**22
-
 MAX_REASON_LENGTH = 300
 
 
@@ -29,14 +27,14 @@ class TokenizerConfig:
     """Which tokenizer, and its options. Options of another kind are ignored."""
 
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
-    path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or the directory of it")
+    path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or its directory")
     lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
     fixed_command_tokens: bool = setting(
         True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
     )
 
     def absolute(self) -> TokenizerConfig:
-        """The same files from any working directory: what a run keeps, to be opened from elsewhere later."""
+        """The same with an absolute path, so that a run can be opened from any working directory."""
         return replace(self, path=os.path.abspath(self.path))
 
 
@@ -72,7 +70,7 @@ def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
             raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
         if not (
             isinstance(prefix, str) and pair[1].startswith(prefix)
-        ):  # the library aborts the process here
+        ):  # the library would abort the process
             raise DataError(
                 f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
             )
@@ -80,7 +78,7 @@ def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
 
 
 def read_files(config: TokenizerConfig) -> dict[str, bytes]:
-    """Contents of the tokenizer's files, by their usual names whatever they are called. Raises: DataError."""
+    """Contents of the tokenizer's files under their usual names. Raises: DataError."""
     path = Path(config.path)
     if not path.exists():
         raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")
@@ -150,7 +148,7 @@ def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
 
 
 def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
-    """A byte without a token would vanish from the text."""
+    """Raise DataError for a byte without a token, which would vanish from the text."""
     missing = set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()
     if missing:
         raise DataError(

@@ -1,17 +1,15 @@
 """One interface over BERT WordPiece, GPT-2 BPE, SentencePiece and Hugging Face tokenizer.json files.
 
-The ids of GLM's special tokens are decided here and nowhere else: see `assign_special_tokens` (BERT, GPT-2,
-tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). Text never becomes a special token:
-the literal "[MASK]" or "<|endoftext|>" in a document is spelled with ordinary pieces, so a corpus cannot
-plant a mask or end a document. Only `encode_with_specials`, meant for generation prompts, gives [MASK],
-[sMASK] and [gMASK] their ids.
+The ids of GLM's special tokens are decided only here: see `assign_special_tokens` (BERT, GPT-2, tokenizer.json) and
+`sentencepiece_special_tokens` (the Chinese models). Text never becomes a special token: the literal "[MASK]" or
+"<|endoftext|>" in a document is encoded with ordinary tokens, so a corpus cannot insert a mask or end a document. Only
+`encode_with_specials`, meant for generation prompts, gives [MASK], [sMASK] and [gMASK] their ids.
 
-Trade-offs: the libraries `tokenizers` and `sentencepiece` define the ids, so they agree with other users of
-the same files; encoders.py gives the same ids faster where it can. A tokenizer holds native objects and does
-not pickle: a worker calls `load_tokenizer` itself. `encode_batch` works outside the GIL, in one thread. Only
-the `tokenizers` library, where it is still what encodes, uses all cores, unless the caller sets
-TOKENIZERS_PARALLELISM=false (or RAYON_NUM_THREADS) in the environment before the first encode, which a
-program that runs one worker per core should do.
+Trade-offs: the libraries `tokenizers` and `sentencepiece` define the ids, so they agree with other users of the same
+files; fast/encoders.py gives the same ids faster where it can. A tokenizer holds native objects and cannot be pickled,
+so a worker calls `load_tokenizer` itself. `encode_batch` releases the GIL and uses one thread. The exception is the
+`tokenizers` library, which uses all cores. A program with one worker per core should set TOKENIZERS_PARALLELISM=false
+in the environment before the first encode.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.base.errors import DataError
-from data_utils.text.fast.encoders import Encoder, SentencePieceEncoder, library_or_faster
+from data_utils.text.fast.encoders import library_or_faster
+from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
@@ -49,7 +47,7 @@ from data_utils.text.tokenizer_readers import (
     read_files,
 )
 
-# Role -> the name shown for it, which is also the name that train_tokenizer.py writes.
+# Role -> the name that is shown, and that train_tokenizer.py writes.
 SPECIAL_NAMES = {
     "pad": "[PAD]",
     "unk": "[UNK]",
@@ -75,19 +73,19 @@ OTHER_NAMES = {
     "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
 }
 # RoBERTa's vocabulary: one token ends texts, separates and pads, as in the released GLM-RoBERTa. It also holds
-# "<|endoftext|>", an ordinary entry that no text gives and nothing uses.
+# "<|endoftext|>", which nothing uses.
 ROBERTA_NAMES = {"cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
-# Roles that the files lack get the ids after the last one in this order, that of the released GLM models.
+# Roles that the files lack get ids after the last one, in this order of the released GLM models.
 APPEND_ORDER = ("eos", "sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock")
 PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
 
 SENTENCE_ENDS = tuple(".?!;:。．｡？！；：…\n")  # noqa: RUF001
-# May follow the mark that ends a sentence, inside the same token.
+# These may follow the end of a sentence inside the same token.
 CLOSERS = " \t\"')]}»”’）］｝】》〉」』"  # noqa: RUF001
 
-FINGERPRINT_SCHEME = "glm-tokenizer-1"  # to be changed when ids change for the same files
-# Put before special names inside the `tokenizers` library, so that no text equals one. A noncharacter.
+FINGERPRINT_SCHEME = "glm-tokenizer-1"  # change it when the same files give other ids
+# A noncharacter, put before special names inside the `tokenizers` library, so that no text equals one.
 HIDDEN = "\ufdd0"
 
 
@@ -111,7 +109,7 @@ class Tokenizer(abc.ABC):
     config: TokenizerConfig
     special: SpecialTokens
     vocab_size: int
-    fingerprint: str  # equal for equal kind, options and file contents, wherever the files lie
+    fingerprint: str  # of kind, options and file contents, but not of the path
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
     _encoder: Encoder
 
@@ -130,7 +128,7 @@ class Tokenizer(abc.ABC):
     def encode_with_specials(self, text: str) -> list[int]:
         """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
 
-        Spaces before a marker are dropped: a predicted span brings its own leading space.
+        Spaces before a marker are dropped, because a predicted span has its own leading space.
         """
         parts = re.split("(" + "|".join(map(re.escape, PROMPT_MARKERS)) + ")", text)
         ids = []
@@ -149,29 +147,24 @@ class Tokenizer(abc.ABC):
         if skip_special:
             ids = [i for i in ids if i not in self.special_names]
         parts: list[str] = []
-        for is_special, run in itertools.groupby(ids, key=self.special_names.__contains__):
+        for is_special, group in itertools.groupby(ids, key=self.special_names.__contains__):
             if is_special:
-                parts.extend(self.special_names[i] for i in run)
+                parts.extend(self.special_names[i] for i in group)
             else:
-                parts.append(self._decode_text(list(run), at_start=not parts))
+                parts.append(self._decode_text(list(group), at_start=not parts))
         return self._separator.join(parts)
 
     def token_to_text(self, token_id: int) -> str:
-        """One token for display: a special token's name, else its text (or its piece: half a character)."""
+        """One token for display: a special token's name, else its text, which may be part of a character."""
         (token_id,) = self._checked([token_id])
         return self.special_names.get(token_id) or self._display(token_id)
 
     def sentence_end_ids(self) -> np.ndarray:
-        """Bool array [vocab_size]: tokens whose text ends a sentence, closing quotes and brackets aside."""
-        return self._sentence_ends
-
-    @cached_property
-    def _sentence_ends(self) -> np.ndarray:
+        """Bool array [vocab_size]: tokens whose text ends a sentence, apart from closing quotes and brackets."""
         ends = np.zeros(self.vocab_size, dtype=bool)
         for i in range(self.vocab_size):
             if i not in self.special_names:
                 ends[i] = self._token_text(i).rstrip(CLOSERS).endswith(SENTENCE_ENDS)
-        ends.setflags(write=False)
         return ends
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
@@ -197,7 +190,7 @@ class Tokenizer(abc.ABC):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A pipeline of the `tokenizers` library, with special tokens kept out of reach of text."""
+    """A pipeline of the `tokenizers` library, whose special tokens text cannot reach."""
 
     def __init__(
         self,
@@ -205,27 +198,27 @@ class HuggingFaceTokenizer(Tokenizer):
         files: Mapping[str, bytes],
         backend: tokenizers.Tokenizer,
         ids: Mapping[str, int],
-        found: Mapping[str, str],
+        role_names: Mapping[str, str],
         hidden: Iterable[str] = (),
     ):
         """
         Args:
             backend: encodes; its names of the tokens in `hidden` carry the prefix HIDDEN.
             ids: id of every token in the files.
-            found: role -> name, for the roles that the files hold.
-            hidden: names that are not text, besides those of `found`.
+            role_names: role -> name, for the roles that the files hold.
+            hidden: names that are not text, besides those of `role_names`.
         """
         self.config = config
         options: dict[str, Any] | None = None  # what decides ids beside the kind and the files
         if config.kind == "bert_wordpiece":
             options = {"lowercase": config.lowercase}
-        elif found.items() >= ROBERTA_NAMES.items():
+        elif role_names.items() >= ROBERTA_NAMES.items():
             options = {"names": "roberta"}
         self.fingerprint = _fingerprint(config, files, options)
         self.special, self.vocab_size = assign_special_tokens(
-            {role: ids[name] for role, name in found.items()}, max(ids.values()) + 1
+            {role: ids[name] for role, name in role_names.items()}, max(ids.values()) + 1
         )
-        names = {ids[name]: name for name in (*hidden, *found.values())}
+        names = {ids[name]: name for name in (*hidden, *role_names.values())}
         self.special_names = _all_special_names(self.special, names, self.vocab_size, set(ids.values()))
         self._backend = backend
         self._encoder = library_or_faster(backend, [*names.values(), *map(str, hidden)])
@@ -256,16 +249,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return text if text and "\ufffd" not in text else str(self._backend.id_to_token(token_id))
 
 
-def assign_special_tokens(found: Mapping[str, int], next_id: int) -> tuple[SpecialTokens, int]:
-    """Ids of all roles from those that the files hold; the others follow from `next_id` on, in APPEND_ORDER.
+def assign_special_tokens(known_ids: Mapping[str, int], next_id: int) -> tuple[SpecialTokens, int]:
+    """The ids of all roles: those that the files hold, and the others from `next_id` on, in APPEND_ORDER.
 
-    A missing eos is pad's id, else sep's; a missing pad is that of eos. For GPT-2 (found: eos) and BERT
-    (found: pad, unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and
-    dBLOCK of BERT: the released models have one mask; ours use three of the rows that pad their embedding.
+    A missing eos is pad's id, else sep's; a missing pad is that of eos. For GPT-2 (known: eos) and BERT
+    (known: pad, unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and
+    dBLOCK of BERT: the released models have one mask; ours use three padding rows of their embedding.
 
     Returns: the ids, and the vocabulary size that includes them.
     """
-    ids = dict(found)
+    ids = dict(known_ids)
     for substitute in ("pad", "sep"):
         if "eos" not in ids and substitute in ids:
             ids["eos"] = ids[substitute]
@@ -285,18 +278,18 @@ def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) ->
     if len(ids) != len(lines):
         again = next(token for i, token in enumerate(lines) if ids[token] != i)
         raise DataError(f"{path}: token {again!r} appears twice; a vocab.txt holds each token on one line.")
-    found = {role: SPECIAL_NAMES[role] for role in ("pad", "unk", "cls", "sep", "mask")}
-    missing = [name for name in found.values() if name not in ids]
+    role_names = {role: SPECIAL_NAMES[role] for role in ("pad", "unk", "cls", "sep", "mask")}
+    missing = [name for name in role_names.values() if name not in ids]
     if missing:
         raise DataError(
             f"{path}: no {', '.join(missing)} in {len(ids)} tokens; give the vocab.txt of a BERT model."
         )
-    word_piece = models.WordPiece(ids, unk_token=found["unk"], max_input_chars_per_word=100)
+    word_piece = models.WordPiece(ids, unk_token=role_names["unk"], max_input_chars_per_word=100)
     backend = tokenizers.Tokenizer(word_piece)
     backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # isolates brackets: no word is "[MASK]"
     backend.decoder = decoders.WordPiece(prefix="##")
-    return HuggingFaceTokenizer(config, files, backend, ids, found)
+    return HuggingFaceTokenizer(config, files, backend, ids, role_names)
 
 
 def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
@@ -305,7 +298,7 @@ def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Token
     check_vocab(ids, path / "vocab.json")
     if sorted(ids.values()) != list(range(len(ids))):
         raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
-    found, unused = _gpt2_roles(ids.keys(), path)
+    role_names, unused = _gpt2_roles(ids.keys(), path)
     check_byte_alphabet(ids, path)
     merges = parse_merges(decode_utf8(files["merges.txt"], path / "merges.txt"), path)
     try:
@@ -316,7 +309,7 @@ def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Token
         ) from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return HuggingFaceTokenizer(config, files, backend, ids, found, unused)
+    return HuggingFaceTokenizer(config, files, backend, ids, role_names, unused)
 
 
 def _gpt2_roles(names: Set[str], path: Path) -> tuple[dict[str, str], Set[str]]:
@@ -355,13 +348,13 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     added_names = {token["content"] for token in added}
     merged = merge_results(model, path)
     candidates = (ids.keys() - merged) | added_names
-    found, unused = _named_roles(candidates, model.get("type"))
-    hidden = {token["content"] for token in added if token.get("special")} | set(found.values()) | unused
+    role_names, unused = _named_roles(candidates, model.get("type"))
+    hidden = {token["content"] for token in added if token.get("special")} | set(role_names.values()) | unused
     if hidden & merged:
         raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")
 
     backend = _hidden_backend(tree, hidden, path)
-    for name in added_names:  # the library numbers added tokens itself and ignores gaps in the file's ids
+    for name in added_names:  # the library numbers added tokens itself, without gaps
         actual = backend.token_to_id(HIDDEN + name if name in hidden else name)
         if actual != ids[name]:
             raise DataError(
@@ -370,21 +363,21 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     byte_level = "ByteLevel" in json.dumps(tree.get("pre_tokenizer"))
     if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
         check_byte_alphabet(ids, path)
-    return HuggingFaceTokenizer(config, files, backend, ids, found, hidden)
+    return HuggingFaceTokenizer(config, files, backend, ids, role_names, hidden)
 
 
 def _named_roles(names: Set[str], model_type: Any) -> tuple[dict[str, str], Set[str]]:
     """As `_gpt2_roles`, for a tokenizer.json: each role by its first name there, or all of them by RoBERTa's."""
-    found: dict[str, str] = {}
+    role_names: dict[str, str] = {}
     unused: Set[str] = set()
     own = {SPECIAL_NAMES[role] for role in ROBERTA_NAMES.keys() - {"eos"}}
     if model_type == "BPE" and names >= set(ROBERTA_NAMES.values()) and not names & own:
-        found, unused = dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+        role_names, unused = dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
     for role, name in SPECIAL_NAMES.items():
         for candidate in (name, *OTHER_NAMES.get(role, ())):
-            if role not in found and candidate in names:
-                found[role] = candidate
-    return found, unused
+            if role not in role_names and candidate in names:
+                role_names[role] = candidate
+    return role_names, unused
 
 
 def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:
@@ -416,7 +409,9 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
     try:
         backend = tokenizers.Tokenizer.from_str(orjson.dumps({**tree, **changed}).decode())
         backend.encode_special_tokens = True  # special tokens are not looked for in text
-        backend.encode("a \U0010fffd")  # a model that lacks its unknown token fails here, not amid a corpus
+        backend.encode(
+            "a \U0010fffd"
+        )  # a model that lacks its unknown token fails here, not later in a corpus
     except Exception as error:  # the library raises plain Exception
         raise DataError(
             f"{path}: the tokenizers library cannot use this file: {one_line(error)}; fetch it again."
@@ -428,7 +423,7 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model; GLM's special tokens follow its last piece, out of reach of any text."""
+    """A SentencePiece model; GLM's special tokens follow its last id, and text cannot reach them."""
 
     def __init__(self, config: TokenizerConfig, files: Mapping[str, bytes]):
         self.config = config
@@ -479,7 +474,7 @@ def _all_special_names(
     """Id -> name for the special tokens (the files' `names` first) and for ids that no token has."""
     all_names = dict(names)
     roles = asdict(special)
-    for role in (*APPEND_ORDER, "pad"):  # eop before gmask: the first name stays where two roles share an id
+    for role in (*APPEND_ORDER, "pad"):  # eop before gmask: where two roles share an id, the first name stays
         all_names.setdefault(roles[role], SPECIAL_NAMES[role])
     for i in set(range(vocab_size)) - ids_in_files - all_names.keys():
         all_names[i] = f"[reserved {i}]"

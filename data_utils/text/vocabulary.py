@@ -18,7 +18,7 @@ _SPACES = (" ", "\n", "\t", "\u3000")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What objectives need to know of a vocabulary."""
+    """The special tokens and tables of a vocabulary."""
 
     special: SpecialTokens
     size: int

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.distributed import run_ranks
-from support.recipes import make, text_of, vocabulary
+from support.recipes import make, span_boundaries, text_of, vocabulary
 from support.whole_weights import compare_weights, placed_weights
 
 from data_utils.base.settings import build
@@ -23,7 +23,6 @@ from data_utils.objectives.planes import (
     WEIGHTS,
     Example,
 )
-from data_utils.objectives.spanbert import span_boundaries
 from data_utils.samples.loader import collate
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig

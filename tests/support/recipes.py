@@ -245,3 +245,17 @@ RECIPES = {
     "unilmv2": Recipe("unilmv2", unilmv2, rebuilt_unilmv2),
     "xlnet": Recipe("xlnet", xlnet, rebuilt_xlnet),
 }
+
+
+def span_boundaries(example: Example) -> np.ndarray:
+    """What the span-boundary objective needs, int64 `[rows with loss, 4]`.
+
+    Columns: the row, the row before its span, the row after its span, its place in the span (1, 2, ...).
+    The outer rows are never predicted themselves: CLS or SEP at the least stands there.
+    """
+    predicted = np.concatenate([[0], (example.weights > 0).astype(np.int64), [0]])
+    change = np.diff(predicted)
+    starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
+    rows = np.flatnonzero(predicted[1:-1])
+    span = np.searchsorted(starts, rows, side="right") - 1
+    return np.stack([rows, starts[span] - 1, ends[span], rows - starts[span] + 1], axis=1)

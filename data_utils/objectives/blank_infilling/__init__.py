@@ -1,4 +1,4 @@
-"""GLM's blank infilling: config.py is its section, draw.py places spans, write.py writes, objective.py is the class."""
+"""GLM's blank infilling: config.py: section; draw.py: spans; write.py: Examples; objective.py: class."""
 
 from data_utils.objectives.blank_infilling.config import DOCUMENT, SENTENCE, TOKEN, BlankInfillingConfig
 from data_utils.objectives.blank_infilling.draw import MOST_CUT

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.base.settings import check, checked, fraction, setting
-from data_utils.objectives.masking import cumulative_table, run_count_moments
+from data_utils.objectives.masking import cumulative_table, span_count_moments
 from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.text.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
-ROOM_DEVIATIONS = 1.0  # of the number of spans, beyond its mean, for which a row has room
-EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than real text, only sizes rows without the token objective
+ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of spans and so many standard deviations
+EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than in real text; only used to size rows
 SHORTEST_CROP = 32  # tokens
 PLACEMENTS = ("uniform", "reference")
 
@@ -22,7 +22,7 @@ PLACEMENTS = ("uniform", "reference")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("blank_infilling")
 class BlankInfillingConfig(ObjectiveConfig):
-    """What is masked, and how. Probabilities are per Example; ratios are of n, the text with its CLS."""
+    """What is masked, and how. Probabilities are per Example; ratios refer to n, the tokens of the text and its CLS."""
 
     segments = 1
 
@@ -118,7 +118,7 @@ class BlankInfillingConfig(ObjectiveConfig):
         return max(0.0, 1.0 - self.token_prob - self.sentence_prob)
 
     def least_row_length(self, sequence_length: int) -> int:
-        """A row length that every valid window fits when each piece has the fewest spans, tokens.
+        """A row length, in tokens, that every valid window fits when each piece has the fewest spans.
 
         A piece of t tokens needs at most t + 3 + 2 * masked_ratio * (t + 1) / longest span. Documents
         that begin in the window have `DOCUMENT_OVERHEAD` = 4 reserved, a continuing one nothing.
@@ -127,20 +127,20 @@ class BlankInfillingConfig(ObjectiveConfig):
         return sequence_length + 3 + int(2 * self.masked_ratio * (sequence_length + 1) / longest)
 
     def row_length_for(self, sequence_length: int) -> int:
-        """Row length for windows of `sequence_length` source tokens, a multiple of 8: see `ROOM_DEVIATIONS`."""
+        """Row length for windows of `sequence_length` source tokens, a multiple of 8; see `ROOM_DEVIATIONS`."""
         length = max(
             sequence_length + 1 + self._room(sequence_length + 1), self.least_row_length(sequence_length)
         )
         return -(-length // 8) * 8
 
     def _room(self, n: int) -> int:
-        """Tokens that the spans of a text of n tokens add, mean + ROOM_DEVIATIONS, for the busiest objective."""
+        """Tokens that the spans add to a text of n tokens, mean + ROOM_DEVIATIONS, for the objective that adds most."""
         room = 2
         if self.sentence_prob > 0:
             room = 2 * (int(self.sentence_ratio * n) // EXPECTED_SENTENCE_LENGTH + 1)
         if self.token_prob > 0 and not self.masked_lm:
             weights = np.diff(length_table(self.mean_span_length, self.max_span_length)) / 2.0**32
-            mean, deviation = run_count_moments(weights, int(self.masked_ratio * n))
+            mean, deviation = span_count_moments(weights, int(self.masked_ratio * n))
             room = max(room, math.ceil(2 * (mean + ROOM_DEVIATIONS * deviation)))
         return room
 
@@ -149,14 +149,14 @@ class BlankInfillingConfig(ObjectiveConfig):
         return 3 * length + 8
 
     def max_position_needed(self, sequence_length: int) -> int:
-        """Part A counts at most CLS + sequence_length tokens from 0. A block position is at most the span
-        with its sop, and no span but a document's tail (which has no eop) exceeds sequence_length - 1.
+        """Part A has at most CLS + sequence_length tokens, counted from 0. A block position is at most the length of a
+        span with its sop, and only a document's tail (which has no eop) is longer than sequence_length - 1.
         """
         return sequence_length
 
     @property
     def loss_share(self) -> float:
-        """Of the three objectives, weighted by the lengths of their rows."""
+        """The mean of the three objectives, weighted by the lengths of their rows."""
         weights = np.diff(length_table(self.mean_span_length, self.max_span_length))
         lengths = {TOKEN: float(np.average(np.arange(1, len(weights) + 1), weights=weights))}
         lengths[SENTENCE] = float(EXPECTED_SENTENCE_LENGTH)
@@ -192,7 +192,7 @@ class BlankInfillingConfig(ObjectiveConfig):
 def length_table(mean: float, longest: int) -> np.ndarray:
     """Truncated Poisson of span lengths, cumulative in units of 2**-32: int64 `[longest + 1]`, from 0.
 
-    See `cumulative_table`. Every length keeps a weight, or nothing could be drawn where only it fits.
+    See `cumulative_table`. Every length keeps a positive weight, because it may be the only one that fits.
     """
     lengths = np.arange(1, longest + 1)
     log_weights = lengths * math.log(mean) - np.array([math.lgamma(length + 1) for length in lengths])

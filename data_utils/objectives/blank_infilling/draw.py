@@ -1,4 +1,4 @@
-"""Where the spans of an Example lie: compiled, on the lines of one scratch array."""
+"""Compiled functions that draw the spans of an Example into one scratch array."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from numba import njit
 from data_utils.base.random_streams import below, shuffle
 from data_utils.objectives.masking import draw_length
 
-MOST_CUT = 32  # a piece loses at most length // MOST_CUT tokens at its end, where its spans do not fit
+MOST_CUT = 32  # a piece whose spans do not fit loses at most length // MOST_CUT tokens at its end
 
-# Rows of the scratch array `w`, int64 [5, longest text]: the spans of the Example in hand, in text order, the
-# order of part B, the place of each span's mask in part A, and marks for whatever is being chosen.
+# Rows of the scratch array `w`, int64 [5, longest text]: the spans of the current Example in text order, the
+# order of part B, the place of each span's mask in part A, and marks of what is chosen.
 STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
-# Numba optimises the whole tree below a function again at each level of calls; flattening the upper levels
-# takes a third off the time to compile.
+# Numba optimises all the code below a function again at each level of calls; inlining the upper levels saves a third
+# of the time to compile.
 compiled = njit(nogil=True, error_model="numpy")
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
@@ -25,8 +25,8 @@ def new_work(longest_text):
     return np.empty((5, longest_text + 2), np.int64)
 
 
-# Loops over stretches of a row. As slices they would take numba ten times as long to compile. The indices are unsigned
-# because a signed one may be negative, and the test for that keeps the loop from being vectorised: 3 to 6 times slower.
+# Loops instead of slices, which numba takes ten times as long to compile. The indices are unsigned: a signed one may be
+# negative, and the test for that prevents vectorisation, which makes the loop 3 to 6 times slower.
 
 
 @inlined
@@ -63,9 +63,9 @@ def least_tokens(length, s):
 def _place_spans(stream, w, count, total, maskable, uniform):
     """Turn the lengths in `w[ORDER]` into spans with at least one token between them.
 
-    The gaps beyond that token are what is free. Uniform: choose which `count` of `free + count` slots
+    `free` counts the tokens beyond these. Uniform: choose which `count` of `free + count` slots
     hold a span (Floyd's algorithm), every choice equally likely. Reference: an offset per span,
-    independent in 0..free, sorted; several spans may share one, so tight clusters come too often.
+    independent in 0..free, sorted; several spans may share one, so close spans are too frequent.
     """
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
@@ -80,9 +80,7 @@ def _place_spans(stream, w, count, total, maskable, uniform):
             marks[below(stream, slots)] += 1
     set_line(w, STARTS, 0, count, 0)
     placed = np.uint64(0)
-    for slot in range(
-        np.uint64(slots)
-    ):  # the marked slots, in order, without a branch that is hard to predict
+    for slot in range(np.uint64(slots)):  # the marked slots, in order, without a mispredicted branch
         w[STARTS, placed] = slot
         placed += np.uint64(marks[slot])
     slot, before = 0, 0  # before: tokens and, where they are not slots, gaps of the spans before
@@ -95,15 +93,15 @@ def _place_spans(stream, w, count, total, maskable, uniform):
 
 @compiled
 def tokens_to_cut(n, count, available):
-    """By how much a text of n tokens (CLS counted) with `count` spans exceeds the available row tokens."""
+    """How many row tokens a text of n tokens (CLS counted) with `count` spans lacks."""
     return max(0, n + 2 * count - available)
 
 
 @compiled
 def draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s):
-    """Short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed.
+    """Draw short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed.
 
-    Where they need more than the `available` row tokens, they are placed in a text that is as much shorter.
+    Where they need more than the `available` row tokens, they are placed in a shorter text.
     """
     longest = s.longest_token_span
     most = maskable - maskable // (longest + 1)  # one token in every longest + 1 is a gap
@@ -126,14 +124,14 @@ def draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulati
     maskable = min(maskable, n - 1 - cut)
     if cut > (n - 1) // MOST_CUT or total + count - 1 > maskable:
         return -1
-    shuffle(stream, w[ORDER], count)  # the last length drawn is larger than the others on average
+    shuffle(stream, w[ORDER], count)  # the last length drawn is larger on average
     _place_spans(stream, w, count, total, maskable, s.uniform_placement)
     return count
 
 
 @compiled
 def _find_sentences(w, text, start, maskable, sentence_end, s):
-    """Sentences partition the maskable text; their ends go to `w[ENDS]`. Returns their number."""
+    """Write the ends of the sentences of the maskable text to `w[ENDS]`. Returns their number."""
     count = 0
     for i in range(maskable):
         token = text[start + i]
@@ -146,7 +144,7 @@ def _find_sentences(w, text, start, maskable, sentence_end, s):
 
 @compiled
 def draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s):
-    """Whole sentences at random until the ratio of n is masked. Fewest: a run of them as one span."""
+    """Draw whole sentences until the ratio of n is masked. Fewest: consecutive ones as one span."""
     number = _find_sentences(w, text, start, maskable, sentence_end, s)
     target = min(max(1, int(s.sentence_ratio * n)), maskable)
     if fewest:
@@ -188,7 +186,7 @@ def draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
 
 @compiled
 def draw_document_span(stream, w, n, length, maskable, tail, s):
-    """One long span: the tail of the text with its eos, or anywhere in the maskable text."""
+    """Draw one long span: the tail of the text with its eos, or anywhere in the maskable text."""
     most = length if tail else min(maskable, s.longest_span)
     if most == 0:
         return 0

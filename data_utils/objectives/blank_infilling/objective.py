@@ -1,18 +1,15 @@
 """GLM's autoregressive blank infilling (arXiv:2103.10360): token, sentence and document objectives, mixed.
 
-An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in
-shuffled order, each as `sop + span` predicting `span + eop`. Everything random about it is a pure
-function of (seed, sample index, piece index, attempt), so it does not depend on batch size, position in
-the batch, worker or history. docs/objectives.md explains the options and the differences from the
-reference implementation.
+An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in shuffled order,
+each as `sop + span` predicting `span + eop`. Its random numbers are a pure function of (seed, sample index, piece
+index, attempt), so they do not depend on batch size, place in the batch, worker or history. docs/objectives.md explains the
+options and the differences from the reference implementation.
 
-A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the
-spans of a piece do not fit, its last tokens give way to them, a few in one row of ten; so spans keep their
-distribution and rows are full, at the price of about one token of text in 2,500. Where that would cost more than
-1 / MOST_CUT of the piece, spans are drawn again; after `ATTEMPTS` draws the fewest spans that still mask enough
-are used, and those always fit. A longer `row_length` loses nothing and pads more.
-
-The compiled part works on flat integer arrays, one pass per row, no allocation per row.
+A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the spans of
+a piece do not fit, it loses its last tokens: a few in one row of ten, about one token of text in 2,500. So spans keep
+their distribution and rows are full. If the cut exceeded 1 / MOST_CUT of the piece, spans are drawn again; after
+`ATTEMPTS` draws the fewest spans that mask enough are used, and those always fit. With a longer `row_length` nothing is
+lost, but rows have more padding.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ from data_utils.objectives.planes import (
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import RowObjective, numbers_of
 
-ATTEMPTS = 16  # draws of spans before falling back to the fewest
+ATTEMPTS = 16  # draws of spans before the fewest are used
 
 
 @inlined
@@ -78,8 +75,8 @@ def _fill_example(
 ):
     """Draw and write the Example of one piece at row[used:limit]. Returns the new end.
 
-    What is decided once (attempt 0) does not depend on whether the spans fit, so a crowded row does not
-    change the mix of objectives.
+    Attempt 0 decides what must not depend on whether the spans fit, so that a full row does not change the mix of
+    objectives.
     """
     open_stream(stream, s.key, sample, piece, 0)
     short = chance(stream, s.short_below)
@@ -122,7 +119,7 @@ def _fill_example(
 
 @inlined
 def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
-    """Write one sample, its pieces from number `first_piece` on, then padding. False: it can not fit."""
+    """Write one sample, its pieces from number `first_piece` on, then padding. False: it cannot fit."""
     needed = 0
     for length in lengths:
         needed += least_tokens(length, s)
@@ -130,7 +127,7 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
     if needed > row_length or lengths.sum() > s.sequence_length:
         return False
     for plane in range(len(FIELDS)):
-        if plane != TOKENS and plane != POSITION_IDS:  # those are written everywhere
+        if plane != TOKENS and plane != POSITION_IDS:  # these two are written everywhere
             set_line(row, plane, 0, row_length, 0)
     used = 0
     piece = first_piece
@@ -150,7 +147,7 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
 
 @njit(cache=True, nogil=True)
 def _fill_rows(batch, pieces, tables, settings):
-    """Returns the index of the first sample that can not fit, or -1."""
+    """Returns the index of the first sample that cannot fit, or -1."""
     text, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
     sentence_end, cumulative, stream = tables
     w, s = new_work(batch.shape[2]), settings[0]
@@ -216,7 +213,7 @@ class BlankInfilling(RowObjective):
         return length_table(self.config.mean_span_length, self._longest_token_span)
 
     def choose_units(self) -> None:
-        """Tokens: sentences are found by the compiled code."""
+        """Tokens; the compiled code finds the sentences."""
 
     def fill(
         self,
@@ -238,7 +235,7 @@ class BlankInfilling(RowObjective):
             )
 
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
-        """The Example of one piece (int32 tokens without CLS) as `fill` draws it where space is ample."""
+        """The Example of one piece (int32 tokens without CLS) as `fill` draws it in a long enough row."""
         check(
             len(piece) <= self.sequence_length,
             f"the piece has {len(piece)} tokens; a sample may have sequence_length {self.sequence_length}.",
@@ -246,7 +243,7 @@ class BlankInfilling(RowObjective):
         return super().example(piece, sample_index, piece_index)
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
-        """Fill the rows; returns the index of the first sample that can not fit, or -1."""
+        """Fill the rows; returns the index of the first sample that cannot fit, or -1."""
         ends = self.vocabulary.sentence_end
         ends = np.ascontiguousarray([] if ends is None else ends, np.bool_)
         pieces = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)

@@ -1,4 +1,4 @@
-"""Part A and part B of an Example, written from the spans that draw.py placed: compiled."""
+"""Compiled functions that write part A and part B of an Example with the spans that draw.py placed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from data_utils.objectives.planes import (
 
 @compiled
 def _write_in_place(row, used, text, start, length, count, w, s):
-    """masked_lm: CLS + text with the spans masked and predicted where they stand. Returns the new end."""
+    """masked_lm: CLS + text with the spans masked and predicted in place. Returns the new end."""
     row[TOKENS, used] = s.cls
     first = used + 1
     copy_line(row, TOKENS, first, text, start, length)
@@ -45,7 +45,7 @@ def _write_in_place(row, used, text, start, length, count, w, s):
 
 @compiled
 def _write_part_a(row, used, text, start, length, count, objective, w, s):
-    """CLS and the text with one mask per span; notes where each mask is. Returns the end of part A."""
+    """CLS and the text with one mask per span, whose places go to w[MASK_AT]. Returns the end of part A."""
     mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
     row[TOKENS, used] = s.cls
     at, last = used + 1, 0
@@ -81,7 +81,7 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream
         tokens[at] = sop
         copy_line(
             row, TOKENS, at + 1, text, begin, length
-        )  # of a tail the last one is overwritten: not an input
+        )  # a tail's last token is no input: overwritten later
         copy_line(row, TARGETS, at, text, begin, length)
         end = at + length
         if not tail:
@@ -111,20 +111,20 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
     for i in range(count):
         near[w[MASK_AT, i]] = 0
     candidates = w[STARTS]  # no longer needed: the spans are written
-    found = 0
+    number = 0
     for i in range(size):
         if near[i] and row[TOKENS, used + i] != s.eos:
-            candidates[found] = i
-            found += 1
-    for i in range(min(found, int(s.context_mask_ratio * n))):
-        j = i + below(stream, found - i)
+            candidates[number] = i
+            number += 1
+    for i in range(min(number, int(s.context_mask_ratio * n))):
+        j = i + below(stream, number - i)
         row[TOKENS, used + candidates[j]] = s.dblock
         candidates[j] = candidates[i]
 
 
 @inlined
 def write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
-    """Write the Example with the spans in hand to `row` from `used` on, but for what is 0. Returns the new end."""
+    """Write the Example with the spans in `w` to `row` from `used` on, except for zeros. Returns the new end."""
     if s.masked_lm:
         part_b = end = _write_in_place(row, used, text, start, length, count, w, s)
     else:

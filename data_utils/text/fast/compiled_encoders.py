@@ -1,16 +1,16 @@
 """GPT-2's byte-level BPE and BERT's WordPiece, compiled: one to two orders of magnitude faster than the library.
 
-They cut the text into words, keep the ids of the words in a cache and compute those of a new word themselves,
-because text repeats its words. encoder_kernels.py has the loops, encoders.py decides whether they are used.
+They cut the text into words and cache the ids of each word, because text repeats its words. The compiled loops are in
+byte_level_kernels.py and word_piece_kernels.py; encoders.py decides whether they are used.
 
-The ids must be the library's, so as little as possible is known here about Unicode. How a character separates
-words and what it is normalised to is asked of the library's own normaliser and pre-tokenizer, for 256
-characters when a text first needs one of them. A word with characters whose effect depends on their
-neighbours (marks that NFD reorders), or too long for the compiled loop, is given to the library as it is.
-This is exact because the places where text is cut are certain: no rule of these pipelines looks across them.
+The ids must be the library's, so these encoders know as little as possible about Unicode. They ask the library's own
+normaliser and pre-tokenizer how a character separates words and what it is normalised to, for 256 characters when a
+text first needs one of them. Two kinds of word go to the library as they are: words with characters whose effect
+depends on their neighbours (marks that NFD reorders), and words too long for the compiled loop. This is exact because
+no rule of these pipelines looks across the places where text is cut.
 
-Trade-offs: an encoder holds 20 to 40 MB of cache and tables and is not shared between processes. Documents
-that consist of one word, or of ever new words, gain little.
+Trade-offs: an encoder holds 20 to 40 MB of cache and tables and is not shared between processes. Documents that consist
+of one word, or only of new words, gain little.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import orjson
 import tokenizers
 from tokenizers import normalizers
 
+from data_utils.text.fast import byte_level_kernels as byte_level
 from data_utils.text.fast import encoder_kernels as kernels
-from data_utils.text.fast.encoders import byte_symbols, without_lone_surrogates
+from data_utils.text.fast import word_piece_kernels as word_piece
+from data_utils.text.fast.library_encoders import without_lone_surrogates
 
 Array = np.ndarray
 CACHE_SLOTS = 2**19  # half of it words; a power of two
@@ -37,9 +39,9 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 def encoder_for(backend: tokenizers.Tokenizer) -> CompiledEncoder | None:
-    """The encoder for a pipeline of the library, None if there is none, or no compiler."""
+    """The encoder for a pipeline of the library; None if there is none, or no compiler."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        return None  # the loops are for the compiler only
+        return None  # the loops need the compiler
     pipeline = orjson.loads(backend.to_str())
     for family in (ByteLevelEncoder, WordPieceEncoder):
         if family.supports(pipeline):
@@ -55,7 +57,7 @@ class CompiledEncoder(abc.ABC):
         self._backend = backend
         self._classes = np.full(kernels.CODE_POINTS, kernels.UNKNOWN, np.uint8)
         self._cache = kernels.new_word_cache(CACHE_SLOTS)
-        self._lock = threading.Lock()  # the compiled loop works outside the GIL, on one cache
+        self._lock = threading.Lock()  # the compiled loop releases the GIL and changes the cache
 
     @classmethod
     @abc.abstractmethod
@@ -115,8 +117,8 @@ class ByteLevelEncoder(CompiledEncoder):
         lefts = np.fromiter((vocab[left] for left, _ in pairs), np.int64, len(pairs))
         rights = np.fromiter((vocab[right] for _, right in pairs), np.int64, len(pairs))
         merged = np.fromiter((vocab[left + right] for left, right in pairs), np.int64, len(pairs))
-        self._merges = kernels.new_merges(lefts, rights, merged, self._byte_ids)
-        self._space = kernels.new_merge_space()
+        self._merges = byte_level.new_merges(lefts, rights, merged, self._byte_ids)
+        self._space = byte_level.new_merge_space()
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
@@ -137,12 +139,12 @@ class ByteLevelEncoder(CompiledEncoder):
             and pre_tokenizer.get("add_prefix_space") is False
             and pre_tokenizer.get("use_regex", True) is True
             and model["vocab"].keys() >= set(byte_symbols())
-            and max(model["vocab"].values()) <= kernels.MAX_ID
-            and len(model["merges"]) <= kernels.MAX_MERGES
+            and max(model["vocab"].values()) <= byte_level.MAX_ID
+            and len(model["merges"]) <= byte_level.MAX_MERGES
         )
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
-        return kernels.encode_byte_level(
+        return byte_level.encode_byte_level(
             data, ends, self._classes, self._cache, self._byte_ids, self._merges, self._space,
             out, out_ends, state,
         )  # fmt: skip
@@ -151,12 +153,16 @@ class ByteLevelEncoder(CompiledEncoder):
         text = "".join(map(chr, points))
         for mark, expression in _CHARACTER_CLASSES.items():
             text = normalizers.Replace(tokenizers.Regex(expression), mark).normalize_str(text)
-        self._classes[points] = [_CLASS_OF_MARK.get(mark, kernels.OTHER) for mark in text]
+        self._classes[points] = [_CLASS_OF_MARK.get(mark, byte_level.OTHER) for mark in text]
 
 
-# The classes in GPT-2's expression, seen by the regular expressions of the library; a mark is in its class.
+# The classes in GPT-2's expression, as the library's regular expressions see them. Each mark belongs to its own class.
 _CHARACTER_CLASSES = {"a": r"\p{L}", "1": r"\p{N}", " ": r"\s"}
-_CLASS_OF_MARK = {"a": kernels.LETTER, "1": kernels.NUMBER, " ": kernels.SPACE}
+_CLASS_OF_MARK = {
+    "a": byte_level.LETTER,
+    "1": byte_level.NUMBER,
+    " ": byte_level.SPACE,
+}
 
 
 class WordPieceEncoder(CompiledEncoder):
@@ -188,58 +194,65 @@ class WordPieceEncoder(CompiledEncoder):
             and 0 < model["max_input_chars_per_word"] <= kernels.MAX_CACHED_BYTES * 2
         )
 
-    def _make_trie(self, prefix: str) -> tuple[kernels.PairTable, np.ndarray, int]:
+    def _make_trie(self, prefix: str) -> tuple[word_piece.PairTable, np.ndarray, int]:
         names = [prefix, *self._vocab]  # first, and without an id unless the vocabulary gives it one
         ids = np.array([-1, *self._vocab.values()], np.int64)
         points = np.frombuffer("".join(names).encode("utf-32-le"), np.uint32).astype(np.int64)
         ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
-        edges = kernels.new_pair_table(len(points))
+        edges = word_piece.new_pair_table(len(points))
         tokens = np.full(len(points) + 1, -1, np.int32)
-        nodes, continuation = kernels.fill_trie(edges, tokens, points, ends, ids)
+        nodes, continuation = word_piece.fill_trie(edges, tokens, points, ends, ids)
         return edges, tokens[:nodes].copy(), continuation
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
-        return kernels.encode_word_piece(
+        return word_piece.encode_word_piece(
             data, ends, self._classes, self._values, self._images, self._cache,
             self._edges, self._tokens, self._options, self._space, out, out_ends, state,
         )  # fmt: skip
 
     def _fill_page(self, points: list[int]) -> None:
-        """What a character does between two letters: part them, stand alone, or join their word."""
+        """Find what a character does between two letters: separate them, stand alone, or join their word."""
         text = "".join(f"a{chr(point)}a zz " for point in points)
         normalised = self._backend.normalizer.normalize_str(text)
-        pieces = [piece for piece, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]
+        parts = [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]
         images: list[int] = []
         for point in points:
-            end = pieces.index("zz")
-            self._classes[point], self._values[point] = self._class_and_value(point, pieces[:end], images)
-            del pieces[: end + 1]
+            end = parts.index("zz")
+            self._classes[point], self._values[point] = self._class_and_value(point, parts[:end], images)
+            del parts[: end + 1]
         self._images = np.concatenate([self._images, np.array(images, np.int32)])
 
-    def _class_and_value(self, point: int, pieces: list[str], images: list[int]) -> tuple[int, int]:
-        if pieces == ["a", "a"]:
-            return kernels.BLANK, 0
-        if len(pieces) == 3 and pieces[0] == pieces[2] == "a" and len(pieces[1]) == 1:
-            return kernels.ALONE, self._vocab.get(pieces[1], self._unknown)
-        if len(pieces) != 1:
-            return kernels.UNUSUAL, 0
-        image = pieces[0][1:-1]
+    def _class_and_value(self, point: int, parts: list[str], images: list[int]) -> tuple[int, int]:
+        if parts == ["a", "a"]:
+            return word_piece.BLANK, 0
+        if len(parts) == 3 and parts[0] == parts[2] == "a" and len(parts[1]) == 1:
+            return word_piece.ALONE, self._vocab.get(parts[1], self._unknown)
+        if len(parts) != 1:
+            return word_piece.UNUSUAL, 0
+        image = parts[0][1:-1]
         if len(image) > len(chr(point).encode()) or (self._reorders and any(map(_may_be_moved, image))):
-            return kernels.UNUSUAL, 0
+            return word_piece.UNUSUAL, 0
         if len(image) == 1:
-            return kernels.PLAIN, ord(image)
+            return word_piece.PLAIN, ord(image)
         place = len(self._images) + len(images)
         images += [len(image), *map(ord, image)]
-        return kernels.EXPANDED, place
+        return word_piece.EXPANDED, place
+
+
+def byte_symbols() -> list[str]:
+    """The character that stands for each byte: itself if printable, else the next from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _may_be_moved(character: str) -> bool:
-    """Whether NFD may move it among its neighbours. Combining classes of assigned characters never change."""
+    """Whether NFD may move it among its neighbours. The combining class of an assigned character never changes."""
     return unicodedata.combining(character) != 0 or unicodedata.category(character) == "Cn"
 
 
 def _is_plain(pipeline: dict[str, Any]) -> bool:
-    """No tokens that are looked for in the raw text, nothing cut off or filled up."""
+    """Whether no tokens are looked for in the raw text, and nothing is truncated or padded."""
     return (
         all(token["special"] for token in pipeline["added_tokens"])
         and pipeline["truncation"] is None

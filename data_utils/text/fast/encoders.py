@@ -1,10 +1,9 @@
-"""The exact encoder for each family of tokenizers, the fastest there is, checked against the library before use.
+"""The choice of an encoder: the fastest one that gives the library's ids.
 
-`LibraryEncoder` and `SentencePieceEncoder` hand texts to the libraries; compiled_encoders.py has faster ones
-for GPT-2's BPE and BERT's WordPiece. `CheckedEncoder` decides. The first texts go to the library: compiling
-or loading the fast encoder takes up to some seconds and 50 MB, which a prompt, a test or a process that only
-plans the work should not pay. Then the fast encoder has to give the library's ids for a list of awkward
-strings; if it does not, the library stays in use and a warning says so.
+`CheckedEncoder` starts with the library, because compiling or loading the fast encoder takes up to some seconds and
+50 MB. A prompt, a test or a process that only plans the work should not pay that. Later it makes the fast encoder of
+compiled_encoders.py and compares its ids with the library's for a list of difficult strings. Where they differ, the
+library stays in use and a warning says so.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
-import sentencepiece
 import tokenizers
+
+from data_utils.text.fast.library_encoders import Encoder, LibraryEncoder
 
 log = logging.getLogger(__name__)
 
-FAST_FROM_CHARACTERS = 2**16  # texts encoded by the library before the fast encoder is made ready
+FAST_FROM_CHARACTERS = 2**16  # of texts that the library encodes before the fast encoder is made
 
 # ruff: noqa: RUF001 - characters that look alike are what is checked
 # White space and controls of all kinds, contractions, scripts, marks in and out of order, expansions under
@@ -42,37 +41,6 @@ SAMPLE = (
     *("[MASK] [CLS][SEP] <s></s> <|endoftext|> <unk> <pad> <0x0A> ##ing #", "▁a ▁ _"),
     *("http://www.example.org/~x?y=1&z=%20", "\\n \\u0041 \\"),
 )  # fmt: skip
-
-
-class Encoder(Protocol):
-    """Texts to ids."""
-
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts in one int32 array, and the number of ids of each as int64."""
-        ...
-
-
-class LibraryEncoder:
-    """A pipeline of the `tokenizers` library: what the others have to agree with."""
-
-    def __init__(self, backend: tokenizers.Tokenizer):
-        self._backend = backend
-
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        clean = [without_lone_surrogates(text) for text in texts]
-        encodings = self._backend.encode_batch_fast(clean, add_special_tokens=False)
-        return flatten([np.array(encoding.ids, np.int32) for encoding in encodings])
-
-
-class SentencePieceEncoder:
-    """A SentencePiece model, in one thread. The library hands over arrays: no list of ids is made."""
-
-    def __init__(self, model: sentencepiece.SentencePieceProcessor):
-        self._model = model
-
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        clean = [without_lone_surrogates(text) for text in texts]
-        return flatten(self._model.encode(clean, return_type="numpy", num_threads=1))
 
 
 class CheckedEncoder:
@@ -142,25 +110,3 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> Encoder | None:
     from data_utils.text.fast import compiled_encoders  # brings the compiler
 
     return compiled_encoders.encoder_for(backend)
-
-
-def flatten(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as one int32 array and their int64 lengths."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return (np.concatenate(rows) if len(rows) else np.empty(0, np.int32)), lengths
-
-
-def byte_symbols() -> list[str]:
-    """The character that stands for each byte: itself if printable, else the next from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def without_lone_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each surrogate, which UTF-8 cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -1,4 +1,4 @@
-"""Lengths, places and treatment of masked runs: their distributions, and the promises of `draw_runs`.
+"""Lengths, places and treatment of masked spans: their distributions, and the promises of `draw_spans`.
 
 Chi-square tests are at level 0.001 with fixed seeds: they either pass for ever or show a change.
 """
@@ -23,7 +23,7 @@ from data_utils.objectives.masking import (
     WORK_LINES,
     cumulative_table,
     draw_length,
-    draw_runs,
+    draw_spans,
 )
 from data_utils.objectives.spanbert import SpanBertConfig
 from data_utils.objectives.unilmv2 import UniLmV2Config
@@ -48,7 +48,7 @@ def runs_of_samples(stream, free, unit, target, gap, table, samples):
         for i in range(len(free)):
             w[FREE, i] = free[i]
             w[UNIT, i] = unit[i]
-        count = draw_runs(stream, w, len(free), target, gap, table)
+        count = draw_spans(stream, w, len(free), target, gap, table)
         chosen = 0
         for k in range(count):
             found[sample, 0, k] = w[STARTS, k]

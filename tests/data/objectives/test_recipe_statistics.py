@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 from support.collated import collate
 from support.mask_rule import allowed, leaks
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, many, rebuilt_in_place, text_of, unilmv2, xlnet
+from support.recipes import (
+    FIRST_TEXT_TOKEN,
+    SPECIAL,
+    make,
+    many,
+    rebuilt_in_place,
+    span_boundaries,
+    text_of,
+    unilmv2,
+    xlnet,
+)
 from support.statistics import chi_square, chi_square_limit
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, Example
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
-from data_utils.objectives.spanbert import span_boundaries
 from data_utils.text.vocabulary import Vocabulary
 
 

@@ -13,18 +13,26 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.caching import FunctionCache
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from data_utils.text.fast import compiled_encoders, encoder_kernels, encoders
+from data_utils.base.random_streams import source_digest
+from data_utils.text.fast import (
+    byte_level_kernels,
+    compiled_encoders,
+    encoder_kernels,
+    library_encoders,
+    word_piece_kernels,
+)
 from data_utils.text.fast.compiled_encoders import ByteLevelEncoder, WordPieceEncoder
 from data_utils.text.fast.encoders import (
     SAMPLE,
     CheckedEncoder,
-    LibraryEncoder,
     fast_encoder,
     first_difference,
     library_or_faster,
 )
+from data_utils.text.fast.library_encoders import LibraryEncoder
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1999, isn't it? Yes; they're here!\n\nNew line: done…",
@@ -136,8 +144,8 @@ class OneByOne:
         self.backend = backend
 
     def encode(self, texts):
-        clean = map(encoders.without_lone_surrogates, texts)
-        return encoders.flatten(
+        clean = map(library_encoders.without_lone_surrogates, texts)
+        return library_encoders.flatten(
             [np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32) for text in clean]
         )
 
@@ -256,10 +264,11 @@ def test_long_words_merge_in_the_librarys_order():
 
 def test_compiled_code_makes_no_arrays():
     """Numba frees an array at its last mention, and a pointer to it is no mention."""
-    tree = ast.parse(Path(encoder_kernels.__file__).read_text())
+    files = [kernels.__file__ for kernels in (encoder_kernels, byte_level_kernels, word_piece_kernels)]
     compiled = [
         function
-        for function in tree.body
+        for file in files
+        for function in ast.walk(ast.parse(Path(file).read_text()))
         if isinstance(function, ast.FunctionDef)
         and any("njit" in ast.unparse(decorator) for decorator in function.decorator_list)
     ]
@@ -271,6 +280,16 @@ def test_compiled_code_makes_no_arrays():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert len(compiled) > 20 and not called & makers
+
+
+def test_cached_code_is_compiled_anew_after_a_change_of_the_shared_file():
+    """Numba's cache on disk compares the entry point's own file, and the values that it closes over."""
+    digest = source_digest(encoder_kernels.__file__)
+    functions = [*vars(byte_level_kernels).values(), *vars(word_piece_kernels).values()]
+    cached = {f for f in functions if isinstance(getattr(f, "_cache", None), FunctionCache)}
+    assert len(cached) == 4
+    for function in cached:
+        assert digest in [cell.cell_contents for cell in function.py_func.__closure__]
 
 
 def test_an_image_longer_than_its_character(pairs):
