@@ -1,4 +1,4 @@
-"""All ranks decide together whether something went well."""
+"""All ranks decide together whether something succeeded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lite.parallel.context import ParallelContext
 
 @contextlib.contextmanager
 def agreement(context: ParallelContext, what: str) -> Iterator[None]:
-    """Run a section on every rank; if one fails, all raise CheckpointError instead of some waiting for ever."""
+    """Run a section on every rank. If one fails, all raise CheckpointError, so that none waits forever."""
     failure = ""
     try:
         yield
@@ -25,14 +25,14 @@ def agreement(context: ParallelContext, what: str) -> Iterator[None]:
 
 
 def failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
-    """What each rank raises when `failed` ranks have failed, this one by `failure` unless that is empty."""
+    """What each rank raises when `failed` ranks have failed. Args: failure: of this rank; "" = it has not failed."""
     error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
     error.only_here = bool(failure) and failed < context.world_size
     return error
 
 
 def describe_error(error: Exception) -> str:
-    """One line that says what went wrong, and on which file."""
+    """One line: what went wrong, and with which file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
     text = " ".join(str(error).split())

@@ -1,8 +1,9 @@
-"""Where a rank's run of parameter elements lies in the whole parameter: boxes in global coordinates.
+"""Where a rank's elements of a parameter lie in the whole parameter: boxes of its rows and columns.
 
-A parameter is a matrix here: [rows, columns], a vector being one column. ZeRO gives a rank a run of the flattened
-tensor-parallel shard; in the whole matrix such a run is a few boxes (a partial first row, whole rows, a partial last
-row, each per block of a fused parameter). Boxes know nothing of ranks, so any layout can read what any other wrote.
+A parameter is a matrix here: [rows, columns], a vector being one column. ZeRO gives a rank a range of elements of the
+flattened tensor-parallel shard. In the whole matrix such a range is a few boxes (a partial first row, whole rows, a
+partial last row, for each block of a fused parameter). Boxes do not depend on ranks, so any layout can read what any
+other wrote.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both cover, None if nothing."""
+        """The box that both share, None if there is none."""
         box = Box(
             max(self.row, other.row),
             min(self.row_stop, other.row_stop),
@@ -66,22 +67,21 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def runs(
     shape: tuple[int, ...], partition: Partition, rank: int, size: int, start: int, count: int
 ) -> Iterator[Run]:
-    """The boxes of elements [start, start + count) of the flattened shard of `rank`; padding rows are left out.
+    """The boxes of elements [start, start + count) of the flattened shard of `rank`, without padding rows.
 
     Args:
         shape: of the shard. partition: how the whole parameter is split over `size` ranks.
     """
     rows, columns = matrix_shape(shape)
-    block = (
-        rows // partition.parts if partition.dim == 0 else rows
-    )  # rows that are neighbours in the whole, too
+    # So many rows of the shard are neighbours in the whole parameter, too.
+    block = rows // partition.parts if partition.dim == 0 else rows
     stop = start + count
     while start < stop:
         row, column = divmod(start, columns)
         if column or stop - start < columns:  # part of one row
             end = min(stop, (row + 1) * columns)
             box = Box(row, row + 1, column, column + end - start)
-        else:  # whole rows, up to the end of the run or of the block
+        else:  # whole rows, up to the end of the range or of the block
             row_stop = min(stop // columns, (row // block + 1) * block)
             end = row_stop * columns
             box = Box(row, row_stop, 0, columns)
@@ -100,7 +100,7 @@ def _to_whole(box: Box, partition: Partition, rank: int, size: int, rows: int, c
 
 
 def _visible(run: Run, partition: Partition) -> Iterator[Run]:
-    """The run without its padding rows."""
+    """The run without padding rows."""
     limit, box = partition.rows, run.box
     if limit is None or box.row_stop <= limit:
         yield run

@@ -1,4 +1,4 @@
-"""What checkpoints need to know of an engine: which elements this rank owns, and their live state."""
+"""What checkpoints need of an engine: which elements this rank owns, and their state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from megatron_lite.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of elements of one parameter's shard (flattened) that this rank owns: fp32 weights and Adam moments."""
+    """Consecutive elements of one parameter's flattened shard that this rank owns: fp32 weights and Adam moments."""
 
     name: str
     shape: tuple[int, ...]  # of this rank's tensor-parallel shard
     partition: Partition
     tp: Group
     start: int  # first element, in the flattened shard
-    tensors: dict[
-        str, torch.Tensor
-    ]  # "weight", "exp_avg", "exp_avg_sq": fp32 [numel] views of the live state
+    tensors: dict[str, torch.Tensor]  # weight, exp_avg, exp_avg_sq: fp32 [numel] views of the engine's state
     is_copy: bool  # the same values are owned by another rank, which writes them
 
     def runs(self) -> Iterator[Run]:
@@ -53,5 +51,5 @@ class StateOwner(Protocol):
     def load_scalar_state(self, state: dict[str, Any]) -> None: ...
 
     def publish_weights(self) -> None:
-        """After fragments were written to: model weights from the fp32 masters, on every rank."""
+        """Copy changed fragments to the model weights in training precision, on every rank."""
         ...

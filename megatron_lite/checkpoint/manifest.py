@@ -5,11 +5,11 @@
         manifest.json            every box, size and checksums of every file, parameter shapes, training state
         manifest.json.sha256     the manifest's own checksum; `sha256sum -c` reads it
 
-Every rank writes what it owns; a box says where its elements lie in the whole parameter (boxes.py), not who owned them,
-and padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest
-last, and the directory gets its name by an atomic rename after everything is on disk, so a name that exists is a
-complete checkpoint. There is no "latest" pointer: the newest directory whose manifest and checksums hold is it. Whether
-a save or load went well is decided by all ranks together. saver.py says when to save, in the background if wanted.
+Every rank writes what it owns. A box (boxes.py) says where its elements lie in the whole parameter, not who owned them.
+Padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest last,
+and an atomic rename gives the directory its name after everything is on disk, so a name that exists is a complete
+checkpoint. There is no "latest" pointer: the newest checkpoint is the newest directory whose manifest and checksums are
+right. All ranks decide together whether a save or load succeeded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_utils.base.checksums import check_entry, damaged_block
 from data_utils.base.errors import CheckpointError
+from data_utils.base.files import write_synced
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.checkpoint.tensor_files import (
-    block_sizes,
-    check_block,
-    write_file,
-)
 
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
@@ -59,9 +56,9 @@ class Checkpoint:
     step: int
     shapes: dict[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
-    files: dict[str, dict[str, Any]]  # name -> size and checksums (checkpoint_files.py)
+    files: dict[str, dict[str, Any]]  # name -> size and checksums, as checksums.py has them
     optimizer: dict[str, Any]
-    state: dict[str, Any]  # of a training run: a TrainerState
+    state: dict[str, Any]  # of a training run: TrainerState.to_json
     saved_at: str | None  # UTC, ISO 8601
 
     @property
@@ -69,7 +66,7 @@ class Checkpoint:
         return sum(described["bytes"] for described in self.files.values())
 
     def trainer_state(self) -> TrainerState:
-        """Raises CheckpointError where `state` is none."""
+        """Raises CheckpointError if `state` is not that of a training run."""
         return TrainerState.from_json(self.state, self.path)
 
 
@@ -95,15 +92,15 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         return []
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(directory.iterdir(), reverse=True):  # step_N comes after step_N.replaced
         if match := NAME.fullmatch(path.name):
-            found[int(match[1])] = path
-    return [path for _, path in sorted(found.items())]
+            paths[int(match[1])] = path
+    return [path for _, path in sorted(paths.items())]
 
 
 def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says beside shapes, pieces and files, as of now. Args: optimizer: Engine.scalar_state."""
+    """A manifest without shapes, pieces and files, dated now. Args: optimizer: StateOwner.scalar_state."""
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -117,8 +114,8 @@ def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any])
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write manifest.json and its checksum."""
     content = json.dumps(manifest).encode()
-    write_file(directory / "manifest.json", content)
-    write_file(directory / "manifest.json.sha256", _checksum_line(content))
+    write_synced(directory / "manifest.json", content)
+    write_synced(directory / "manifest.json.sha256", _checksum_line(content))
 
 
 def _checksum_line(content: bytes) -> bytes:
@@ -127,10 +124,10 @@ def _checksum_line(content: bytes) -> bytes:
 
 
 def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
-    """What `rewind` set aside, oldest first: each directory and the step of its newest checkpoint."""
+    """The directories that `rewind` made, oldest first, each with the step of its newest checkpoint."""
     for path in sorted(directory.glob("rewound_*")):
-        if found := list_checkpoints(path):
-            yield path, step_of(found[-1])
+        if checkpoints := list_checkpoints(path):
+            yield path, step_of(checkpoints[-1])
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -150,20 +147,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
             int(manifest["step"]),
             shapes,
             pieces,
-            manifest["files"],
+            {name: _file_entry(described) for name, described in manifest["files"].items()},
             manifest["optimizer"],
             manifest["state"],
             manifest.get("saved_at"),
         )
-        for described in checkpoint.files.values():
-            block_sizes(described)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error})."
         ) from None
     _check_files(checkpoint)
     _check_coverage(checkpoint)
     return checkpoint
+
+
+def _file_entry(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's entry for a file, its list of CRC-32 as the digits that checksums.py reads."""
+    sizes = {key: int(described[key]) for key in ("bytes", "block_bytes")}
+    entry = {**sizes, "crc32": "".join(f"{value:08x}" for value in described["crc32"])}
+    check_entry(entry)
+    return entry
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def _check_files(checkpoint: Checkpoint) -> None:
     for name, described in checkpoint.files.items():
         if not re.fullmatch(r"rank_\d{5,}\.safetensors", name):
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: the manifest names a file {name!r} of another kind."
+                f"checkpoint {checkpoint.path}: the manifest names {name!r}, which is not a file of a rank."
             )
         try:
             size = (checkpoint.path / name).stat().st_size
@@ -214,26 +217,26 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_coverage(checkpoint: Checkpoint) -> None:
-    """Every parameter's boxes must tile it: disjoint, inside, and together as large."""
-    boxes: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
+    """Raise CheckpointError unless each parameter's boxes are inside it, disjoint, and together as large."""
+    stored: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
     for piece in checkpoint.pieces:
-        if (piece.name, piece.kind) not in boxes or piece.file not in checkpoint.files:
+        if (piece.name, piece.kind) not in stored or piece.file not in checkpoint.files:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
             )
-        boxes[piece.name, piece.kind].append(piece.box)
-    for (name, kind), found in boxes.items():
+        stored[piece.name, piece.kind].append(piece.box)
+    for (name, kind), boxes in stored.items():
         rows, columns = matrix_shape(checkpoint.shapes[name])
         whole = Box(0, rows, 0, columns)
-        outside = any(box.overlap(whole) != box for box in found)
-        if outside or _overlapping(found) or sum(box.size for box in found) != whole.size:
+        outside = any(box.overlap(whole) != box for box in boxes)
+        if outside or _overlapping(boxes) or sum(box.size for box in boxes) != whole.size:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or some of it is twice."
+                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or parts of it are there twice."
             )
 
 
 def _overlapping(boxes: list[Box]) -> bool:
-    """Whether two boxes share an element. By rows, downwards: only boxes that reach the next one's row matter."""
+    """Whether two boxes share an element. In the order of rows, only boxes that reach the next one's row matter."""
     open_boxes: list[Box] = []
     for box in sorted(boxes):
         open_boxes = [other for other in open_boxes if other.row_stop > box.row]
@@ -245,7 +248,7 @@ def _overlapping(boxes: list[Box]) -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file that has a checksum of its own."""
+    """A part of a file, with a checksum of its own."""
 
     file: str
     number: int
@@ -253,11 +256,11 @@ class Block:
 
 
 def blocks(checkpoint: Checkpoint) -> list[Block]:
-    """What there is to verify."""
+    """All blocks of all files."""
     return [
-        Block(name, number, size)
+        Block(name, number, min(described["block_bytes"], described["bytes"] - start))
         for name, described in sorted(checkpoint.files.items())
-        for number, size in enumerate(block_sizes(described))
+        for number, start in enumerate(range(0, described["bytes"], described["block_bytes"]))
     ]
 
 
@@ -265,11 +268,16 @@ def verify_checkpoint(checkpoint: Checkpoint, chosen: Iterable[Block] | None = N
     """Compare blocks, all by default, with their checksums. Raises CheckpointError naming the damaged file."""
     for block in blocks(checkpoint) if chosen is None else chosen:
         try:
-            check_block(checkpoint.path / block.file, checkpoint.files[block.file], block.number)
+            damage = damaged_block(checkpoint.path / block.file, checkpoint.files[block.file], [block.number])
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: {block.file}: {error.strerror or error}."
             ) from None
+        if damage is not None:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}: {block.file} does not match its checksum in bytes {damage} to "
+                f"{damage + block.bytes}; the file is damaged."
+            )
 
 
 def newest_readable(directory: Path) -> Checkpoint | None:
@@ -289,7 +297,7 @@ def newest_readable(directory: Path) -> Checkpoint | None:
 def none_is_valid(directory: Path, count: int) -> CheckpointError:
     return CheckpointError(
         f"none of the {count} checkpoints in {directory} is valid; `scripts/checkpoints.py verify` says what is wrong "
-        "with each. Move them away to start afresh."
+        "with each. Move them away to start from the beginning."
     )
 
 
@@ -306,16 +314,17 @@ def checkpoints_in(path: Path) -> Path:
     return inner if inner.is_dir() else path
 
 
-def existing(found: Checkpoint | None, path: Path) -> Checkpoint:
-    if found is None:
+def existing(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
+    """Raises CheckpointError if there is no checkpoint in `path`."""
+    if checkpoint is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."
         )
-    return found
+    return checkpoint
 
 
 def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the checkpoint holds parameters of just these names and shapes."""
+    """Raise CheckpointError unless the checkpoint's parameters have exactly these names and shapes."""
     check_same_number(checkpoint, len(shapes))
     for name, shape in shapes.items():
         check_same_shape(checkpoint, name, shape)

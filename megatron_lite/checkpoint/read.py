@@ -1,9 +1,9 @@
-"""Reading a checkpoint into any layout: each rank asks for its own boxes, all agree on which checkpoint is good."""
+"""Reading a checkpoint into any layout: all ranks agree on which one is good, and each reads its own boxes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,9 +31,7 @@ from megatron_lite.checkpoint.manifest import (
     step_of,
     verify_checkpoint,
 )
-from megatron_lite.checkpoint.tensor_files import (
-    TensorFile,
-)
+from megatron_lite.checkpoint.tensor_files import TensorFile
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
@@ -42,9 +40,9 @@ T = TypeVar("T")
 
 
 def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None:
-    """The newest checkpoint whose manifest and checksums hold, agreed by all ranks; damaged newer ones are reported.
+    """The newest checkpoint whose manifest and checksums are right, the same on all ranks. Logs damaged newer ones.
 
-    Files are verified once, split over the ranks. Raises CheckpointError if checkpoints exist but none is valid.
+    The ranks share the work of verifying. Raises CheckpointError if checkpoints exist but none is valid.
     """
     steps = _agreed_steps(directory, context)
     for step in reversed(steps):
@@ -59,7 +57,7 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
 
 
 def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
-    """A `step_...` directory, or the newest valid checkpoint of a run or of a directory of checkpoints; verified.
+    """The checkpoint `path`, or the newest valid one of a run or of a directory of checkpoints; verified.
 
     Called by every rank. Raises CheckpointError if there is none or it is damaged.
     """
@@ -84,7 +82,7 @@ def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
 
 
 def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
-    """The steps that rank 0 finds: another node may see an older state of a shared file system."""
+    """The steps that rank 0 sees: another node may see an older state of a shared file system."""
     steps: list[int] = []
     with agreement(context, f"reading {directory}"):
         if context.is_main:
@@ -97,7 +95,7 @@ def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
 
 
 class _Reader:
-    """Reads boxes of whole parameters out of a checkpoint's files, with little memory beside the target's."""
+    """Reads boxes of whole parameters from a checkpoint's files, with little memory beside the target's."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._path = checkpoint.path
@@ -128,7 +126,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
 
 @torch.no_grad()
 def load_weights_only(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
-    """As `load`, but the optimizer stays as it is."""
+    """As `load_checkpoint`, but the optimizer stays as it is."""
     _load_fragments(checkpoint, engine, context, ("weight",))
     engine.publish_weights()
 
@@ -150,15 +148,9 @@ def _load_fragments(
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, for inference in one process, without padding rows."""
-    return dict(iterate_weights(checkpoint))
-
-
-def iterate_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole fp32 weight of each parameter, without padding rows, one in memory at a time."""
+    """The whole fp32 model weights, without padding rows."""
     read = weight_reader(checkpoint)
-    for name in checkpoint.shapes:
-        yield name, read(name)
+    return {name: read(name) for name in checkpoint.shapes}
 
 
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:

@@ -1,11 +1,11 @@
-"""When a run saves: in the foreground or from a snapshot in the background, what it keeps, how many failures it bears.
+"""The saves of a run: in the foreground or from a snapshot in the background, which are kept, how many may fail.
 
-`checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start. That happens
-during the forward and backward pass of the next step, which do not change it; the update waits for what is left of it.
-Threads write the copy while training goes on. A thread, not a forked process: a process cannot read GPU memory, and on
-CPU its copy-on-write costs the following step five times what the copy costs (docs/log.md). One save is in flight at
-most: two would take the memory of a second copy to write to the same disk; one that comes too early waits
-for it. All ranks commit together at the end of some later step, so nothing is decided behind training's back.
+`checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start. The copy is made
+during the forward and backward pass of the next step, which do not change the state; the update waits for the rest of
+the copy. Threads write the copy while training goes on. A forked process could not read GPU memory, and on CPU its
+copy-on-write would cost the following step five times what the copy costs (docs/log.md). At most one save is in flight:
+a second one would need the memory of another copy, to write to the same disk, so it waits for the first. All ranks
+commit together at the end of some later step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Saver:
         watch: Watch = unwatched,
     ) -> None:
         """Args: watch: as for `Save`."""
-        self.saved_step = 0  # of the newest checkpoint that this run committed or was continued from
+        self.saved_step = 0  # of the newest checkpoint that this run saved or continues from
         self._directory = directory
         self._engine = engine
         self._context = context
@@ -58,7 +58,7 @@ class Saver:
         self._failures_in_a_row = 0
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to save `step`; ended when this returns, unless saves are asynchronous.
+        """Begin to save `step`. The save has ended when this returns, unless saves are asynchronous.
 
         Raises CheckpointError on every rank when `checkpoint.max_failed_saves` saves failed in a row.
         """
@@ -81,7 +81,7 @@ class Saver:
         self._waited_seconds += time.perf_counter() - start
 
     def save_last(self, step: int, state: dict[str, Any]) -> None:
-        """Save `step` unless that was done, and wait. Raises CheckpointError if it fails: the run ends here."""
+        """Save `step` unless it is saved, and wait. Raises CheckpointError if that fails, since the run ends here."""
         self.finish()
         if self.saved_step == step:
             return
@@ -90,7 +90,7 @@ class Saver:
         self.finish()
 
     def poll(self) -> None:
-        """Commit the save in flight if all ranks have written their part. One small reduction if there is one."""
+        """Commit the save in flight if all ranks have written their part. Costs one small reduction if there is one."""
         self._advance(wait=False)
 
     def finish(self) -> None:
@@ -121,7 +121,7 @@ class Saver:
             kept = list_checkpoints(self._directory)
             newest = f"the newest checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
             last = CheckpointError(
-                f"{error} The run ends because it could not be saved; {newest}. Mend the cause (space, rights, "
+                f"{error} The run ends because it could not be saved; {newest}. Remove the cause (space, permissions, "
                 f"quota of {self._directory}) and start again to continue from there."
             )
             last.only_here = error.only_here
@@ -137,7 +137,7 @@ class Saver:
         )
 
     def _retain(self) -> None:
-        """After a commit, on rank 0. What cannot be deleted does not make the new checkpoint fail."""
+        """Delete old checkpoints after a commit, on rank 0. If that fails, the new checkpoint is valid all the same."""
         try:
             retain(self._directory, self._config.keep_last, self._config.keep_every)
         except OSError as error:
@@ -145,7 +145,7 @@ class Saver:
 
 
 class Snapshot:
-    """Copies of the state that this rank owns, in CPU memory that is allocated and touched once."""
+    """Copies of the state that this rank owns, in CPU memory that is allocated once."""
 
     def __init__(self, engine: StateOwner):
         self._buffers = [
@@ -157,9 +157,9 @@ class Snapshot:
         self._failure: Exception | None = None
 
     def take(self, engine: StateOwner) -> Iterator[Fragment]:
-        """The engine's fragments as they are now, valid until the next call; they wait for the copy.
+        """The engine's fragments as they are now, valid until the next call. Iterating waits for the copy.
 
-        The copy is made in a thread: the caller must call `wait` before it changes them.
+        A thread makes the copy: the caller must call `wait` before it changes the engine's fragments.
         """
         self.wait()
         fragments = list(engine.fragments())
@@ -168,7 +168,7 @@ class Snapshot:
         return self._copies(fragments)
 
     def wait(self) -> None:
-        """Until the copy is made."""
+        """Wait until the copy is made."""
         if self._thread is not None:
             self._thread.join()
 
@@ -181,7 +181,7 @@ class Snapshot:
                 buffer.copy_(values, non_blocking=True)
             if live and live[0].is_cuda:
                 torch.cuda.synchronize(live[0].device)
-        except Exception as error:  # raised where the copy is read
+        except Exception as error:  # `_copies` raises it
             self._failure = error
 
     def _copies(self, fragments: list[Fragment]) -> Iterator[Fragment]:

@@ -1,4 +1,4 @@
-"""What the trainer keeps in a checkpoint beside weights and optimizer: the one place that says so."""
+"""What the trainer keeps in a checkpoint beside weights and optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_utils.base.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """A run's progress and what it is made of. Fields with a default were added later: older checkpoints lack them."""
+    """A run's progress, configuration and data. Fields with a default were added later: older checkpoints lack them."""
 
     step: int
     consumed_samples: int
@@ -22,11 +22,11 @@ class TrainerState:
     data: list[dict[str, Any]] | None  # fingerprints of the corpora (loader.py); None: not trained here
     restarts: int = 0  # how often the run was continued from a checkpoint
     events: dict[str, Any] = field(default_factory=dict)  # EventLog.state
-    program: dict[str, Any] = field(default_factory=dict)  # which one wrote it (version.py); {}: not recorded
+    program: dict[str, Any] = field(default_factory=dict)  # version and commit (version.py); {}: not recorded
 
     @staticmethod
     def beginning(config: dict[str, Any]) -> TrainerState:
-        """Of a model that has not been trained here."""
+        """The state of a model that has not been trained here."""
         numbers = ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row")
         values: dict[str, Any] = dict.fromkeys(numbers, 0)
         return TrainerState(**values, config=config, data=None)
@@ -36,19 +36,19 @@ class TrainerState:
 
     @staticmethod
     def from_json(values: Any, checkpoint: Path) -> TrainerState:
-        """Read what `to_json` has made. Raises CheckpointError naming the key that is missing or of another type."""
+        """The inverse of `to_json`. Raises CheckpointError naming a key that is missing or of another type."""
         values = values if isinstance(values, dict) else {}
-        found = {}
+        checked = {}
         for entry in fields(TrainerState):
             if entry.name not in values and (entry.default, entry.default_factory) != (MISSING, MISSING):
                 continue
             value = values.get(entry.name, MISSING)
             types = [name.partition("[")[0] for name in str(entry.type).split(" | ")]
             if type(value).__name__.removesuffix("Type") not in types:
-                there = "is missing" if value is MISSING else f"is {value!r:.40}"
+                actual = "is missing" if value is MISSING else f"is {value!r:.40}"
                 raise CheckpointError(
-                    f"checkpoint {checkpoint}: {entry.name} {there} in its training state, which must be {entry.type}; "
-                    "use a checkpoint of pretrain_glm.py."
+                    f"checkpoint {checkpoint}: {entry.name} {actual} in its training state, which must be "
+                    f"{entry.type}; use a checkpoint of pretrain_glm.py."
                 )
-            found[entry.name] = value
-        return TrainerState(**found)
+            checked[entry.name] = value
+        return TrainerState(**checked)

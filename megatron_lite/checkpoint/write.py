@@ -1,7 +1,4 @@
-"""Writing a checkpoint: every rank what it owns, rank 0 the manifest, then the name.
-
-Source of the files' layout: manifest.py. saver.py says when to save.
-"""
+"""Writing, deleting and setting aside checkpoints. manifest.py describes the files, saver.py says when to save."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import (
@@ -34,12 +32,7 @@ from megatron_lite.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from megatron_lite.checkpoint.tensor_files import (
-    make_directory,
-    sync_directory,
-    write_file,
-    write_tensors,
-)
+from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
@@ -67,10 +60,10 @@ def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 class Save:
-    """One save under way on every rank, in a thread of its own.
+    """One save in progress on every rank, in a thread of its own.
 
-    It has three stages; each begins when all ranks have ended the one before, which `advance` finds out. Only `advance`
-    communicates, so training can go on meanwhile: all ranks need only call it at the same points.
+    It has three stages. Each begins when all ranks have ended the one before. Only `advance` communicates, so training
+    can go on meanwhile: all ranks need only call `advance` at the same points.
     """
 
     def __init__(
@@ -86,11 +79,11 @@ class Save:
         """
         Args:
             fragments: must not change before the save has ended.
-            after_commit: run on rank 0.
-            watch: the thread's work is done within watch(what it does).
+            after_commit: called on rank 0.
+            watch: makes the context in which the thread works, from a description of the work.
         """
         self.path = directory / checkpoint_name(step)
-        self.seconds = 0.0  # it took, once committed
+        self.seconds = 0.0  # from beginning to commit; 0 before
         self._partial = directory / f"{self.path.name}.partial"
         self._fragments = fragments
         self._header = header
@@ -130,7 +123,7 @@ class Save:
             self._thread = None
             self.seconds = time.perf_counter() - self._started
             return
-        # A daemon: a process that ends by an error does not wait for a checkpoint that nobody would commit.
+        # A daemon: a process that ends with an error does not wait for a checkpoint that no rank would commit.
         self._thread = threading.Thread(target=self._run, args=(stage,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -138,19 +131,19 @@ class Save:
         try:
             with self._watch(f"writing {self.path.name}"):
                 stage()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be told
             self.failure = describe_error(error)
             log.debug("saving %s", self.path, exc_info=True)
 
     def _give_up(self, failed: int) -> None:
         self._thread = None
         if self._context.is_main:
-            shutil.rmtree(self._partial, ignore_errors=True)  # gives a full disk its space back
+            shutil.rmtree(self._partial, ignore_errors=True)  # frees space on a full disk
         raise failed_together(f"saving {self.path}", self.failure, failed, self._context)
 
     def _prepare(self) -> None:
         if self._context.is_main:
-            make_directory(self._partial.parent)
+            _make_directory(self._partial.parent)
             _clear_leftovers(self._partial.parent)
             os.mkdir(self._partial)
 
@@ -164,8 +157,17 @@ class Save:
             self._after_commit()
 
 
+def _make_directory(path: Path) -> None:
+    """Create a directory and those above it, with their names on disk, unless it exists."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    os.mkdir(path)
+    sync_directory(path.parent)
+
+
 def _clear_leftovers(directory: Path) -> None:
-    """Remove what earlier saves left when they were killed; bring back a checkpoint that was about to be replaced."""
+    """Remove what killed saves left; give a checkpoint that was to be replaced its name back."""
     for path in sorted(directory.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if not match:
@@ -178,7 +180,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
-    tensors, pieces, shapes = [], [], {}
+    tensors, stored, pieces, shapes = [], {}, [], {}
     for fragment in fragments:
         shapes[fragment.name] = list(whole_shape(fragment.shape, fragment.partition, fragment.tp.size))
         if fragment.is_copy:
@@ -186,12 +188,12 @@ def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> No
         for run in fragment.runs():
             for kind, values in fragment.tensors.items():
                 key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
-                part = values[run.start - fragment.start : run.stop - fragment.start]
-                tensors.append((key, part, run.box.shape))
+                tensors.append(values[run.start - fragment.start : run.stop - fragment.start])
+                stored[key] = run.box.shape
                 pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
-    described = write_tensors(directory / _rank_file(rank), tensors)
+    described = write_tensors(directory / _rank_file(rank), stored, tensors)
     listing = {"file": described, "shapes": shapes, "pieces": pieces}
-    write_file(directory / _rank_listing(rank), json.dumps(listing).encode())
+    write_synced(directory / _rank_listing(rank), json.dumps(listing).encode())
 
 
 def _rank_file(rank: int) -> str:
@@ -203,7 +205,7 @@ def _rank_listing(rank: int) -> str:
 
 
 def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) -> None:
-    """Fold the ranks' listings into the manifest. On disk when this returns."""
+    """Merge the ranks' listings into the manifest. It is on disk when this returns."""
     files, pieces, shapes = {}, [], {}
     for rank in range(world_size):
         listing = json.loads((directory / _rank_listing(rank)).read_text(encoding="utf-8"))
@@ -243,26 +245,24 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
 
 
 def rewind(directory: Path, step: int) -> Path | None:
-    """Make the checkpoint of `step` the newest: move all newer ones, whole, into a new directory `rewound_TIME`.
+    """Make the checkpoint of `step` the newest: move all newer ones into a new directory `rewound_TIME`.
 
-    Nothing is deleted, and what a kill leaves half done, another call completes. Returns the new directory, None if
-    there was nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
+    Nothing is deleted. If a call is killed, another one moves the rest. Returns the new directory, None if there was
+    nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
     """
-    known = {step_of(path): path for path in list_checkpoints(directory)}
-    if step not in known:
-        there = ", ".join(map(str, known)) or "none"
+    paths = {step_of(path): path for path in list_checkpoints(directory)}
+    if step not in paths:
+        steps = ", ".join(map(str, paths)) or "none"
         raise CheckpointError(
-            f"{directory} holds no checkpoint of step {step}; it holds those of steps {there}."
+            f"{directory} holds no checkpoint of step {step}; it holds those of steps {steps}."
         )
-    verify_checkpoint(read_checkpoint(known[step]))
+    verify_checkpoint(read_checkpoint(paths[step]))
     newer = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and step_of(p) > step]
     if not newer:
         return None
     target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}"
     os.mkdir(target)
-    for path in sorted(
-        newer, reverse=True
-    ):  # the newest first: what is left is at every moment a run's history
+    for path in sorted(newer, reverse=True):  # newest first: a kill in between leaves no gap in the steps
         os.rename(path, target / path.name)
     sync_directory(target)
     sync_directory(directory)

@@ -1,14 +1,13 @@
-"""One DeepSpeed dictionary from this project's configuration and the user's further DeepSpeed options.
+"""The dictionary for DeepSpeed, from this project's configuration and the user's further DeepSpeed options.
 
-Most options follow from our own settings. A user's file may repeat those (many files do) or say "auto", but
-a contradiction is an error, so that there is one truth. Nothing here imports deepspeed or torch: a
-configuration is checked before either is loaded.
+Most options follow from our own settings. A user's file may repeat those or say "auto"; a contradiction is an error.
+Nothing here imports deepspeed or torch: a configuration is checked before either is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
@@ -16,14 +15,14 @@ from data_utils.base.settings import build, merge, nest, section, setting, shown
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
 # What a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the weights
-# and round what was accumulated in fp32), the reference's fp16 loss scaling, and DeepSpeed's own log lines, off.
+# and round sums made in fp32), fp16 loss scaling as in the reference, and DeepSpeed's own log lines (off).
 DEFAULTS: dict[str, Any] = {
     "communication_data_type": "fp32",
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "steps_per_print": 2**31 - 1,
 }
 
-# What has no place in a DeepSpeed file here, and what to use.
+# Options that are not taken, and what to use instead, or why.
 REFUSED = {
     "optimizer": "use the section optimizer",
     "scheduler": "use the section schedule",
@@ -46,141 +45,77 @@ REFUSED = {
 }
 
 
-def _option(**limits: Any) -> Any:
-    return setting(None, "", **limits)
+# Types of options, with the ranges that make sense.
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "flag": (bool, {}),
+    "text": (str, {}),
+    "names": (tuple[str, ...], {}),
+    "count": (int, {"at_least": 0}),
+    "size": (int, {"at_least": 1}),
+    "depth": (int, {"at_least": -1}),
+    "number": (float, {"at_least": 0}),
+    "factor": (float, {"above": 0}),
+    "dtype": (str, {"one_of": ("fp32", "fp16", "bf16")}),
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bf16:
-    enabled: bool | None = None
-    immediate_grad_update: bool | None = None
+def _options(sections: Mapping[str, type] | None = None, **keys: str) -> Any:
+    """A section class. Args: keys: kind -> the names of its options, each None by default: DeepSpeed's default."""
+    fields = [
+        (name, _KINDS[kind][0] | None, setting(None, "", **_KINDS[kind][1]))
+        for kind, names in keys.items()
+        for name in names.split()
+    ]
+    nested = [(name, cls, section(cls)) for name, cls in (sections or {}).items()]
+    return make_dataclass("Options", [*fields, *nested], frozen=True, kw_only=True, slots=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fp16:
-    enabled: bool | None = None
-    auto_cast: bool | None = None
-    loss_scale: float | None = _option(at_least=0)
-    initial_scale_power: int | None = _option(at_least=0)
-    loss_scale_window: int | None = _option(at_least=1)
-    hysteresis: int | None = _option(at_least=1)
-    consecutive_hysteresis: bool | None = None
-    min_loss_scale: int | None = _option(at_least=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Zero:
-    stage: int | None = None
-    contiguous_gradients: bool | None = None
-    reduce_scatter: bool | None = None
-    reduce_bucket_size: int | None = _option(at_least=1)
-    use_multi_rank_bucket_allreduce: bool | None = None
-    allgather_partitions: bool | None = None
-    allgather_bucket_size: int | None = _option(at_least=0)
-    overlap_comm: bool | None = None
-    load_from_fp32_weights: bool | None = None
-    elastic_checkpoint: bool | None = None
-    sub_group_size: int | None = _option(at_least=0)
-    stage3_prefetch_bucket_size: int | None = _option(at_least=0)
-    stage3_param_persistence_threshold: int | None = _option(at_least=0)
-    stage3_model_persistence_threshold: int | None = _option(at_least=0)
-    stage3_max_live_parameters: int | None = _option(at_least=0)
-    stage3_max_reuse_distance: int | None = _option(at_least=0)
-    stage3_gather_16bit_weights_on_model_save: bool | None = None
-    stage3_module_granularity_threshold: int | None = _option(at_least=0)
-    stage3_use_all_reduce_for_fetch_params: bool | None = None
-    stage3_allgather_sequential: bool | None = None
-    ignore_unused_parameters: bool | None = None
-    zero_hpz_partition_size: int | None = _option(at_least=1)
-    zero_quantized_weights: bool | None = None
-    zero_quantized_nontrainable_weights: bool | None = None
-    zero_quantized_gradients: bool | None = None
-    memory_efficient_linear: bool | None = None
-    log_trace_cache_warnings: bool | None = None
-    enable_sanity_checks: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DataTypes:
-    grad_accum_dtype: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Checkpoint:
-    load_universal: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CommsLogger:
-    enabled: bool | None = None
-    prof_all: bool | None = None
-    prof_ops: tuple[str, ...] | None = None
-    verbose: bool | None = None
-    debug: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FlopsProfiler:
-    enabled: bool | None = None
-    recompute_fwd_factor: float | None = _option(at_least=0)
-    profile_step: int | None = _option(at_least=1)
-    module_depth: int | None = _option(at_least=-1)
-    top_modules: int | None = _option(at_least=1)
-    detailed: bool | None = None
-    output_file: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FileMonitor:
-    enabled: bool | None = None
-    output_path: str | None = None
-    job_name: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wandb:
-    enabled: bool | None = None
-    group: str | None = None
-    team: str | None = None
-    project: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """The DeepSpeed options that are taken, with DeepSpeed's names and types; None = its default.
-
-    tests/config/test_deepspeed_options.py compares them with the installed DeepSpeed.
-    """
-
-    train_batch_size: int | None = None
-    train_micro_batch_size_per_gpu: int | None = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    steps_per_print: int | None = _option(at_least=1)
-    communication_data_type: str | None = _option(one_of=("fp32", "fp16", "bf16"))
-    prescale_gradients: bool | None = None
-    gradient_predivide_factor: float | None = _option(above=0)
-    disable_allgather: bool | None = None
-    zero_allow_untested_optimizer: bool | None = None
-    zero_force_ds_cpu_optimizer: bool | None = None
-    wall_clock_breakdown: bool | None = None
-    memory_breakdown: bool | None = None
-    dump_state: bool | None = None
-    bf16: _Bf16 = section(_Bf16)
-    fp16: _Fp16 = section(_Fp16)
-    zero_optimization: _Zero = section(_Zero)
-    data_types: _DataTypes = section(_DataTypes)
-    checkpoint: _Checkpoint = section(_Checkpoint)
-    comms_logger: _CommsLogger = section(_CommsLogger)
-    flops_profiler: _FlopsProfiler = section(_FlopsProfiler)
-    tensorboard: _FileMonitor = section(_FileMonitor)
-    csv_monitor: _FileMonitor = section(_FileMonitor)
-    wandb: _Wandb = section(_Wandb)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Tree:
-    deepspeed: Options = section(Options)  # so that messages name keys as the user writes them
+_FILE_MONITOR = _options(flag="enabled", text="output_path job_name")
+_SECTIONS = {
+    "bf16": _options(flag="enabled immediate_grad_update"),
+    "fp16": _options(
+        flag="enabled auto_cast consecutive_hysteresis",
+        number="loss_scale",
+        count="initial_scale_power min_loss_scale",
+        size="loss_scale_window hysteresis",
+    ),
+    "zero_optimization": _options(
+        flag="""contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
+            load_from_fp32_weights elastic_checkpoint stage3_gather_16bit_weights_on_model_save
+            stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters
+            zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+            memory_efficient_linear log_trace_cache_warnings enable_sanity_checks""",
+        count="""stage allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
+            stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+            stage3_max_reuse_distance stage3_module_granularity_threshold""",
+        size="reduce_bucket_size zero_hpz_partition_size",
+    ),
+    "data_types": _options(text="grad_accum_dtype"),
+    "checkpoint": _options(flag="load_universal"),
+    "comms_logger": _options(flag="enabled prof_all verbose debug", names="prof_ops"),
+    "flops_profiler": _options(
+        flag="enabled detailed",
+        number="recompute_fwd_factor",
+        size="profile_step top_modules",
+        depth="module_depth",
+        text="output_file",
+    ),
+    "tensorboard": _FILE_MONITOR,
+    "csv_monitor": _FILE_MONITOR,
+    "wandb": _options(flag="enabled", text="group team project"),
+}
+# The DeepSpeed options that are taken. tests/config/test_deepspeed_options.py compares names, types and ranges with the
+# installed DeepSpeed.
+Options = _options(
+    _SECTIONS,
+    size="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+    number="gradient_clipping",
+    dtype="communication_data_type",
+    factor="gradient_predivide_factor",
+    flag="""prescale_gradients disable_allgather zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        wall_clock_breakdown memory_breakdown dump_state""",
+)
+_TREE = _options({"deepspeed": Options})  # so that messages name keys as the user writes them
 
 
 def deepspeed_options(
@@ -204,14 +139,14 @@ def deepspeed_options(
             raise ConfigError(f"deepspeed.{key} is not taken from DeepSpeed options; remove it, {remedy}.")
     derived = _derived(batch, optimizer, parallel, training, dp_size)
     stated = _without_auto(given, derived)
-    options = merge(DEFAULTS, _without_none(to_tree(build(_Tree, {"deepspeed": stated}).deepspeed)))
+    options = merge(DEFAULTS, _without_none(to_tree(build(_TREE, {"deepspeed": stated}).deepspeed)))
     for key, (value, source) in derived.items():
-        found = _lookup(stated, key)
+        given_value = _lookup(stated, key)
         if value is None:
             continue
-        if found not in (None, value):
+        if given_value not in (None, value):
             raise ConfigError(
-                f"deepspeed.{key} is {shown(found)}, but {source} makes it {value!r}; make them agree, or remove "
+                f"deepspeed.{key} is {shown(given_value)}, but {source} makes it {value!r}; make them agree, or remove "
                 "the DeepSpeed key: it is derived."
             )
         options = merge(options, nest(key, value))
@@ -219,7 +154,7 @@ def deepspeed_options(
 
 
 def _without_auto(tree: Mapping[str, Any], derived: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Without keys that say nothing: null anywhere, "auto" where we know the value."""
+    """The tree without keys that set nothing: null anywhere, "auto" where we derive the value."""
     stated = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -230,7 +165,7 @@ def _without_auto(tree: Mapping[str, Any], derived: Mapping[str, Any], path: str
 
 
 def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Only what has a value; sections without any are left out."""
+    """The tree without null and empty sections."""
     stated = {key: _without_none(value) if isinstance(value, dict) else value for key, value in tree.items()}
     return {key: value for key, value in stated.items() if value is not None and value != {}}
 

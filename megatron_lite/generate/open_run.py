@@ -1,7 +1,4 @@
-"""Open a training run for use in one process: its configuration, tokenizer and newest weights. Needs no DeepSpeed.
-
-What a run was trained on decides what it can do: only blank infilling teaches to write spans into blanks.
-"""
+"""Open a training run in one process: its configuration, tokenizer and newest weights. Needs no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from data_utils.base.settings import build
 from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
 from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint
-from megatron_lite.checkpoint.read import find_checkpoint, iterate_weights
+from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.tensor_parallel import local_shard, partition_of
@@ -35,14 +32,14 @@ class OpenRun:
 
     @property
     def objectives(self) -> tuple[ObjectiveChoice, ...]:
-        """What the checkpoint was trained on; an objective that had not begun yet is left out."""
+        """The objectives the checkpoint was trained on, without those that had not begun yet."""
         consumed = self.checkpoint.state.get("consumed_samples", 0)
         return tuple(
             choice for choice in self.config.objective_choices if choice.first_sample < max(consumed, 1)
         )
 
     def require_blank_infilling(self, blanks: Collection[str]) -> None:
-        """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if none can be filled at all."""
+        """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no kind of blank was."""
         if "blank_infilling" not in objective_names(self.objectives):
             raise ConfigError(
                 f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
@@ -72,21 +69,21 @@ def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
 
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
-    found = find_checkpoint(path, ParallelContext.alone())
-    config = build(Config, found.trainer_state().config)
+    checkpoint = find_checkpoint(path, ParallelContext.alone())
+    config = build(Config, checkpoint.trainer_state().config)
     if config.tokenizer is None:
         raise CheckpointError(
-            f"checkpoint {found.path} names no tokenizer; give one of a run of pretrain_glm.py."
+            f"checkpoint {checkpoint.path} names no tokenizer; give one of a run of pretrain_glm.py."
         )
-    section = (
-        config.tokenizer if tokenizer_path is None else replace(config.tokenizer, path=str(tokenizer_path))
-    )
+    section = config.tokenizer
+    if tokenizer_path is not None:
+        section = replace(section, path=str(tokenizer_path))
     if not Path(section.path).exists():
         raise DataError(
-            f"the tokenizer of {found.path}, {section.path}, does not exist; say with --tokenizer where it is now."
+            f"the tokenizer of {checkpoint.path}, {section.path}, does not exist; say with --tokenizer where it is now."
         )
     tokenizer = load_tokenizer(section)
-    return OpenRun(config.with_vocab_size(tokenizer.vocab_size), tokenizer, found)
+    return OpenRun(config.with_vocab_size(tokenizer.vocab_size), tokenizer, checkpoint)
 
 
 def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.device | None = None) -> Run:
@@ -95,7 +92,7 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
 
 
 def objective_names(objectives: Iterable[ObjectiveChoice]) -> list[str]:
-    """Names as in the configuration. Blank infilling that writes no spans after sop has the option's name too."""
+    """Names as in the configuration; an ablation of blank infilling, which cannot fill blanks, has a suffix."""
     return [name + _ablation(section) for name, section in ((o.name, o.section) for o in objectives)]
 
 
@@ -108,32 +105,31 @@ def _ablation(section: Any) -> str:
 
 
 def blank_shares(objectives: Iterable[ObjectiveChoice]) -> dict[str, float]:
-    """Blank -> share of blank infilling's samples that have it: [MASK] token, [sMASK] sentence, [gMASK] document."""
+    """Blank ([MASK], ...) -> its share of blank infilling's samples."""
     for choice in objectives:
         if choice.name == "blank_infilling":
             section = choice.section
             drawn = 1.0 - section.single_span_prob  # else one short span
             shares = (section.token_prob, section.sentence_prob, section.document_prob)
-            token, sentence, document = (
-                round(drawn * share, 9) for share in shares
-            )  # 1 - 0.7 - 0.3 is not 0
+            # Rounded because 1 - 0.7 - 0.3 is not 0.
+            token, sentence, document = (round(drawn * share, 9) for share in shares)
             token += section.single_span_prob
             return dict(zip(PROMPT_MARKERS, (token, sentence, document), strict=True))
     return dict.fromkeys(PROMPT_MARKERS, 0.0)
 
 
 def load_model(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
 ) -> GLM:
-    """The fp32 model of a checkpoint in eval mode; `change` is applied to each weight, for example to round it."""
+    """The fp32 model of a checkpoint in eval mode. Args: change: applied to each weight, for example to round it."""
     with torch.device("meta"):
         model = GLM(config)
-    parameters = dict(model.named_parameters())
+    parameters, read = dict(model.named_parameters()), weight_reader(checkpoint)
     weights = {}
-    for name, weight in iterate_weights(found):
+    for name in checkpoint.shapes:
         parameter = parameters[name]
-        weights[name] = local_shard(change(weight), partition_of(parameter), 0, 1, len(parameter))
+        weights[name] = local_shard(change(read(name)), partition_of(parameter), 0, 1, len(parameter))
     model.load_state_dict(weights, assign=True)
     return model.eval()

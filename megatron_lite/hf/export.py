@@ -17,11 +17,10 @@ import torch
 from transformers import GenerationConfig
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import check, choice, setting, to_tree
+from data_utils.base.settings import checked, setting, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.checkpoint.tensor_files import write_file
 from megatron_lite.config.parameter_count import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
@@ -45,8 +44,6 @@ from megatron_lite.hf.weights import (
     write_sharded,
 )
 from megatron_lite.model.glm import parameter_shapes
-
-LAYOUTS = ("huggingface", "released")
 
 _PREFIX = "glm."
 
@@ -82,19 +79,19 @@ _PORTABLE_SECTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked("")
 class ExportOptions:
     layout: str = setting(
-        "huggingface", "huggingface, or released (names and vocabulary rows of the released GLM)"
+        "huggingface",
+        "huggingface, or released (names and vocabulary rows of the released GLM)",
+        one_of=("huggingface", "released"),
     )
-    dtype: str = setting("fp32", "type of the written weights: fp32, bf16 or fp16")
-    max_shard_bytes: int = setting(5 * 10**9, "largest weight file; a single tensor may exceed it")
+    dtype: str = setting("fp32", "type of the written weights", one_of=tuple(DTYPES))
+    max_shard_bytes: int = setting(
+        5 * 10**9, "largest weight file; a single tensor may exceed it", at_least=1
+    )
     verify: bool = setting(True, "run both models and compare logits")
     tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
-
-    def __post_init__(self) -> None:
-        choice("layout", self.layout, LAYOUTS)
-        choice("dtype", self.dtype, tuple(DTYPES))
-        check(self.max_shard_bytes >= 1, f"max_shard_bytes is {self.max_shard_bytes}; it must be positive.")
 
 
 def export_run(
@@ -242,7 +239,7 @@ def _write_provenance(directory: Path, run: OpenRun) -> None:
         },
         "state": {key: value for key, value in found.state.items() if key != "config"},
     }
-    write_file(directory / TRAINING_JSON, (json.dumps(described, indent=1) + "\n").encode())
+    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(model_card(run), encoding="utf-8")
 
 

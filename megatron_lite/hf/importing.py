@@ -32,7 +32,7 @@ from megatron_lite.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.checkpoint.tensor_files import describe_file
+from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
@@ -41,6 +41,7 @@ from megatron_lite.hf.tokenizer_files import (
     training_tokenizer,
 )
 from megatron_lite.hf.weights import (
+    METADATA,
     PADDING_ROWS,
     TRAINING_JSON,
     WORDS,
@@ -49,7 +50,6 @@ from megatron_lite.hf.weights import (
     new_directory,
     open_directory,
     read_json,
-    write_safetensors,
 )
 from megatron_lite.model.glm import parameter_shapes
 
@@ -177,8 +177,7 @@ def _keep_padding_rows(weights: Weights, vocab_size: int, path: Path) -> None:
     """Write the rows that follow the vocabulary, so that an export in the released layout is bit-equal."""
     rows, *columns = weights.shapes[WORDS]
     padding = weights.read(WORDS)[vocab_size:]
-    shapes = {WORDS: (rows - vocab_size, *columns)}
-    write_safetensors(path, [padding], shapes, torch.float32, {"format": "pt"})
+    write_tensors(path, {WORDS: (rows - vocab_size, *columns)}, [padding], metadata=METADATA)
 
 
 def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: float) -> proof.Proof:
@@ -278,12 +277,12 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
             key = f"{parameter}/{kind}/0.0"
             pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
-    write_safetensors(path / name, _with_moments(weights), shapes, torch.float32, {"format": "pt"})
+    described = write_tensors(path / name, shapes, _with_moments(weights), metadata=METADATA)
     state = TrainerState.beginning(to_tree(config)).to_json()
     manifest = {
         **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
-        "files": {name: describe_file(path / name)},
+        "files": {name: described},
         "pieces": pieces,
     }
     write_manifest(path, manifest)

@@ -1,9 +1,7 @@
-"""Weights that are read and written one tensor at a time: memory is that of the largest tensor, not of the
-model.
+"""Weights that are read and written one tensor at a time, so that memory is that of the largest tensor.
 
-Reads safetensors and torch's pickle files (weights only), whole or sharded with an index, and checks what it
-is told: names, shapes, missing files. Writes safetensors shard by shard straight to disk, where the library's
-own writer would hold a whole shard.
+Reads safetensors and torch's pickle files (weights only), whole or sharded with an index, and checks names, shapes and
+missing files. Writes safetensors, sharded where they are large.
 """
 
 from __future__ import annotations
@@ -25,13 +23,14 @@ from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import require_new_directory
+from megatron_lite.checkpoint.tensor_files import write_tensors
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TRAINING_JSON = "training.json"
 PADDING_ROWS = "padding_rows.safetensors"  # in a run's directory: of the released model it continues
 MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+METADATA = {"format": "pt"}  # of a safetensors file that transformers reads
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -230,33 +229,6 @@ def new_directory(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_safetensors(
-    path: Path,
-    tensors: Iterable[torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    metadata: Mapping[str, str],
-) -> None:
-    """Write one safetensors file, `tensors` in the order of `shapes`, each let go before the next is asked
-    for."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _size_bytes(shape, dtype)
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            assert tuple(tensor.shape) == tuple(shape), name
-            file.write(tensor.detach().to(dtype).contiguous().view(torch.uint8).flatten().numpy().data)
-
-
 def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """model.safetensors, or numbered shards of at most `max_shard_bytes` (or one tensor) and their index."""
     shards = list(_split(weights.shapes, dtype, max_shard_bytes))
@@ -268,9 +240,7 @@ def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_sha
     )
     with tqdm(total=len(weights.shapes), desc="writing tensors", disable=None) as progress:
         for name, shapes in zip(names, shards, strict=True):
-            write_safetensors(
-                directory / name, _counted(weights, shapes, progress), shapes, dtype, {"format": "pt"}
-            )
+            write_tensors(directory / name, shapes, _counted(weights, shapes, progress), dtype, METADATA)
     if len(shards) > 1:
         table = {tensor: name for name, shapes in zip(names, shards, strict=True) for tensor in shapes}
         total = sum(_size_bytes(shape, dtype) for shape in weights.shapes.values())

@@ -1,16 +1,15 @@
-"""The kernel that fits the structure of a batch's attention; who may look at whom is in attention_layout.py.
+"""The attention kernel that fits the structure of a batch (batch.py says which token may see which).
 
 A plan is made once per batch and serves all layers. The plans:
 
-  CallPlan   a few kernel calls per document on disjoint rows, most of them without a mask. On CPU it serves every
-             structure: what is left over runs in blocks of rows with small masks that are made when they are needed,
-             also in the backward pass, so memory grows linearly with the row length. On CUDA it serves structures that
+  CallPlan   a few kernel calls per document on disjoint queries, most of them without a mask. On CPU it serves every
+             structure: what needs a mask runs in blocks of queries whose small masks are made when they are needed, in
+             the backward pass again, so memory grows linearly with the row length. On CUDA it serves structures that
              need no mask (all recipes but UniLMv2's and joined short documents).
-  FlexPlan   the rest on CUDA: FlexAttention with the rule as its mask function (attention_flex.py).
-  DensePlan  the reference: one masked call, B x S x S booleans. Also CUDA where the others do not fit: dropout, which
-             FlexAttention does not have.
+  FlexPlan   the rest on CUDA: FlexAttention with the rule as its mask function (flex.py).
+  DensePlan  the reference: one masked call, B x S x S booleans. Also CUDA with dropout, which FlexAttention lacks.
 
-Rows that see nothing, padding above all, get zeros.
+Tokens that see nothing, above all padding, get zeros.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from megatron_lite.model.batch import (
     make_units,
     may_see,
 )
+from megatron_lite.model.compat import flash_backward_on_cpu, flash_forward_on_cpu
 from megatron_lite.model.tensor_parallel import widens
 
-# CUDA: mean rows per call from which CallPlan is taken. Not measured yet.
+# CUDA: mean number of tokens per call from which CallPlan is taken. Not measured yet.
 _LEAST_ROWS_PER_CALL = 64
 
 
@@ -72,13 +72,13 @@ def attend_all(
 
 
 class DensePlan:
-    """One masked call over all rows. Memory: B x S x S booleans."""
+    """One masked call over all tokens. Memory: B x S x S booleans."""
 
     def __init__(self, layout: Layout, device: torch.device):
         columns = torch.from_numpy(layout.in_place()).to(device)
         mask = may_see(columns[..., None], columns[..., None, :])
         self.sees_nothing = ~mask.any(-1)
-        # A row without any key would be NaN: let it see itself, and zero it afterwards.
+        # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
         self.mask = (mask | torch.diag_embed(self.sees_nothing)).unsqueeze(1)
 
     def attend(
@@ -89,10 +89,10 @@ class DensePlan:
 
 
 class CallPlan:
-    """The calls of `make_units`, one after the other.
+    """The calls of `make_units`, one after another.
 
-    Args: rows: the tokens of the batch in the order of the calls, as indices into the flattened [B, S]; None if they
-        are in this order already and there is no padding.
+    Args: rows: indices into the flattened [B, S] that put the tokens in the order of the calls; None if they are in
+        this order and there is no padding.
     """
 
     def __init__(self, layout: Layout, units: list[Unit], rows: torch.Tensor | None, device: torch.device):
@@ -131,14 +131,14 @@ class CallPlan:
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def _put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The inverse of `_take`; rows that are not in the plan are 0."""
+        """The inverse of `_take`; tokens that are not in the plan get 0."""
         if self.rows is None:
             return x.reshape(like.shape)
         whole = x.new_zeros(like.shape[0] * like.shape[1], *like.shape[2:])
         return whole.index_copy(0, self.rows, x).view(like.shape)
 
     def _unit(self, unit: Unit, heads: list[torch.Tensor], dropout: float) -> Iterator[torch.Tensor]:
-        """q, k, v [1, H, unit, D] -> the outputs of its calls, under autograd."""
+        """q, k, v [1, H, unit, D] -> the outputs of the unit's calls, under autograd."""
         q, k, v = heads
         attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
         for call, rows in zip(
@@ -154,7 +154,7 @@ class CallPlan:
                 yield attend(rows, keys, values, self.bias(unit, call, rows.dtype))
 
     def bias(self, unit: Unit, call: Call, dtype: torch.dtype) -> torch.Tensor | None:
-        """What a masked call adds to its scores: [rows, keys], 0 or -infinity; None for the other calls."""
+        """What a masked call adds to its scores: [queries, keys], 0 or -infinity; None for other calls."""
         if call.kind != MASKED:
             return None
         columns = self._columns[:, unit.start : unit.stop]
@@ -175,16 +175,11 @@ def _part(x: torch.Tensor, call: Call) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-# The kernels that F.scaled_dot_product_attention runs on CPU: called here to keep the sums, and no mask, for backward.
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
 class _CallsOnCpu(torch.autograd.Function):
-    """All calls of a plan as one node.
+    """All calls of a plan as one autograd node.
 
-    It saves q, k, v as the kernel wants them, the output and a number per row and head. Masks are made again in the
-    backward pass, and gradients of keys are added up in place.
+    It saves q, k, v in the kernel's layout, the output, and one number per query and head. The backward pass makes the
+    masks again and adds the gradients of keys in place.
     """
 
     @staticmethod
@@ -200,7 +195,9 @@ class _CallsOnCpu(torch.autograd.Function):
             keys, values = (_part(x[:, :, unit.start : unit.stop], call) for x in heads[1:])
             bias = plan.bias(unit, call, keys.dtype)
             queries = heads[0][:, :, rows]
-            part, log_sum = _forward(queries, keys, values, 0.0, call.kind == CAUSAL, attn_mask=bias)
+            part, log_sum = flash_forward_on_cpu(
+                queries, keys, values, 0.0, call.kind == CAUSAL, attn_mask=bias
+            )
             out[rows] = part[0].transpose(0, 1)
             sums.append(log_sum)
         ctx.plan = plan
@@ -230,7 +227,7 @@ class _CallsOnCpu(torch.autograd.Function):
                         x[rows].to(keys.dtype).transpose(0, 1).unsqueeze(0) for x in (tokens, out)
                     )
                     inputs = (given, heads[0][:, :, rows], keys, values, out_rows, sums.pop(), 0.0)
-                    parts = _backward(*inputs, call.kind == CAUSAL, attn_mask=bias)
+                    parts = flash_backward_on_cpu(*inputs, call.kind == CAUSAL, attn_mask=bias)
                     totals[0][rows] = parts[0][0].transpose(0, 1)
                     for total, part in zip(totals[1:], parts[1:], strict=True):
                         _add(total, part[0].transpose(0, 1), unit, call, is_first)

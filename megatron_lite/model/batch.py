@@ -1,30 +1,31 @@
-"""A batch on the host: who may look at whom, and the structure of that. NumPy only, each fact computed once per batch.
+"""A batch on the host: which token may see which, and the structure of that. NumPy only, computed once per batch.
 
-Every objective describes its visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). From
-them
-follow, for each token, the four numbers that the rule `may_see` compares:
+Every objective describes visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). Four numbers
+per token follow from them, which the rule `may_see` compares:
 
     document     the same number only for tokens of one document in one row of the batch
-    key_time     when the content of a key is revealed:  ord if ord >= 0 else never (a ghost)
-    query_bound  up to when a query may look:            ord if ord >= 0 else -ord - 1
+    key_time     when a key becomes visible:       ord if ord >= 0 (content), else never (query stream)
+    query_bound  up to which time a query may see: ord if ord >= 0, else -ord - 1
     grp          0, or a private group whose members see each other
 
-`Layout.views` derives from the same numbers, without a mask, what each row sees; tests hold it against the rule. In a
-document the tokens are ordered [ghosts by step | content by ord], so what a row sees is a stretch of content from the
-document's start, and the ghosts of its group, which lie together:
+A token with ord < 0 belongs to the query stream, as in XLNet: it predicts, and only its group sees it.
 
-    queries                              keys of all of them                   call
-    rows that see the same               that stretch                          full
-    rows that each see one more          the stretch of the last one           causal, aligned at the bottom right
-    anything else, documents of a few    what any of them sees                 masked, by blocks of rows
-    tokens joined
+`Layout.views` derives from the same numbers, without a mask, which keys each token sees; tests compare it with the
+rule. The tokens of a document are ordered [query stream by step | content by ord]. So a token sees a stretch of content
+from the document's start, and the query-stream tokens of its group, which are neighbours. Few kernel calls do:
+
+    queries                                    keys                           call
+    tokens that see the same                   that stretch                   full
+    tokens that each see one more              the stretch of the last one    causal, aligned at the bottom right
+    anything else, several short documents     what any of them sees          masked, by blocks of queries
 
 So GLM, prefix LM, T5, BART and UniLM's sequence-to-sequence kind are two calls (A x A full, B x [A; B] causal), causal
-and bidirectional documents one, MASS two (the masked tokens come first, then both see the whole context), XLNet a full
-and a causal call for each of its parts and a causal one for the query stream over the content. UniLMv2's originals and
-pseudo masks remain masked calls. Where causal calls are only known for squares (CPU), blocks of rows take their place.
+and bidirectional documents one, MASS two (the masked tokens come first, then both see the whole context). XLNet is a
+full and a causal call for each stretch of its content, and a causal one for the query stream over the content. The
+original tokens and pseudo masks of UniLMv2 remain masked calls. Where causal calls must be square (CPU), masked blocks
+replace the others.
 
-Masks are never built here: a masked call evaluates the rule on its own rows and keys when it runs.
+Masks are never built here: a masked call evaluates the rule on its own queries and keys when it runs.
 """
 
 from __future__ import annotations
@@ -40,23 +41,25 @@ import numpy as np
 
 from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
 
-NEVER = np.int64(1) << 31  # key_time of a ghost
-FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: rows that see nothing
+NEVER = np.int64(1) << 31  # key_time of a query-stream token
+FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
 
-BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512 rows
-KERNEL_KEYS = 512  # torch's CPU kernel skips what a causal call hides in blocks of so many keys
-JOINED_ROWS = 64  # documents are joined up to so many rows: below, a call costs more than the pairs it saves
-LEAST_FULL_ROWS = 32  # rows that see the same get a call of their own from so many on
+BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512
+KERNEL_KEYS = 512  # torch's CPU kernel skips hidden keys of a causal call in blocks of so many
+JOINED_ROWS = (
+    64  # up to so many tokens, documents share a unit: more calls would cost more than the pairs they save
+)
+LEAST_FULL_ROWS = 32  # queries that see the same get a call of their own from so many on
 
 
 def may_see(
     query: Iterable[Any], key: Iterable[Any], *, has_groups: bool = True, joins_documents: bool = True
 ) -> Any:
-    """The attention rule, element by element: True where a query may look at a key.
+    """The attention rule, element by element: True where a query may see a key.
 
     Args:
         query, key: document, key_time, query_bound, grp; arrays or tensors of shapes that broadcast.
-        has_groups, joins_documents: False leaves out comparisons that are known to decide nothing.
+        has_groups, joins_documents: False leaves out a comparison that cannot change the result.
     """
     document, _, bound, grp = query
     key_document, time, _, key_grp = key
@@ -73,7 +76,7 @@ class Layout:
     shape: tuple[int, int]  # B, S
     rows: np.ndarray  # int64, index into the flattened [B, S] batch
     document: np.ndarray  # int64, ascending
-    key_time: np.ndarray  # int64, NEVER for ghosts
+    key_time: np.ndarray  # int64, NEVER for the query stream
     query_bound: np.ndarray  # int64
     grp: np.ndarray  # int64
 
@@ -83,7 +86,7 @@ class Layout:
         return np.stack((self.document, self.key_time, self.query_bound, self.grp))
 
     def in_place(self) -> np.ndarray:
-        """The same where the tokens stand in the batch, int64 [4, B, S]; padding sees nothing and is not seen."""
+        """The same in the order of the batch, int64 [4, B, S]; padding sees nothing and is not seen."""
         whole = np.empty((4, self.shape[0] * self.shape[1]), np.int64)
         whole[:] = np.array([[PADDING_DOC], [NEVER], [-1], [0]])
         whole[:, self.rows] = self.columns
@@ -96,7 +99,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. Rows and keys are [start, stop) in the unit; several stretches of keys are joined."""
+    """One kernel call. Queries are [start, stop) in the unit, as is each stretch of keys; the stretches are joined."""
 
     kind: int
     start: int
@@ -106,11 +109,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Unit:
-    """A stretch of the layout that sees nothing outside itself: a document or a few short ones."""
+    """Neighbouring tokens of the layout that see nothing outside: a document, or several short ones."""
 
     start: int
     stop: int
-    calls: tuple[Call, ...]  # their rows follow each other and cover the unit
+    calls: tuple[Call, ...]  # their queries follow each other and cover the unit
 
 
 def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
@@ -141,17 +144,17 @@ def allowed(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Views:
-    """What each row may see, in positions of the layout: ghosts [first, last) and content [start, stop)."""
+    """What each token may see, in positions of the layout: stretches [start, stop) of query stream and content."""
 
-    ghost_first: np.ndarray
-    ghost_last: np.ndarray
+    stream_start: np.ndarray
+    stream_stop: np.ndarray
     content_start: np.ndarray
     content_stop: np.ndarray
-    seen: np.ndarray  # number of keys that the row may see; as many as the stretches hold = no mask needed
+    seen: np.ndarray  # number of keys that the token may see; no mask is needed if the stretches hold as many
 
     @property
     def exact(self) -> np.ndarray:
-        stretches = self.ghost_last - self.ghost_first + self.content_stop - self.content_start
+        stretches = self.stream_stop - self.stream_start + self.content_stop - self.content_start
         return self.seen == stretches
 
 
@@ -162,10 +165,10 @@ def _views(layout: Layout) -> Views:
     times = (document[content] << 32) + layout.key_time[content]  # ascending
     before = np.searchsorted(times, document << 32)
     seen = np.searchsorted(times, (document << 32) + bound, side="right") - before
-    ghosts = np.flatnonzero(~is_content)
-    content_start = before + np.searchsorted(document[ghosts], document, side="right")
+    stream = np.flatnonzero(~is_content)
+    content_start = before + np.searchsorted(document[stream], document, side="right")
     content_stop = content_start + seen
-    ghost_first = ghost_last = content_start
+    stream_start = stream_stop = content_start
     if layout.grp.any():
         members = np.flatnonzero(layout.grp)
         _, number = np.unique((document[members] << 32) + layout.grp[members], return_inverse=True)
@@ -179,19 +182,19 @@ def _views(layout: Layout) -> Views:
         )
         seen, content_stop = seen.copy(), content_stop.copy()
         seen[members] += ends[number] - revealed
-        at, ghost = members[sort], ~is_content[members[sort]]
-        last_content = np.maximum.reduceat(np.where(ghost, -1, at), begins) + 1
+        at, in_stream = members[sort], ~is_content[members[sort]]
+        last_content = np.maximum.reduceat(np.where(in_stream, -1, at), begins) + 1
         content_stop[members] = np.maximum(content_stop[members], last_content[number])
-        first = np.minimum.reduceat(np.where(ghost, at, len(document)), begins)[number]
-        last = np.maximum.reduceat(np.where(ghost, at, -1), begins)[number] + 1
+        first = np.minimum.reduceat(np.where(in_stream, at, len(document)), begins)[number]
+        last = np.maximum.reduceat(np.where(in_stream, at, -1), begins)[number] + 1
         some = last > 0
-        ghost_first, ghost_last = ghost_first.copy(), ghost_last.copy()
-        ghost_first[members[some]], ghost_last[members[some]] = first[some], last[some]
-    return Views(ghost_first, ghost_last, content_start, content_stop, seen)
+        stream_start, stream_stop = stream_start.copy(), stream_stop.copy()
+        stream_start[members[some]], stream_stop[members[some]] = first[some], last[some]
+    return Views(stream_start, stream_stop, content_start, content_stop, seen)
 
 
 class Batch:
-    """A batch as it was read, and what follows from it, found once, when it is first asked for.
+    """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
 
     Args:
         planes: int32 [B, fields, S] (data_utils/objectives/planes.py), not changed from here on.
@@ -199,7 +202,7 @@ class Batch:
 
     def __init__(self, planes: np.ndarray):
         self.planes = planes
-        self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each row's loss
+        self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
 
     @cached_property
     def layout(self) -> Layout:
@@ -224,14 +227,14 @@ class Batch:
         return np.bincount(self.planes[:, OBJECTIVE].ravel(), self.weights.ravel(), minlength=num_losses)
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
-        """With each loss's weights times its factor over its total in the step: sums of losses become means."""
+        """The batch with each loss's weights times its factor over its total in the step: sums become means."""
         scale = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
         other = copy.copy(self)  # the planes are shared, and the layout where it is known
         other.weights = self.weights * np.array(scale, np.float32)[self.planes[:, OBJECTIVE]]
         return other
 
     def padded(self, rows: int) -> Batch:
-        """With rows of padding added, without documents or loss, up to `rows`."""
+        """The batch filled with rows of padding, without documents or loss, up to `rows`."""
         padded = np.zeros((rows, *self.planes.shape[1:]), np.int32)
         padded[:, DOC] = PADDING_DOC
         padded[: len(self.planes)] = self.planes
@@ -239,20 +242,21 @@ class Batch:
 
 
 def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: bool) -> np.ndarray:
-    """Where stretches of rows begin that one kind of call serves, int64, and at the end the number of rows.
+    """Where stretches of queries begin that one kind of call serves, int64, and at the end the number of tokens.
 
-    They are rows of one document that see the same (at least `least_full_rows`, no mask needed), rows that see
-    nothing, and the rows between those; with `split_steps` these end where the view does not grow by one key.
+    A stretch is one of: queries of one document that see the same keys (at least `least_full_rows`, no mask needed);
+    queries that see nothing; the queries in between. With `split_steps`, the last kind ends where the view does not
+    grow by one key.
     """
-    no_ghosts = views.ghost_first == views.ghost_last
-    parts = (views.ghost_first, views.ghost_last, views.content_stop, views.exact, layout.document)
+    no_stream = views.stream_start == views.stream_stop
+    parts = (views.stream_start, views.stream_stop, views.content_stop, views.exact, layout.document)
     changes = np.r_[True, np.any([np.diff(part) != 0 for part in parts], axis=0)]
-    run = np.cumsum(changes) - 1
-    kind = np.where(views.exact & (np.bincount(run)[run] >= least_full_rows), run, -1)
+    number = np.cumsum(changes) - 1
+    kind = np.where(views.exact & (np.bincount(number)[number] >= least_full_rows), number, -1)
     kind[views.seen == 0] = -2
     begins = (np.diff(kind) != 0) | (np.diff(layout.document) != 0)
     if split_steps:
-        is_step = (np.diff(views.content_stop) == 1) & no_ghosts[1:] & no_ghosts[:-1]
+        is_step = (np.diff(views.content_stop) == 1) & no_stream[1:] & no_stream[:-1]
         begins |= (kind[1:] == -1) & ~is_step
     return np.flatnonzero(np.r_[True, begins, True])
 
@@ -260,8 +264,8 @@ def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: 
 def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
     """The calls of a batch.
 
-    Args: square_causal_only: causal calls with more keys than rows become masked blocks, and short documents are
-        joined; false: every document for itself, as few calls as the structure allows.
+    Args: square_causal_only: causal calls with more keys than queries become masked blocks, and short documents share
+        a unit; false: a unit for each document, with as few calls as the structure allows.
     """
     if not len(layout.rows):
         return []
@@ -295,7 +299,7 @@ def _moved(call: Call, by: int) -> Call:
 
 
 def _joined_calls(cuts: list[int], views: Views) -> list[Call]:
-    """Calls on short documents: all keys for all rows but those that see nothing."""
+    """Calls on short documents: all keys for all queries that see any."""
     begin, end = cuts[0], cuts[-1]
     blind = views.seen[begin:end] == 0
     edges = [0, *(np.flatnonzero(np.diff(blind)) + 1).tolist(), end - begin]
@@ -309,7 +313,7 @@ def _joined_calls(cuts: list[int], views: Views) -> list[Call]:
 
 
 def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> list[Call]:
-    """Calls for a stretch of rows of one document (see `_stretches`)."""
+    """Calls for a stretch of queries of one document (see `_stretches`)."""
     seen, exact = views.seen[start:stop], bool(views.exact[start:stop].all())
     if seen[0] == 0:
         return [Call(BLIND, start, stop)]
@@ -317,7 +321,7 @@ def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> lis
     if exact and (seen == seen[0]).all():
         return [Call(FULL, start, stop, keys)]
     steps = exact and len(keys) == 1 and (np.diff(views.content_stop[start:stop]) == 1).all()
-    steps = steps and (views.ghost_first[start:stop] == views.ghost_last[start:stop]).all()
+    steps = steps and (views.stream_start[start:stop] == views.stream_stop[start:stop]).all()
     rows = stop - start
     if steps and (not square_causal_only or keys == ((start, stop),)):
         if not square_causal_only or not BLOCK_ROWS < rows <= KERNEL_KEYS:
@@ -336,16 +340,16 @@ def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> lis
 
 
 def _keys(start: int, stop: int, views: Views, exact: bool) -> tuple[tuple[int, int], ...]:
-    """Stretches of keys that hold everything the rows see; if `exact`, nothing else for the last row."""
+    """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query."""
     content = (int(views.content_start[start]), int(views.content_stop[start:stop].max()))
-    first, last = views.ghost_first[start:stop], views.ghost_last[start:stop]
+    first, last = views.stream_start[start:stop], views.stream_stop[start:stop]
     grouped = first < last
     if not grouped.any():
         return (content,)
-    ghosts = (int(first[grouped].min()), int(last[grouped].max()))
-    hole = content[0] - ghosts[1]
+    stream = (int(first[grouped].min()), int(last[grouped].max()))
+    hole = content[0] - stream[1]
     if content[0] == content[1]:
-        return (ghosts,)
-    if hole == 0 or (not exact and 8 * hole <= content[1] - ghosts[0]):  # cheaper to mask than to join
-        return ((ghosts[0], content[1]),)
-    return (ghosts, content)
+        return (stream,)
+    if hole == 0 or (not exact and 8 * hole <= content[1] - stream[0]):  # cheaper to mask than to join
+        return ((stream[0], content[1]),)
+    return (stream, content)

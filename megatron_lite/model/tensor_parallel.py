@@ -16,7 +16,6 @@ Source: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 
 from megatron_lite.config.parameter_count import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -33,16 +33,6 @@ from megatron_lite.parallel.collectives import (
     reduce_from_group,
     reduce_scatter_tokens,
 )
-
-
-@functools.cache
-def cpu_has_half_matmul(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies matrices of `dtype` with dedicated instructions."""
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if dtype == torch.float16:
-        return torch.cpu._is_amx_fp16_supported()
-    return True
 
 
 def widens(x: torch.Tensor) -> bool:

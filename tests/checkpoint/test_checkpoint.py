@@ -15,7 +15,7 @@ from support.distributed import run_ranks
 from support.engines import tree
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint import tensor_files as checkpoint_files
+from megatron_lite.checkpoint import tensor_files
 from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs
 from megatron_lite.checkpoint.manifest import (
     _overlapping,
@@ -151,12 +151,16 @@ def edit(path, change):
 
 
 EDITS = {
-    "gap": (lambda m: m["pieces"].pop(3), "not complete, or some of it is twice"),
-    "twice": (lambda m: m["pieces"].append(m["pieces"][3]), "not complete, or some of it is twice"),
+    "gap": (lambda m: m["pieces"].pop(3), "not complete, or parts of it are there twice"),
+    "twice": (lambda m: m["pieces"].append(m["pieces"][3]), "not complete, or parts of it are there twice"),
     "moved": (lambda m: m["pieces"][3].update(box=[10**6, 10**6 + 1, 0, 1]), "not complete"),
     "path outside": (
         lambda m: m["files"].update({"../x": {"bytes": 0, "block_bytes": 1, "crc32": []}}),
-        "of another kind",
+        "'../x', which is not a file of a rank",
+    ),
+    "block of no bytes": (
+        lambda m: m["files"]["rank_00000.safetensors"].update(block_bytes=0),
+        "incomplete",
     ),
     "missing section": (lambda m: m.pop("optimizer"), "incomplete"),
     "unknown file": (
@@ -197,13 +201,13 @@ def test_the_files_are_safetensors(directory):
 
 @pytest.mark.parametrize("block", [100, 4096, 1 << 20])
 def test_checksums_of_blocks_are_those_of_the_file(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
     values = torch.arange(3000.0)
-    described = checkpoint_files.write_tensors(
-        tmp_path / "a", [("x", values, (30, 100)), ("y", values[:0], (0, 1))]
+    described = tensor_files.write_tensors(
+        tmp_path / "a", {"x": (30, 100), "y": (0, 1)}, [values, values[:0]]
     )
     content = (tmp_path / "a").read_bytes()
-    assert described == checkpoint_files.describe_file(tmp_path / "a")
+    assert described["bytes"] == len(content) and described["block_bytes"] == block
     assert described["crc32"] == [zlib.crc32(content[i : i + block]) for i in range(0, len(content), block)]
     assert torch.equal(load_file(tmp_path / "a")["x"].flatten(), values)
 

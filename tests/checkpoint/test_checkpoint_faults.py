@@ -16,8 +16,7 @@ from support.distributed import run_ranks, start_ranks
 from support.stub_engine import StubEngine, whole_state_is
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint import read
-from megatron_lite.checkpoint import tensor_files as checkpoint_files
+from megatron_lite.checkpoint import read, tensor_files
 from megatron_lite.checkpoint.manifest import (
     checkpoint_name,
     list_checkpoints,
@@ -107,7 +106,7 @@ def die_at(operation, scenario, base, journal, options):
 @pytest.mark.parametrize("scenario", [first, with_retention, again])
 def test_a_kill_or_crash_at_every_operation(tmp_path, monkeypatch, scenario, asynchronous):
     """For every n: die during the n-th operation, then keep, drop or partly drop what was not synchronised."""
-    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 40_000)  # several writes
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40_000)  # several writes
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # outside the journal, for speed
     base = tmp_path / "base"
     base.mkdir()
@@ -268,10 +267,10 @@ def test_a_disk_that_fails_while_synchronising_fails_the_save(tmp_path, monkeypa
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two")
-    old, checkpoint_files.BLOCK_BYTES = checkpoint_files.BLOCK_BYTES, 40_000
+    old, tensor_files.BLOCK_BYTES = tensor_files.BLOCK_BYTES, 40_000
     save(directory, 1)
     save(directory, 2)
-    checkpoint_files.BLOCK_BYTES = old
+    tensor_files.BLOCK_BYTES = old
     return directory
 
 
@@ -349,7 +348,7 @@ def test_a_missing_file_and_leftovers(two, tmp_path, caplog):
 
 def test_loading_needs_little_memory_beside_the_state(tmp_path, monkeypatch):
     """What a reader holds at once is a few rows, though the tensor is large and the layout another."""
-    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "READ_BYTES", 1000)
     save(tmp_path, 1)
     sizes = []
     frombuffer = torch.frombuffer

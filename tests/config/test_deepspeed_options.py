@@ -53,12 +53,12 @@ def test_names_types_and_ranges_are_deepspeeds(section):
     theirs = {field.alias or name: field for name, field in model.model_fields.items()}
     hints = typing.get_type_hints(HINTS[section], vars(ours))
     for field in dataclasses.fields(HINTS[section]):
-        found = theirs[field.name]
+        option = theirs[field.name]
         if field.name == "stage":  # an enum there; parallel.zero_stage decides it
             continue
-        assert plain(hints[field.name]) is plain(found.annotation), field.name
+        assert plain(hints[field.name]) is plain(option.annotation), field.name
         allowed = field.metadata.get("range")
-        for limit in found.metadata:
+        for limit in option.metadata:
             least = getattr(limit, "ge", None)
             least = limit.gt + 1 if least is None else least
             assert allowed is not None and allowed.at_least >= least, field.name

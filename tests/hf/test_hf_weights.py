@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.hf.weights import (
     DTYPES,
+    METADATA,
     Weights,
     from_state_dict,
     open_directory,
-    write_safetensors,
     write_sharded,
 )
 
@@ -36,7 +37,7 @@ def tensors_of(shapes):
 def test_the_library_reads_what_is_written(tmp_path_factory, shapes, dtype):
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
     tensors = tensors_of(shapes)
-    write_safetensors(path, iter(tensors.values()), shapes, DTYPES[dtype], {"format": "pt"})
+    write_tensors(path, shapes, iter(tensors.values()), DTYPES[dtype], METADATA)
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -89,7 +89,7 @@ def test_pseudo_masks_have_keys_in_two_stretches():
     assert rows == [5, 6, 0, 1, 2, 3, 4]
     assert found == [(FULL, (0, 2), ((0, 5),)), (FULL, (2, 5), ((2, 5),)), (FULL, (5, 7), ((2, 7),))]
     found, _ = calls([0] * 9, [0, 0, 0, 1, 2, 2, -1, -2, -2], [0] * 6 + [1, 2, 2])
-    assert found[1] == (FULL, (1, 3), ((1, 7),))  # the content begins where the last ghosts end
+    assert found[1] == (FULL, (1, 3), ((1, 7),))  # the content begins where the last query-stream tokens end
 
 
 def test_rows_that_see_nothing_have_no_keys():
@@ -146,7 +146,7 @@ def check_views(doc, order, grp):
     seen = exact[rows, keys][:, keys] & (rows[:, None] == rows)  # in the order of the layout
     assert views.seen.tolist() == seen.sum(1).tolist()
     places = np.arange(len(rows))
-    held = (places >= views.ghost_first[:, None]) & (places < views.ghost_last[:, None])
+    held = (places >= views.stream_start[:, None]) & (places < views.stream_stop[:, None])
     held |= (places >= views.content_start[:, None]) & (places < views.content_stop[:, None])
     assert not (seen & ~held).any()  # the stretches hold all that is seen, and nothing else where they say so
     assert (seen == held)[views.exact].all()

@@ -7,6 +7,8 @@ any state in between that a crash of the machine may leave.
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import pickle
 import random
@@ -16,6 +18,27 @@ import threading
 from pathlib import Path
 
 LOGGED = ("mkdir", "rmdir", "unlink", "rename")
+
+
+class _RawFile(io.RawIOBase):
+    """A file opened for writing whose operations go through the functions of `os`."""
+
+    def __init__(self, path):
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self._descriptor
+
+    def write(self, content):
+        return os.write(self._descriptor, content)
+
+    def close(self):
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
 
 
 def record_and_kill(journal: Path, number: int) -> None:
@@ -77,6 +100,15 @@ def record_and_kill(journal: Path, number: int) -> None:
                 "fsync", paths[descriptor]
             )  # a killed process loses no page: no need to wait for the real disk
 
+    open_file = builtins.open
+
+    def open_whole(path, mode="r", buffering=-1, **options):
+        if mode != "wb":
+            return open_file(path, mode, buffering, **options)
+        raw = _RawFile(path)
+        return raw if buffering == 0 else io.BufferedWriter(raw)
+
+    builtins.open = open_whole  # type: ignore[assignment]
     for name in LOGGED:
         setattr(os, name, plain(name))
     os.open, os.write, os.fsync = open_, write, fsync  # type: ignore[assignment]
