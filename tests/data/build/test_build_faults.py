@@ -13,8 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 import traceback
+from concurrent.futures.process import _ExecutorManagerThread
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from support.byte_tokenizer import (
+    AnnouncingTokenizer,
     ByteTokenizer,
     CountingTokenizer,
     DyingTokenizer,
@@ -30,6 +32,8 @@ from support.byte_tokenizer import (
     OtherTokenizer,
 )
 from support.corpora import files, make, texts_of, to_jsonl
+from support.project import ROOT
+from support.waiting import random_delay, wait_until
 
 from data_utils.base.errors import DataError
 from data_utils.build.config import BuildConfig
@@ -37,7 +41,7 @@ from data_utils.build.corpus import build_corpus
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.text.documents import Block, parse_block
 
-DRIVER = Path(__file__).resolve().parent / "build_driver.py"
+DRIVER = ROOT / "tests/support/build_driver.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 SPLIT = "a=0.5,b=0.5"
 MARK = "BUILD_OF_TEST"  # an environment variable by which children of children are found
@@ -180,13 +184,6 @@ def state_of_process(path):
     return (path / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def finished_shards(output):
     return len(list(Path(f"{output}.build").glob("shard-??????")))
 
@@ -213,7 +210,7 @@ def test_a_kill_of_any_process_at_a_random_moment(tmp_path, input_path, seed):
     wait_until(lambda: len(members(output)) > 1 or process.poll() is not None)
     if seed % 2:
         wait_until(lambda: finished_shards(output) or process.poll() is not None)
-    time.sleep(rng.uniform(0, 1.5))
+    random_delay(rng, 1.5)
     victims = members(output)
     if victims:
         os.kill(rng.choice(victims), signal.SIGKILL)
@@ -249,22 +246,31 @@ def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_pa
     assert files(tmp_path / "out") == files(tmp_path / "expected")
 
 
+def pool_is_broken():
+    managers = [thread for thread in threading.enumerate() if isinstance(thread, _ExecutorManagerThread)]
+    pools = [manager.executor_reference() for manager in managers]
+    return all(pool is None or pool._broken for pool in pools)
+
+
 @pytest.mark.parametrize("moment", ["before the second starts", "while the second starts"])
 def test_a_worker_that_dies_before_all_have_started(tmp_path, monkeypatch, moment):
     """The pool of Python 3.11 starts workers one by one; one that comes after the break it would join for ever."""
     original, started = SpawnProcess.start, []
+    loaded = tmp_path / "loaded"
+    loaded.mkdir()
+    monkeypatch.setenv("ANNOUNCED", str(loaded))
 
     def kill_the_first():
         if started:
             os.kill(started[0].pid, signal.SIGKILL)
-            time.sleep(1)  # for the pool to notice
+            wait_until(pool_is_broken)
 
     def start_slowly(process):
         if moment.startswith("before"):
             kill_the_first()
         original(process)
         if moment.startswith("while"):
-            time.sleep(2)  # for the second to come up; else it dies by itself
+            wait_until((loaded / str(process.pid)).exists)  # before that it would die by itself
             kill_the_first()
         started.append(process)
 
@@ -273,7 +279,7 @@ def test_a_worker_that_dies_before_all_have_started(tmp_path, monkeypatch, momen
 
     def work():
         with pytest.raises(DataError, match="worker process died"):
-            build(tmp_path / "a.jsonl", tmp_path / "out/c", workers=2)
+            build(tmp_path / "a.jsonl", tmp_path / "out/c", AnnouncingTokenizer, workers=2)
         wait_until(lambda: not multiprocessing.active_children())
 
     assert run_in_fork(work, seconds=60) == 0

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chi_square import chi_square, chi_square_limit
 from support.mask_rule import allowed, leaks
 from support.project import ROOT
-from support.statistics import chi_square, chi_square_limit
 
 from data_utils.base import settings as configuration
 from data_utils.base.errors import ConfigError
