@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 from support.batches import prefix_batch
-from support.checkpoints import layout, make_engine, run_layout
 from support.distributed import run_ranks
-from support.engines import SAMPLES
+from support.engines import SAMPLES, layout, make_engine, run_layout
 from support.stub_engine import StubEngine, whole_state_is
 from support.waiting import wait_until
 

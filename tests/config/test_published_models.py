@@ -115,7 +115,7 @@ def test_a_published_recipe_is_that_of_the_reference(name):
 def test_the_papers_mix_may_be_laid_over_a_model():
     """Short spans and long ones, half each; everything else stays the model's."""
     config = load_config([MODELS / "glm-10b.yaml", MODELS / "objectives/paper.yaml"])
-    mix = config.blank_infilling
+    mix = config.objective_sections["blank_infilling"]
     assert (mix.token_prob, mix.sentence_prob, mix.masked_ratio, mix.mean_span_length) == (
         0.5,
         0.0,
@@ -123,9 +123,9 @@ def test_the_papers_mix_may_be_laid_over_a_model():
         3.0,
     )
     assert (mix.document_min_ratio, mix.document_max_ratio, mix.document_min_context) == (0.5, 1.0, 1)
-    assert dataclasses.replace(config, blank_infilling=published("glm-10b").blank_infilling) == published(
-        "glm-10b"
-    )
+    assert dataclasses.replace(
+        config, objective_sections=published("glm-10b").objective_sections
+    ) == published("glm-10b")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

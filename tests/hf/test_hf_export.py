@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import layout, placed
 from support.distributed import run_ranks
+from support.engines import layout, placed
 from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
 from support.project import ROOT
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.checkpoints import layout, placed
 from support.distributed import run_ranks
+from support.engines import layout, placed
 from support.hf_directories import assert_same_weights, weights_of
 from support.hf_runs import make_config, settings_of, write_run
 from support.training import fit

@@ -11,9 +11,18 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.chi_square import chi_square, chi_square_limit
-from support.collated import collate
 from support.mask_rule import allowed, leaks
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, many, rebuilt_in_place, text_of, unilmv2, xlnet
+from support.recipes import (
+    FIRST_TEXT_TOKEN,
+    SPECIAL,
+    collate,
+    make,
+    many,
+    rebuilt_in_place,
+    text_of,
+    unilmv2,
+    xlnet,
+)
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, Example
