@@ -45,6 +45,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one directory of files for every kind of tokenizer."""
+    from support.tokenizer_files import write_all
+
+    root = tmp_path_factory.mktemp("tokenizers")
+    write_all(root)
+    return root
+
+
 @pytest.fixture
 def settings(corpus: Path, tmp_path: Path) -> dict:
     return small_run(corpus, tmp_path / "run")

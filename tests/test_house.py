@@ -1,4 +1,4 @@
-"""The rules of the house: which way imports go, and how long files and functions may be."""
+"""The rules of the house: which way imports go, how long files and functions may be, what tests may not do."""
 
 from __future__ import annotations
 
@@ -30,11 +30,34 @@ def test_files_and_functions_are_short():
     assert {name: count for name, count in functions.items() if count > 80} == {}
 
 
+def in_tests(rule):
+    """What a rule finds, by file of the tests."""
+    results = {house.module_name(path): rule(path.read_text(encoding="utf-8")) for path in house.test_files()}
+    return {name: result for name, result in results.items() if result}
+
+
+def test_files_of_tests_are_short():
+    assert in_tests(lambda source: source.count("\n") > 500) == {}
+
+
+def test_no_test_imports_another():
+    """What tests share is in tests/support."""
+    assert in_tests(house.imports_of_tests) == {}
+
+
+def test_tests_wait_for_conditions_and_not_for_fixed_times():
+    assert set(in_tests(house.sleeps)) == {"tests.support.waiting"}
+
+
 def test_rules_can_fail():
-    """A circle and an upward import are found where there are some."""
+    """Each rule names what breaks it."""
     graph = {
         "data_utils.base.files": {"data_utils.text.documents": 3},
         "data_utils.text.documents": {"data_utils.base.files": 1},
     }
     assert house.circles(graph) == [["data_utils.base.files", "data_utils.text.documents"]]
     assert house.upward_imports(graph) == ["data_utils.base.files:3 imports data_utils.text.documents"]
+    source = "from tests.train.test_a import b\nimport test_c, time\ntime.sleep(1)\nfrom time import sleep\n"
+    assert house.imports_of_tests(source) == ["tests.train.test_a.b", "test_c"]
+    assert house.sleeps(source) == [3, 4]
+    assert house.sleeps("Thread(target=time.sleep)\nprogram = 'time.sleep(1)'") == [1]

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.checkpoints import expected, fill, layout, make_engine, placed, run_layout
 from support.distributed import run_ranks
-from support.engines import tree
+from support.engines import expected, fill, layout, make_engine, placed, run_layout, tree
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import tensor_files

@@ -7,13 +7,13 @@ import os
 import random
 import shutil
 import signal
-import time
 
 import pytest
 import torch
 from support.crash_shim import Disk, record_and_kill
 from support.distributed import run_ranks, start_ranks
 from support.stub_engine import StubEngine, whole_state_is
+from support.waiting import random_delay, wait_until
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import read, tensor_files
@@ -173,8 +173,8 @@ def kill_at_a_random_moment(directory, seed):
     ranks = start_ranks(save_for_ever, RANKS, directory, *options)
     try:
         report = directory / REPORT
-        wait_until(lambda: report.exists() and report.stat().st_size)  # all are under way
-        time.sleep(rng.uniform(0, 0.25))
+        wait_until(lambda: report.exists() and report.stat().st_size, 60)  # all are under way
+        random_delay(rng, 0.25)
         for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
             process.kill()
         for process in ranks:  # those left alone end by themselves
@@ -198,13 +198,6 @@ def continue_saving(context, directory, step):
     engine.train(step + 1)
     saver.save_last(step + 1, {})
     return saver.saved_step
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 200))]

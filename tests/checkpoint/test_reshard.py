@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import prefix_batch
-from support.checkpoints import expected, fill, layout, make_engine, placed, run_layout
 from support.distributed import run_ranks
-from support.engines import SAMPLES, tree
+from support.engines import SAMPLES, expected, fill, layout, make_engine, placed, run_layout, tree
 from support.whole_weights import compare_steps, compare_weights, placed_weights
 
 from data_utils.base.settings import build

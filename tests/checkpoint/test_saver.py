@@ -1,15 +1,14 @@
 """Saves in the background, failed saves, the last save."""
 
 import threading
-import time
 
 import pytest
 import torch
 from support.batches import prefix_batch
-from support.checkpoints import layout, make_engine, run_layout
 from support.distributed import run_ranks
-from support.engines import SAMPLES
+from support.engines import SAMPLES, layout, make_engine, run_layout
 from support.stub_engine import StubEngine, whole_state_is
+from support.waiting import wait_until
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import write
@@ -44,12 +43,13 @@ class Gate:
     """Holds back the writing of this process until it is opened."""
 
     def __init__(self):
-        self.opened = threading.Event()
+        self.opened, self.passed = threading.Event(), threading.Event()
         self.write, write._write_rank = write._write_rank, self
 
     def __call__(self, *args):
         assert self.opened.wait(timeout=60)
         self.write(*args)
+        self.passed.set()
 
     def close(self):
         write._write_rank = self.write
@@ -66,8 +66,8 @@ def train_during_a_save(context, directory):
         assert saver.saved_step == 0
     assert not list_checkpoints(directory)
     if context.rank == 0:
-        gate.opened.set()  # one rank is ready: that is not enough
-        time.sleep(0.2)
+        gate.opened.set()
+        wait_until(gate.passed.is_set)  # one rank is ready: that is not enough
     saver.poll()
     assert saver.saved_step == 0
     gate.opened.set()
@@ -218,11 +218,10 @@ def update_during_a_slow_copy(context, settings, directory):
     engine = make_engine(context, settings)
     saver = Saver(directory, engine, context, CheckpointConfig(save_interval=0, asynchronous=True))
     before = {f"{f.name}/{kind}": t.clone() for f in engine.fragments() for kind, t in f.tensors.items()}
-    copy, started = saver._snapshot._copy, threading.Event()
+    copy, updated = saver._snapshot._copy, threading.Event()
 
     def slow_copy(fragments):
-        started.wait()
-        time.sleep(0.5)
+        updated.wait(0.5)  # an update that does not wait for the copy is done by then
         copy(fragments)
 
     saver._snapshot._copy = slow_copy
@@ -230,8 +229,9 @@ def update_during_a_slow_copy(context, settings, directory):
     train = engine.train_step
 
     def train_step(*args, **kwargs):
-        started.set()
-        return train(*args, **kwargs)
+        result = train(*args, **kwargs)
+        updated.set()
+        return result
 
     engine.train_step = train_step
     run_steps(engine, settings, context)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
-from support.hf_runs import make_config, tree, write_run, write_vocabulary
+from support.hf_runs import make_config, tree, write_run
 from support.project import ROOT
 from transformers import pipeline
 
@@ -37,11 +37,6 @@ RUNS = {
     },
     "masked in place": {"blank_infilling": {"masked_lm": True}, "data": {"sequence_length": 58}},
 }
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 @pytest.fixture(scope="module")

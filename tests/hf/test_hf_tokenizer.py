@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tokenizer_files import KIND_OF, files  # noqa: F401  a fixture
+from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer
 
 from data_utils.base.errors import CheckpointError
@@ -18,13 +18,15 @@ CASES = [*KIND_OF, "sentencepiece shared gmask"]
 
 
 @pytest.fixture(scope="module")
-def exported(files, tmp_path_factory):
+def exported(tokenizer_files, tmp_path_factory):
     """Case -> (training tokenizer, exported tokenizer, its directory)."""
     made = {}
     for case in CASES:
         name = case.split()[0]
         shared = "shared" in case
-        config = TokenizerConfig(kind=KIND_OF[name], path=str(files / name), fixed_command_tokens=not shared)
+        config = TokenizerConfig(
+            kind=KIND_OF[name], path=str(tokenizer_files / name), fixed_command_tokens=not shared
+        )
         tokenizer = load_tokenizer(config)
         directory = tmp_path_factory.mktemp("export")
         write_tokenizer(tokenizer, directory, 513)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import mask_rule
 from support.batches import prefix_batch
-from support.collated import collate, windows
-from support.recipes import RECIPES, make
+from support.recipes import RECIPES, collate, make, windows
 
 from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
 from megatron_lite.model import batch as attention_layout

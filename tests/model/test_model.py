@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import prefix_batch
-from support.collated import collate, windows
-from support.recipes import RECIPES
+from support.recipes import RECIPES, collate, windows
 from support.recipes import make as make_objective
 
 from data_utils.objectives import LOSS_NAMES

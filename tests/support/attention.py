@@ -1,4 +1,4 @@
-"""What several tests use around attention."""
+"""Masks and inputs for tests of attention, and attention written out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 
 from data_utils.objectives.planes import DOC, GRP, ORD
 from megatron_lite.model.batch import allowed
-from support.collated import collate, windows
-from support.recipes import make
+from support.recipes import collate, make, windows
 
 CPU = torch.device("cpu")
 

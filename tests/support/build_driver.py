@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
-from support.project import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_utils.base.errors import UserError, run_command
 from data_utils.build.config import BuildConfig

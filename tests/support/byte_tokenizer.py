@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from data_utils.base.errors import DataError
+from support.waiting import slow_work
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,15 @@ class SlowTokenizer(ByteTokenizer):
     """Takes long enough for a test to interrupt the build."""
 
     def encode_batch(self, texts):
-        time.sleep(0.05)
+        slow_work(0.05)
         return super().encode_batch(texts)
+
+
+class AnnouncingTokenizer(ByteTokenizer):
+    """Writes a file named as its process into the directory ANNOUNCED once it is loaded."""
+
+    def __init__(self):
+        Path(os.environ["ANNOUNCED"], str(os.getpid())).touch()
 
 
 class CountingTokenizer(ByteTokenizer):

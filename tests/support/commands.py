@@ -1,4 +1,4 @@
-"""What several tests use around pretrain cli."""
+"""The entry points as a user starts them, in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,12 +1,17 @@
-"""What several tests use around build."""
+"""Corpora from texts and datasets from token ids, small enough to look at every byte."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+
 from data_utils.build.corpus import BuildConfig, build_corpus
-from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+)
 from support.byte_tokenizer import ByteTokenizer
 
 
@@ -35,3 +40,17 @@ def texts_of(prefix):
 
 def files(directory):
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def build(prefix, documents, vocab_size=1000, **manifest):
+    with IndexedDatasetWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add(np.asarray(document, np.int32), np.array([len(document)]))
+        writer.finish(manifest)
+    return IndexedDataset(prefix)
+
+
+def damage(path, change):
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)

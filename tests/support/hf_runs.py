@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.base.settings import build
+from data_utils.base.settings import build, merge
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.importing import write_training_checkpoint
@@ -39,6 +39,12 @@ def tree(vocabulary: Path, **model) -> dict:
         "tokenizer": {"kind": "bert_wordpiece", "path": str(vocabulary)},
         "data": {"sequence_length": 60},
     }
+
+
+def settings_of(vocabulary: Path, parallel: dict) -> dict:
+    """The tree of a layout; four pipeline stages need four layers."""
+    model = {"num_layers": 4} if parallel["pipeline_parallel_size"] == 4 else {}
+    return merge(tree(vocabulary, **model), {"parallel": parallel, "batch": {"micro_batch_size": 1}})
 
 
 def make_config(settings: dict) -> Config:

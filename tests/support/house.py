@@ -47,6 +47,11 @@ def product_files() -> list[Path]:
     return sorted([ROOT / "pretrain_glm.py", *rooms])
 
 
+def test_files() -> list[Path]:
+    """Every Python file of the tests, with what they share."""
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
 def module_name(path: Path) -> str:
     """`data_utils.base.files` for data_utils/base/files.py; a package for its __init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -119,6 +124,28 @@ def upward_imports(graph: dict[str, dict[str, int]]) -> list[str]:
             if room is not None and target is not None and target > room:
                 lines.append(f"{name}:{line} imports {other}")
     return lines
+
+
+def imports_of_tests(source: str) -> list[str]:
+    """Imported modules that are test files."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return [name for name in names if any(part.startswith("test_") for part in name.split("."))]
+
+
+def sleeps(source: str) -> list[int]:
+    """Lines that name time.sleep; code in strings, for other processes, is not looked at."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        is_module = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "time"
+        if (names and node.module == "time" and "sleep" in names) or (is_module and node.attr == "sleep"):
+            lines.append(node.lineno)
+    return sorted(lines)
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, int]]:

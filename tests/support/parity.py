@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import math
 import os
 import platform
@@ -25,21 +24,18 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from support.project import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError, run_command
-from data_utils.base.settings import build
 from data_utils.objectives.planes import WEIGHTS
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import ModelInput, build_model
 from megatron_lite.model.tensor_parallel import whole_shape
@@ -49,160 +45,23 @@ from megatron_lite.train.plain import make_engine
 from megatron_lite.train.trainer import DTYPES
 from support.batches import prefix_batch
 from support.distributed import run_ranks
-
-MAX_RANKS = 8
-SAMPLES = 32  # of a step: 8 data-parallel ranks x 4 micro-batches
-STEPS = 3
-OBJECTIVES = 3
-VOCAB_SIZE = 500
-ROW_LENGTH = 48
-LR, CLIP = 1e-2, 0.3
-KINDS = ("loss", "norm", "gradients", "weights")
-
-# Largest difference of a tensor's elements over its largest element. fp32: rounding is 6e-8 and sums of about a hundred
-# terms in another order give 1e-6 (measured: at most 4e-6), while an error of method gives 1e-3 and more (a factor, a
-# missing term, a step without weight decay). Half precision has 8 and 11 bits; its errors add up over four blocks, and
-# the largest element of a tensor collects the worst of them. Measured: half of these at most.
-TOLERANCES = {
-    "fp32": dict.fromkeys(KINDS, 1e-5),
-    "bf16": {"loss": 1e-3, "norm": 1e-2, "gradients": 0.2, "weights": 0.2},
-    "fp16": {"loss": 1e-4, "norm": 2e-3, "gradients": 0.02, "weights": 0.02},
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to run the training steps."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    zero_stage: int = 1
-    sequence_parallel: bool = False
-    recompute: str = "none"
-    accumulation: int = 1
-    precision: str = "fp32"
-    offload: bool = False
-    dropout: float = 0.0  # after embeddings, attention and FFN
-    attention_dropout: float = 0.0
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def layout(self) -> str:
-        return f"{self.tensor}x{self.pipeline}x{self.data}"
-
-    @property
-    def micro_batch_size(self) -> int:
-        return SAMPLES // (self.data * self.accumulation)
-
-    @property
-    def num_layers(self) -> int:
-        return max(4, self.pipeline)
-
-    @property
-    def keeps_padding(self) -> bool:
-        """Where dropout's masks are drawn for whole rows."""
-        return self.sequence_parallel or self.pipeline > 1
-
-    @property
-    def parallel(self) -> dict[str, Any]:
-        return {
-            "tensor_parallel_size": self.tensor,
-            "pipeline_parallel_size": self.pipeline,
-            "sequence_parallel": self.sequence_parallel,
-            "zero_stage": self.zero_stage,
-            "offload_optimizer": self.offload,
-        }
-
-    def __str__(self) -> str:
-        words = [self.layout, f"zero{self.zero_stage}", self.recompute, f"accumulation{self.accumulation}"]
-        words += ["sp"] * self.sequence_parallel + ["offload"] * self.offload
-        words += [self.precision] * (self.precision != "fp32")
-        words += ["dropout"] * bool(self.dropout or self.attention_dropout)
-        return "-".join(words)
-
-    def config(self) -> Config:
-        # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
-        # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
-        # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
-        tree = {
-            "model": {
-                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
-                "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
-                "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
-            },
-            "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
-            "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
-            "data": {"sequence_length": 32, "row_length": ROW_LENGTH},
-            "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "eps": 1e-3},
-            "parallel": self.parallel,
-        }  # fmt: skip
-        if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
-            tree["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 500}}
-        return build(Config, tree)
-
-
-def matrix() -> list[Case]:
-    """Tensor x pipeline x data <= 8 in powers of two, x ZeRO x sequence parallelism x recomputation x accumulation."""
-    degrees = [1, 2, 4, 8]
-    return [
-        Case(tp, pp, dp, zero, sequence_parallel, recompute, accumulation)
-        for tp, pp, dp in itertools.product(degrees, repeat=3)
-        if tp * pp * dp <= MAX_RANKS
-        for zero in ((1, 2, 3) if pp == 1 else (1,))
-        for sequence_parallel in ((False, True) if tp > 1 else (False,))
-        for recompute in ("none", "selective", "full")
-        for accumulation in (1, 4)
-    ]
-
-
-# Half precision against one process in fp32; offloading; dropout, where one process draws the same masks: within each
-# tensor-parallel region the ranks draw their own (so no attention dropout, no sequence parallelism at tensor > 1).
-HALF = [
-    *(Case(1, 1, 2, zero, accumulation=4, precision=p) for zero in (1, 2, 3) for p in ("bf16", "fp16")),
-    *(Case(2, 1, 1, 1, True, precision=precision) for precision in ("bf16", "fp16")),
-    *(Case(2, 1, 2, 3, recompute="full", precision=precision) for precision in ("bf16", "fp16")),
-    Case(2, 2, 1, 1, True, accumulation=4, precision="bf16"),
-    Case(1, 4, 1, 1, recompute="selective", precision="bf16"),
-]
-OFFLOAD = [
-    *(Case(1, 1, 2, zero, accumulation=4, offload=True) for zero in (1, 2, 3)),
-    Case(2, 1, 2, 2, True, offload=True),
-    *(Case(1, 1, 2, zero, precision=p, offload=True) for zero in (1, 2, 3) for p in ("bf16", "fp16")),
-]
-DROPOUT = [
-    Case(1, 1, 2, 2, recompute="selective", accumulation=4, dropout=0.1, attention_dropout=0.1),
-    Case(1, 1, 4, 3, dropout=0.1, attention_dropout=0.1),
-    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
-    Case(1, 4, 2, 1, dropout=0.1, attention_dropout=0.1),
-    Case(2, 1, 1, 2, accumulation=4, dropout=0.1),
-    Case(2, 2, 1, 1, recompute="full", dropout=0.1),
-]
-
-
-def _pairs(case: Case) -> set[tuple]:
-    values = (
-        case.tensor > 1, case.pipeline > 1, case.data > 1, case.zero_stage, case.sequence_parallel, case.recompute,
-        case.accumulation,
-    )  # fmt: skip
-    return set(itertools.combinations(enumerate(values), 2))
-
-
-def reduced() -> list[Case]:
-    """Few cases on few ranks in which every two settings that can meet do meet; parallel axes count as on or off."""
-    everything = matrix()
-    missing = set().union(*map(_pairs, everything))
-    chosen = [Case(2, 2, 2, 1, True, "full", 4)]
-    missing -= _pairs(chosen[0])
-    while missing:
-        best = max(everything, key=lambda case: (len(_pairs(case) & missing), -case.ranks))
-        chosen.append(best)
-        missing -= _pairs(best)
-    return chosen
-
+from support.parity_cases import (
+    CLIP,
+    DROPOUT,
+    HALF,
+    KINDS,
+    LR,
+    OBJECTIVES,
+    OFFLOAD,
+    ROW_LENGTH,
+    SAMPLES,
+    STEPS,
+    TOLERANCES,
+    VOCAB_SIZE,
+    Case,
+    matrix,
+)
+from support.project import ROOT
 
 # The one process
 

@@ -1,4 +1,4 @@
-"""Every objective for tests: how to make it, its mask as the paper has it, and how its text is rebuilt.
+"""Every objective for tests: how to make it, rows for it, its mask as the paper has it, and how its text is rebuilt.
 
 The masks are written from the papers, row by row, from what a row is (context, decoder input, query, ...).
 Of `ord` and `grp` they use only the step numbers of UniLMv2 and XLNet, as the name of the drawn order.
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.objectives import OBJECTIVES, Example, Objective, SpecialTokens, Vocabulary, make_one
-from data_utils.samples.loader import collate
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.samples.loader import collate as fill_rows
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=106, eop=107, eos=0, pad=1, unk=100, dblock=99
@@ -49,8 +50,33 @@ def make(
 def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:
     """The Examples of the same piece under sample indices 0, 1, ..."""
     ones = np.ones(samples, np.int64)
-    batch = collate(made, np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
+    batch = fill_rows(made, np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
     return [Example.from_planes(row[:, row[5] >= 0]) for row in batch]
+
+
+def windows(rows: int, sequence_length: int, seed: int) -> list[list[np.ndarray]]:
+    """Random windows of pieces with distinct tokens; half of them begin with the rest of a document."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for row in range(rows):
+        pieces, room, first = [], sequence_length, FIRST_TEXT_TOKEN
+        while True:
+            reserve = 0 if not pieces and row % 2 else DOCUMENT_OVERHEAD
+            if room - reserve < 1 or (pieces and rng.random() < 0.1):
+                break
+            length = int(rng.integers(1, room - reserve + 1))
+            pieces.append(text_of(length, bool(rng.random() < 0.7), first))
+            first += length
+            room -= length + reserve
+        made.append(pieces)
+    return made
+
+
+def collate(made: Objective, samples: list[list[np.ndarray]], first_index: int = 0) -> np.ndarray:
+    pieces = [piece for sample in samples for piece in sample]
+    lengths = np.array([len(piece) for piece in pieces])
+    counts = np.array([len(sample) for sample in samples])
+    return fill_rows(made, np.concatenate(pieces), lengths, counts, np.arange(len(samples)) + first_index)
 
 
 # Masks of one document, bool [rows, rows]: may the query row see the key row?

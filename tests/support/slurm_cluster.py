@@ -14,10 +14,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from support.waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 PACKAGES = ("slurm-wlm", "munge")
@@ -94,16 +95,6 @@ class Cluster:
         """The ends of the daemons' logs, for the message of a failure."""
         files = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
-
-
-def wait_until(
-    condition: Callable[[], bool], seconds: float, what: str, logs: Callable[[], str] = str
-) -> None:
-    """Poll until `condition()` holds. Raises AssertionError with `what` and the logs after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s\n{logs()}"
-        time.sleep(0.2)
 
 
 def _configuration(directory: Path) -> str:
@@ -210,6 +201,5 @@ def _idle_nodes(cluster: Cluster) -> int:
 
 def _cancel_everything(cluster: Cluster) -> None:
     subprocess.run(["scancel", "--user=root", "--full"], env=cluster.environment, timeout=60)
-    deadline = time.monotonic() + 20
-    while cluster.run("squeue", "--noheader") and time.monotonic() < deadline:
-        time.sleep(0.2)
+    with suppress(AssertionError):  # the daemons are stopped next
+        wait_until(lambda: not cluster.run("squeue", "--noheader"), 20)

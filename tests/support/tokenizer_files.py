@@ -1,16 +1,17 @@
-"""What several tests use around tokenizers."""
+"""Files of small tokenizers of every kind, texts, and names that text must not turn into special tokens."""
 
 from __future__ import annotations
 
 import io
 import json
 
-import pytest
 import sentencepiece
 import tokenizers
+from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from data_utils.text.tokenizers import (
+    HIDDEN,
     SPECIAL_NAMES,
 )
 
@@ -123,10 +124,8 @@ def roberta_json(vocab):
     return backend.to_str()
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """One directory of files for every kind."""
-    root = tmp_path_factory.mktemp("tokenizers")
+def write_all(root):
+    """One directory of files for every kind of tokenizer."""
     for name in ("bert", "json", "unigram", "sentencepiece", "roberta"):
         (root / name).mkdir()
     (root / "bert" / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n", encoding="utf-8")
@@ -138,7 +137,6 @@ def files(tmp_path_factory):
         sentencepiece_model(user_defined_symbols=["[MASK]", "<n>"])
     )
     (root / "roberta" / "tokenizer.json").write_text(roberta_json(roberta_vocab(300)))
-    return root
 
 
 KIND_OF = {
@@ -149,3 +147,13 @@ KIND_OF = {
     "roberta": "hf_json",
     "sentencepiece": "sentencepiece",
 }
+
+LITERALS = [
+    *SPECIAL_NAMES.values(),
+    *("<s>", "</s>", "<unk>", "<pad>", "<mask>", "<eop>", "<sop>", "<bos>", "<0x0A>"),
+    *(HIDDEN + name for name in ("<s>", "[MASK]", "<|endoftext|>", "<unk>")),
+]
+texts = st.text(st.characters(codec="utf-8"), max_size=60) | st.lists(
+    st.sampled_from([*LITERALS, " ", "  ", "\n", "the", "quick", " fox", "é", "今", ".", "'s", "12"]),
+    max_size=12,
+).map("".join)

@@ -1,6 +1,6 @@
 """Run pretrain_glm.py and say which files of the project run between the read of a batch and its loss.
 
-    NUMBA_DISABLE_JIT=1 python tests/trace_batch.py OUTPUT --config FILE ...
+    NUMBA_DISABLE_JIT=1 python tests/support/trace_batch.py OUTPUT --config FILE ...
 
 Without compilation every function is seen, those of the samplers and objectives too. OUTPUT becomes JSON: the files on
 the call stack at the beginning of the second step, and those whose functions run from there to the first loss.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from support.project import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = ("pretrain_glm.py", "megatron_lite", "data_utils", "scripts")
 

@@ -1,4 +1,4 @@
-"""What several tests use around trainer."""
+"""Training runs in this process, and what they wrote down."""
 
 from __future__ import annotations
 

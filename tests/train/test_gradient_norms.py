@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from support import parity
+from support import parity, parity_cases
 from support.distributed import run_ranks
 from support.parity import Case
 from support.training import fit
@@ -21,11 +21,11 @@ LAYERS = ("embedding.", "layers.", "final_layernorm")
 
 
 def norms_of_a_step(context, case):
-    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     layers = GradientNorms(case.config().model, context)
     with engine.observed_gradients(layers.add):
-        result = engine.train_step(parity.micro_batches_of(case, context, 0), parity.LR)
-    unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity.LR)
+        result = engine.train_step(parity.micro_batches_of(case, context, 0), parity_cases.LR)
+    unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity_cases.LR)
     assert not unobserved.skipped
     return layers.norms(engine.clip_divisor(result.grad_norm)), result.grad_norm
 

@@ -7,15 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from support.distributed import free_port
 from support.project import ROOT
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.launcher
+SLOW_START = 300  # seconds: a busy machine needs minutes to load torch four times
 
 
 def command_and_environment(settings, directory, overrides, processes=2, port=None):
@@ -44,13 +45,6 @@ def ranks_of(config):
     return found
 
 
-def wait_until(condition, what, seconds=300):  # a busy machine needs minutes to load torch four times
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
 def running(settings, directory):
     """The launcher of an endless run, in a process group of its own, as in a terminal; its output goes to `output`."""
@@ -73,13 +67,15 @@ def running(settings, directory):
 def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
     run = tmp_path / "run"
     with running(settings, tmp_path) as (launcher, config):
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, "the run trains")
+        wait_until(
+            lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, SLOW_START, "the run trains"
+        )
         assert len(ranks_of(config)) == 2
         if ask == "Ctrl-C":
             os.killpg(launcher.pid, signal.SIGINT)
         else:
             launcher.terminate()
-        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+        wait_until(lambda: not ranks_of(config), 60, "the ranks end")
     output = (tmp_path / "output").read_text()
     (last,) = (run / "checkpoints").iterdir()
     assert last.name == f"step_{losses(run)[-1][0]:08d}"
@@ -91,9 +87,9 @@ def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_
 
 def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
     with running(settings, tmp_path) as (launcher, config):
-        wait_until(lambda: (tmp_path / "run/LEASE").exists(), "rank 0 has begun")
+        wait_until((tmp_path / "run/LEASE").exists, SLOW_START, "rank 0 has begun")
         launcher.terminate()
-        wait_until(lambda: not ranks_of(config), "the ranks end", 60)
+        wait_until(lambda: not ranks_of(config), 60, "the ranks end")
     output = (tmp_path / "output").read_text()
     assert output.count("the launcher has ended: ending before the first step\n") == 1, output
     assert not (tmp_path / "run").exists()

@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
 import yaml
 from support.project import ROOT
+from support.waiting import wait_until
 
 from data_utils.base.errors import ConfigError, ExitStatus
 from megatron_lite.train import lease
@@ -206,9 +206,7 @@ def test_a_run_holds_its_directory_until_it_has_ended(settings, tmp_path):
     command = [sys.executable, "pretrain_glm.py", "--config", str(config)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
         try:
-            deadline = time.monotonic() + 120
-            while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
-                time.sleep(0.1)
+            wait_until((run / "metrics.jsonl").exists, what="the run trains")
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
             assert done.returncode == 2 and f"is in use: process {first.pid} on " in done.stderr
             first.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@ import json
 import time
 
 import numpy as np
+from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.train.metrics import Metrics
@@ -100,7 +101,10 @@ def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path):
         for step, loss in losses.items():
             metrics.write("train", step, {"loss": loss}, "line")
         metrics.close()
-        time.sleep(1.1)  # files are ordered by their names, which hold the second
+        second = int(time.time())
+        wait_until(
+            lambda last=second: int(time.time()) > last
+        )  # files are ordered by names that hold the second
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 5.0), (2, 4.0), (3, 2.5)]
 

@@ -1,4 +1,4 @@
-"""Every layout equals one process (parity.py): the reduced cases always, the whole matrix behind `-m slow`."""
+"""Every layout equals one process (support/parity.py): the reduced cases always, the whole matrix behind `-m slow`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import parity
+from support import parity, parity_cases
 from support.distributed import run_ranks
 from support.parity import Case, by_layout, outcomes_of
 
@@ -23,15 +23,15 @@ def failures(cases):
     ]
 
 
-@pytest.mark.parametrize("layout", by_layout(parity.reduced()))
+@pytest.mark.parametrize("layout", by_layout(parity_cases.reduced()))
 def test_layouts_equal_one_process(layout):
-    assert failures(by_layout(parity.reduced())[layout]) == []
+    assert failures(by_layout(parity_cases.reduced())[layout]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", by_layout(parity.matrix()))
+@pytest.mark.parametrize("layout", by_layout(parity_cases.matrix()))
 def test_every_combination_equals_one_process(layout):
-    assert failures(by_layout(parity.matrix())[layout]) == []
+    assert failures(by_layout(parity_cases.matrix())[layout]) == []
 
 
 @pytest.mark.slow
@@ -43,12 +43,12 @@ def test_further_cases_equal_one_process(name):
 @pytest.mark.parametrize(
     "case",
     [
-        parity.DROPOUT[2],
-        parity.HALF[1],
-        parity.HALF[-2],
-        parity.OFFLOAD[1],
-        parity.OFFLOAD[3],
-        parity.OFFLOAD[4],
+        parity_cases.DROPOUT[2],
+        parity_cases.HALF[1],
+        parity_cases.HALF[-2],
+        parity_cases.OFFLOAD[1],
+        parity_cases.OFFLOAD[3],
+        parity_cases.OFFLOAD[4],
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def test_some_further_cases_equal_one_process(case):
 
 
 def test_the_matrix_is_complete():
-    cases = parity.matrix()
+    cases = parity_cases.matrix()
     assert len(set(cases)) == len(cases) == 372
     layouts = Counter((case.tensor, case.pipeline, case.data) for case in cases)
     assert len(layouts) == 20 and all(t * p * d <= 8 for t, p, d in layouts)
@@ -79,7 +79,7 @@ def test_the_command_refuses_at_once_what_it_cannot_do(arguments, message):
 
 
 def test_micro_batches_and_ranks_have_unequal_numbers_of_loss_tokens():
-    for step in range(parity.STEPS):
+    for step in range(parity_cases.STEPS):
         samples = parity.samples_of(step)
         counts = (samples[:, 4] != 0).sum(-1).reshape(8, 4)
         assert len(set(counts.flatten())) > 3 and len(set(counts.sum(0))) > 1 and len(set(counts.sum(1))) > 1
@@ -131,13 +131,13 @@ def test_a_fault_is_seen(fault, case, kind):
     parallel = ParallelConfig(tensor_parallel_size=case.tensor)
     record = parity.reference_of(case)
     outcomes = run_ranks(fault, case.ranks, case, record, parallel=parallel)
-    assert max(outcome.largest[kind] for outcome in outcomes) > 20 * parity.TOLERANCES["fp32"][kind]
+    assert max(outcome.largest[kind] for outcome in outcomes) > 20 * parity_cases.TOLERANCES["fp32"][kind]
 
 
 def weights_after_training(context, case):
-    engine = make_engine(case.config(), context, parity.OBJECTIVES)
+    engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     for step in range(2):
-        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+        engine.train_step(parity.micro_batches_of(case, context, step), parity_cases.LR)
     return {name: parameter.detach().clone() for name, parameter in engine.named_parameters.items()}
 
 

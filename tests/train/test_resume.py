@@ -4,7 +4,6 @@ started again ends with the state of the run that was never killed.
 
 import random
 import shutil
-import time
 
 import pytest
 import yaml
@@ -12,6 +11,7 @@ from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks, start_ranks
 from support.project import small_run
 from support.training import fit
+from support.waiting import random_delay, wait_until
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
@@ -151,7 +151,7 @@ def kill_at_random_moment(tree, directory, rng):
     doomed = [rng.choice(ranks)] if step and rng.random() < 0.5 else ranks
     try:
         wait_for_step(directory / "metrics.jsonl", step, ranks)
-        time.sleep(rng.uniform(0, 0.1))
+        random_delay(rng, 0.1)
         for process in doomed:
             process.kill()
         for process in ranks:  # one left alone ends by itself
@@ -164,12 +164,10 @@ def kill_at_random_moment(tree, directory, rng):
 
 
 def wait_for_step(metrics, step, ranks):
-    deadline = time.monotonic() + 60
-    while step and (not metrics.exists() or metrics.read_bytes().count(b'"train"') < step):
-        assert time.monotonic() < deadline
-        if not all(process.is_alive() for process in ranks):
-            return
-        time.sleep(0.005)
+    def logged():
+        return metrics.exists() and metrics.read_bytes().count(b'"train"') >= step
+
+    wait_until(lambda: not step or logged() or not all(rank.is_alive() for rank in ranks), 60)
 
 
 TRIALS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]

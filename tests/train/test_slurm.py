@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from support.project import ROOT
-from support.slurm_cluster import Cluster, reason_to_skip, running_cluster, wait_until
+from support.slurm_cluster import Cluster, reason_to_skip, running_cluster
+from support.waiting import wait_until
 
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import merge

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import pytest
 from support.distributed import _FORK, free_port, initialize
 from support.project import ROOT
 from support.training import make_trainer
+from support.waiting import wait_until
 
 from data_utils.base.errors import ExitStatus, RankError
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint import write as write_module
+from megatron_lite.checkpoint import write as checkpoint_write
 from megatron_lite.config.tree import ParallelConfig, TimeoutsConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.train.heartbeats import Heartbeat, read_heartbeats, who_is_behind
@@ -34,7 +36,7 @@ def watch(trainer):
 
 
 def never_return():
-    time.sleep(300)
+    threading.Event().wait()
 
 
 def train_with_a_hang(rank, port, tree):
@@ -94,10 +96,7 @@ def test_a_rank_that_is_killed_is_named(settings, capfd):
         process.start()
     heartbeats = Path(settings["run"]["directory"]) / "heartbeats"
     try:
-        deadline = time.monotonic() + 120
-        while len(read_heartbeats(heartbeats)) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(read_heartbeats(heartbeats)) == 3)
         ranks[0].kill()
         for process in ranks:
             process.join(60)
@@ -126,7 +125,7 @@ def train_while_writing_hangs(tree):
         limits["checkpoint"] = 3
         never_return()
 
-    write_module._write_rank = write
+    checkpoint_write._write_rank = write
     trainer.fit()
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.datasets import build, damage
+from support.corpora import build, damage
 
 from data_utils.base import checksums
 from data_utils.base.checksums import FileChecksums, damaged_block, difference, identity

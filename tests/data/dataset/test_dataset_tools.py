@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, OtherTokenizer
-from support.corpora import make, to_jsonl
-from support.datasets import build
+from support.corpora import build, make, to_jsonl
 
 from data_utils.base.checksums import identity
 from data_utils.base.errors import DataError

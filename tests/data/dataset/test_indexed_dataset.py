@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.datasets import build, damage
+from support.corpora import build, damage
 
 from data_utils.base import files
 from data_utils.base.errors import DataError

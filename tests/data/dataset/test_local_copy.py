@@ -2,7 +2,7 @@ import multiprocessing
 import shutil
 
 import pytest
-from support.datasets import build, damage
+from support.corpora import build, damage
 
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset

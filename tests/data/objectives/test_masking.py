@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
-from support.statistics import chi_square, chi_square_limit
 
 from data_utils.base.random_streams import new_stream, open_stream
 from data_utils.objectives.masking import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.chi_square import chi_square, chi_square_limit
 from support.recipes import SPECIAL, make, text_of, vocabulary
-from support.statistics import chi_square, chi_square_limit
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed

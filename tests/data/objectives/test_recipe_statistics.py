@@ -10,11 +10,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.collated import collate
+from support.chi_square import chi_square, chi_square_limit
 from support.mask_rule import allowed, leaks
 from support.recipes import (
     FIRST_TEXT_TOKEN,
     SPECIAL,
+    collate,
     make,
     many,
     rebuilt_in_place,
@@ -23,7 +24,6 @@ from support.recipes import (
     unilmv2,
     xlnet,
 )
-from support.statistics import chi_square, chi_square_limit
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, Example

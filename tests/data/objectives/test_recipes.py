@@ -9,10 +9,9 @@ import sys
 
 import numpy as np
 import pytest
-from support.collated import collate, windows
 from support.mask_rule import allowed, leaks
 from support.project import ROOT
-from support.recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, make, many, text_of
+from support.recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, collate, make, many, text_of, windows
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, Example

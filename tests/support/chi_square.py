@@ -1,4 +1,4 @@
-"""What several tests use around blank infilling."""
+"""Chi-square tests of drawn counts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""The configurations of published models and systems against tables of what was published."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import yaml
+from support.project import ROOT
+
+from data_utils.base.settings import build, to_tree
+from data_utils.text.tokenizers import assign_special_tokens, sentencepiece_special_tokens
+from megatron_lite.config.parameter_count import padded_vocab_size, parameter_count
+from megatron_lite.config.tree import (
+    Config,
+    ParallelConfig,
+    load_config,
+)
+
+MODELS = ROOT / "configs"
+
+# The published models: layers, hidden size, heads, largest position, padded vocabulary, million parameters.
+PUBLISHED = {
+    "glm-base": (12, 768, 12, 512, 30592, "109.3"),
+    "glm-large": (24, 1024, 16, 512, 30592, "334.7"),
+    "glm-410m": (30, 1024, 16, 512, 30592, "410.3"),
+    "glm-515m": (30, 1152, 18, 512, 30592, "514.6"),
+    "glm-roberta": (24, 1024, 16, 512, 50304, "354.9"),
+    "glm-large-chinese": (24, 1024, 16, 1024, 50048, "355.7"),
+    "glm-2b": (36, 2048, 32, 1024, 50304, "1920."),
+    "glm-10b": (48, 4096, 64, 1024, 50304, "9881."),
+    "glm-10b-1024": (48, 4096, 64, 1024, 50304, "9881."),
+    "glm-10b-chinese": (48, 4096, 64, 1024, 50048, "9880."),
+}
+
+# Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warm-up, floor, token, sentence.
+RECIPES = {
+    "glm-base": (4e-4, 0.98, 1e-6, 0.1, 150_000, "cosine", 120_000, 6_000, 0.05, 1.0, 0.0),
+    "glm-large": (2e-4, 0.98, 1e-6, 0.1, 200_000, "cosine", 160_000, 8_000, 0.05, 1.0, 0.0),
+    "glm-roberta": (4e-4, 0.98, 1e-6, 0.01, 500_000, "linear", 500_000, 30_000, 0.025, 1.0, 0.0),
+    "glm-large-chinese": (4e-4, 0.98, 1e-6, 0.01, 250_000, "cosine", 200_000, 8_000, 0.1, 0.4, 0.3),
+    "glm-2b": (1e-4, 0.95, 1e-8, 0.1, 250_000, "cosine", 175_000, 7_000, 0.1, 0.4, 0.3),
+    "glm-10b": (1e-4, 0.95, 1e-8, 0.1, 250_000, "cosine", 175_000, 7_000, 0.1, 0.5, 0.3),
+    "glm-10b-1024": (3e-5, 0.95, 1e-8, 0.1, 250_000, "linear", 50_000, 250, 0.1, 0.4, 0.3),
+    "glm-10b-chinese": (1e-4, 0.95, 1e-8, 0.1, 150_000, "cosine", 120_000, 4_800, 0.1, 0.5, 0.3),
+}
+
+BERT = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+ROBERTA = {"cls": 0, "pad": 2, "sep": 2, "eos": 2, "unk": 3, "mask": 50264}
+
+
+def published(name: str) -> Config:
+    return load_config([MODELS / f"{name}.yaml"])
+
+
+# The published models
+
+
+def test_every_published_model_has_a_file():
+    assert {path.stem for path in MODELS.glob("glm-*.yaml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_published_size(name):
+    model = published(name).model
+    layers, hidden, heads, max_position, vocab, millions = PUBLISHED[name]
+    shape = (model.num_layers, model.hidden_size, model.num_attention_heads, model.max_position)
+    assert shape == (layers, hidden, heads, max_position)
+    assert padded_vocab_size(model.vocab_size) == vocab
+    digits = 4 - len(millions.partition(".")[0])
+    assert f"{parameter_count(model) / 1e6:.{digits}f}" == millions.rstrip(".")
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_parameter_count_is_that_of_the_real_module(path):
+    """And what --dry-run says that one rank holds."""
+    import torch
+
+    from megatron_lite.model.glm import GLM
+    from megatron_lite.train.estimate import stages
+
+    config = load_config([path])
+    if config.model.vocab_size is None:
+        config = config.with_vocab_size(1000)
+    with torch.device("meta"):
+        parameters = dict(GLM(config.model).named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == parameter_count(config.model)
+    (stage,) = stages(replace(config, parallel=ParallelConfig()))
+    assert stage.parameters == parameter_count(config.model)
+    width = config.model.embedding_size or config.model.hidden_size
+    padding = len(parameters["embedding.word_embeddings.weight"]) - config.model.vocab_size
+    assert parameter_count(config.model) - parameter_count(config.model, padded=False) == padding * width
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_published_recipe_is_that_of_the_reference(name):
+    config = published(name)
+    optimizer, schedule, objective = (
+        config.optimizer,
+        config.schedule,
+        config.objective_sections["blank_infilling"],
+    )
+    assert (
+        *(optimizer.lr, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
+        *(config.training.steps, schedule.kind, schedule.decay_steps, schedule.warmup_steps),
+        schedule.min_lr_ratio,
+        *(objective.token_prob, objective.sentence_prob),
+    ) == RECIPES[name]  # fmt: skip
+    assert (optimizer.beta1, optimizer.clip_grad_norm) == (0.9, 1.0)
+    if objective.sentence_prob > 0:
+        assert (objective.document_min_ratio, objective.block_mask_prob) == (0.25, 0.1)
+
+
+def test_the_papers_mix_may_be_laid_over_a_model():
+    """Short spans and long ones, half each; everything else stays the model's."""
+    config = load_config([MODELS / "glm-10b.yaml", MODELS / "objectives/paper.yaml"])
+    mix = config.objective_sections["blank_infilling"]
+    assert (mix.token_prob, mix.sentence_prob, mix.masked_ratio, mix.mean_span_length) == (
+        0.5,
+        0.0,
+        0.15,
+        3.0,
+    )
+    assert (mix.document_min_ratio, mix.document_max_ratio, mix.document_min_context) == (0.5, 1.0, 1)
+    assert dataclasses.replace(
+        config, objective_sections=published("glm-10b").objective_sections
+    ) == published("glm-10b")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_vocabulary_is_the_size_of_the_models_tokenizer(name):
+    config = published(name)
+    sizes = {
+        "bert_wordpiece": assign_special_tokens(BERT, 30522)[1],
+        "gpt2_bpe": assign_special_tokens({"eos": 50256}, 50257)[1],
+        "hf_json": assign_special_tokens(ROBERTA, 50265)[1],
+        "sentencepiece": sentencepiece_special_tokens(50000, config.tokenizer.fixed_command_tokens)[1],
+    }
+    assert config.model.vocab_size == sizes[config.tokenizer.kind]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_batch_fits_8_and_64_ranks(name):
+    batch = published(name).batch
+    for ranks in (8, 64):
+        steps = batch.accumulation_steps(ranks)
+        assert steps * ranks * batch.micro_batch_size == batch.global_batch_size
+
+
+def test_no_two_published_models_share_a_run_directory():
+    directories = [published(name).run.directory for name in PUBLISHED]
+    assert len(set(directories)) == len(directories)
+
+
+# The other systems: layers, hidden size, heads, objective, row length, lr, sequences per step, steps.
+SYSTEMS = {
+    "bert-base": (12, 768, 12, "masked_lm", 512, 1e-4, 256, 1_000_000),
+    "bert-large": (24, 1024, 16, "masked_lm", 512, 1e-4, 256, 1_000_000),
+    "roberta-large": (24, 1024, 16, "masked_lm", 512, 4e-4, 8192, 500_000),
+    "spanbert-large": (24, 1024, 16, "spanbert", 512, 1e-4, 256, 2_400_000),
+    "albert-base": (12, 768, 12, "albert", 512, 4e-4, 4096, 125_000),
+    "ernie-base": (12, 768, 12, "ernie", 512, 1e-4, 256, 1_000_000),
+    "gpt": (12, 768, 12, "causal", 512, 2.5e-4, 64, 1_000_000),
+    "gpt2-xl": (48, 1600, 25, "causal", 1024, 1.5e-4, 512, 600_000),
+    "unilm-large": (24, 1024, 16, "unilm", 512, 3e-5, 330, 770_000),
+    "unilmv2-base": (12, 768, 12, "unilmv2", 664, 6e-4, 7680, 500_000),
+    "xlnet-large": (24, 1024, 16, "xlnet", 600, 4e-4, 8192, 500_000),
+    "mass-base": (12, 1024, 16, "mass", 768, 1e-4, 256, 500_000),
+    "t5-base": (24, 768, 12, "t5", 568, 4e-4, 128, 524_288),
+    "bart-large": (24, 1024, 16, "bart", 928, 4e-4, 8000, 500_000),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_has_its_headline_recipe(name):
+    config = published(name)
+    model, (choice,) = config.model, config.objective_choices
+    assert (
+        *(model.num_layers, model.hidden_size, model.num_attention_heads, choice.name),
+        choice.section.row_length_for(config.data.sequence_length),
+        *(config.optimizer.lr, config.batch.global_batch_size, config.training.steps),
+    ) == SYSTEMS[name]
+
+
+def test_ernie_2_adds_a_task_every_50000_steps():
+    config = published("ernie2-base")
+    batch, tokens = config.batch.global_batch_size, 512
+    assert config.model.task_embedding and batch * tokens == 393_216
+    rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
+    assert rows == {tokens}
+    starts = {choice.name: choice.first_sample / batch for choice in config.objective_choices}
+    assert starts == {"ernie": 0, "albert": 50_000, "masked_lm": 100_000}
+    assert config.training.steps == 150_000
+
+
+def test_every_configuration_is_in_a_table():
+    named = {path.stem for path in MODELS.glob("*.yaml")}
+    assert named == {"tiny", "ernie2-base", *PUBLISHED, *SYSTEMS}
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_survives_printing_and_reading(path):
+    config = load_config([path])
+    assert build(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config

@@ -1,0 +1,341 @@
+"""Every rule of the configuration fires, and its message names the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from support.configs import tiny, with_json
+from support.project import ROOT
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.config import deepspeed_options as deepspeed_module
+from megatron_lite.config import events as events_module
+from megatron_lite.config import sections as sections_module
+from megatron_lite.config import tree as config_module
+from megatron_lite.config.tree import (
+    BatchConfig,
+    Config,
+    ParallelConfig,
+    load_config,
+)
+
+# Every rule, with what the message must hold: the value, the rule, the remedy
+
+
+def over(*overrides: str) -> Callable[[], Any]:
+    return lambda: tiny(*overrides)
+
+
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "num_layers": (over("model.num_layers=0"), ("model.num_layers is 0", "at least 1")),
+    "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
+    "heads": (
+        over("model.num_attention_heads=5"),
+        ("num_attention_heads (5)", "divide", "choose a divisor of 64"),
+    ),
+    "dropout": (over("model.output_dropout=1"), ("model.output_dropout is 1.0", "in [0, 1)")),
+    "negative dropout": (
+        over("model.attention_dropout=-.1"),
+        ("model.attention_dropout is -0.1", "in [0, 1)"),
+    ),
+    "shrink": (over("model.embedding_gradient_shrink=0"), ("embedding_gradient_shrink is 0.0", "in (0, 1]")),
+    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "above 0", "default is 0.02")),
+    "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "above 0")),
+    "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1, or null")),
+    "gelu": (over("model.gelu=relu"), ("model.gelu is 'relu'", "one of tanh, erf")),
+    "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
+    "global": (
+        over("batch.global_batch_size=10"),
+        ("(10)", "multiple of batch.micro_batch_size (8)", "change one"),
+    ),
+    "world": (
+        lambda: BatchConfig(micro_batch_size=4, global_batch_size=24).accumulation_steps(4),
+        (
+            "global_batch_size (24)",
+            "(4) x data-parallel ranks (4) = 16",
+            "number of processes that divides 6",
+        ),
+    ),
+    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
+    "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
+    "zero under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.zero_stage=2"),
+        ("zero_stage is 2", "pipeline_parallel_size 2", "set zero_stage to 1"),
+    ),
+    "offloading under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.offload_optimizer=true"),
+        ("offload_optimizer is true", "pipeline_parallel_size 2", "drift apart", "set one of them"),
+    ),
+    "sequence parallelism alone": (
+        over("parallel.sequence_parallel=true"),
+        ("sequence_parallel is true", "tensor_parallel_size 1", "set it to false"),
+    ),
+    "processes": (
+        lambda: ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).data_parallel_size(6),
+        ("6 processes", "(2) x pipeline_parallel_size (2) = 4", "start a multiple of 4"),
+    ),
+    "heads over ranks": (
+        over("parallel.tensor_parallel_size=8"),
+        ("num_attention_heads (4)", "tensor_parallel_size (8)", "choose a divisor of 4"),
+    ),
+    "stages": (
+        over("parallel.pipeline_parallel_size=8"),
+        ("pipeline_parallel_size (8)", "num_layers (2)", "needs a block"),
+    ),
+    "fp16 under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "training.precision=fp16"),
+        ("precision is fp16", "drift apart", "use bf16"),
+    ),
+    "tokens over ranks": (
+        over(
+            "parallel.tensor_parallel_size=4",
+            "parallel.sequence_parallel=true",
+            "data.row_length=585",
+            "batch.micro_batch_size=1",
+        ),
+        ("= 585 tokens", "tensor_parallel_size (4)", "change data.row_length"),
+    ),
+    "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
+    "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "at least 0")),
+    "eval_samples": (over("training.eval_samples=0"), ("training.eval_samples is 0", "at least 1")),
+    "nonfinite": (
+        over("training.max_nonfinite_steps=0"),
+        ("training.max_nonfinite_steps is 0", "at least 1"),
+    ),
+    "seed": (over("training.seed=-1"), ("training.seed is -1", f"in [0, {2**63})")),
+    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", f"in [0, {2**63})")),
+    "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
+    "recompute": (
+        over("training.recompute=some"),
+        ("training.recompute is 'some'", "one of none, selective, full"),
+    ),
+    "normalization": (
+        over("training.loss_normalization=mean"),
+        ("training.loss_normalization is 'mean'", "one of global_tokens, per_objective, mean_of_means"),
+    ),
+    "loss weights without their mode": (
+        over("training.loss_weights={token: 2}"),
+        ("loss_normalization is global_tokens", "set that to per_objective, or remove the weights"),
+    ),
+    "loss weight of an unknown loss": (
+        over("training.loss_weights={words: 2}", "training.loss_normalization=per_objective"),
+        ("'words'", "one of token, sentence"),
+    ),
+    "loss weight": (
+        over("training.loss_weights={token: -2}", "training.loss_normalization=per_objective"),
+        ("training.loss_weights.token is -2", "0 or more"),
+    ),
+    "segments": (over("model.segments=-1"), ("model.segments is -1", "at least 0")),
+    "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
+    "labels without a head": (
+        over("objectives={albert: 1}", "model.max_position=600"),
+        ("model.sentence_head is false", "albert makes", "set it to true, or switch the labels off"),
+    ),
+    "head without labels": (
+        over("model.sentence_head=true"),
+        ("model.sentence_head is true", "no objective", "set it to false, or choose"),
+    ),
+    "boundary head without spans": (
+        over("model.span_boundary_places=20"),
+        ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
+    ),
+    "too few segments": (
+        over(
+            "model.segments=2", "objectives={unilm: 1}", "model.sentence_head=true", "model.max_position=600"
+        ),
+        ("model.segments is 2", "the objectives use 6", "set it to 6, or to 0"),
+    ),
+    "shared layers in stages": (
+        over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),
+        ("pipeline_parallel_size is 2 with model.share_layers", "size to 1, or share_layers to false"),
+    ),
+    "stop": (
+        over("training.stop_after_step=101"),
+        ("stop_after_step is 101", "at most training.steps (100)"),
+    ),
+    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "above 0")),
+    "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1.0", "in [0, 1)")),
+    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "at least 0")),
+    "schedule": (over("schedule.kind=step"), ("schedule.kind is 'step'", "one of cosine, linear, constant")),
+    "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "at least 0")),
+    "floor": (over("schedule.min_lr_ratio=1.5"), ("schedule.min_lr_ratio is 1.5", "in [0, 1]")),
+    "decay_steps": (
+        over("schedule.decay_steps=10", "schedule.warmup_steps=10"),
+        ("schedule.decay_steps (10)", "larger than schedule.warmup_steps (10)"),
+    ),
+    "warmup beyond the run": (
+        over("schedule.warmup_steps=100"),
+        ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
+    ),
+    "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("data.train[0].weight is 0.0", "above 0")),
+    "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
+    "positions": (
+        over("data.sequence_length=513"),
+        ("data.sequence_length (513)", "up to 513", "max_position is 512", "set model.max_position=513, or"),
+    ),
+    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
+    "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "at least 0")),
+    "keep_every": (
+        over("checkpoint.keep_every=2500"),
+        ("checkpoint.keep_every (2500)", "multiple of checkpoint.save_interval (1000)", "change one"),
+    ),
+    "resume": (over("checkpoint.resume=no"), ("checkpoint.resume must be text, not False",)),
+    "resume choice": (
+        over("checkpoint.resume=always"),
+        ("checkpoint.resume is 'always'", "one of auto, never"),
+    ),
+    "failed saves": (
+        over("checkpoint.max_failed_saves=0"),
+        ("checkpoint.max_failed_saves is 0", "at least 1"),
+    ),
+    "initialize choice": (
+        over("checkpoint.initialize=some"),
+        ("checkpoint.initialize is 'some'", "one of weights, all"),
+    ),
+    "initialize from nothing": (
+        over("checkpoint.initialize=all"),
+        ("checkpoint.initialize is all", "initialize_from is null", "name a checkpoint"),
+    ),
+    "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
+    "skipped samples": (
+        over("events.skip_samples=[{first: 8, end: 8}]"),
+        ("first 8 and end 8", "first must be the smaller"),
+    ),
+    "learning rate steps": (
+        over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
+        ("from_step 9 and until_step 8", "must not be the larger"),
+    ),
+    "learning rate": (
+        over("events.learning_rate=[{from_step: 9}]"),
+        ("factor None and value None", "give one of them"),
+    ),
+    "shrink event": (
+        over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
+        ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
+    ),
+    "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
+    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
+    "sentinels": (
+        over("blank_infilling.sentinel_first=200"),
+        ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
+    ),
+    "sentinels of t5": (
+        over("objectives={t5: 1}", "t5.sentinel_first=300"),
+        ("sentinel_first (300)", "below model.vocab_size (300)", "lower it"),
+    ),
+    "unknown objective": (over("objectives.bert=1"), ("'bert'", "one of blank_infilling, causal")),
+    "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
+    "objective start without objective": (
+        over("objective_starts.causal=5"),
+        ("names 'causal'", "not among objectives", "add it"),
+    ),
+    "objective start": (
+        over("objectives={causal: 1}", "objective_starts={causal: soon}"),
+        ("objective_starts.causal is 'soon'", "number of samples"),
+    ),
+    "no objective from the start": (
+        over("objectives={causal: 1, t5: 0}", "objective_starts={causal: 5}"),
+        ("from sample 0 on", "give one"),
+    ),
+    "tokenizer": (
+        lambda: tiny().with_vocab_size(301),
+        ("model.vocab_size is 300", "tokenizer has 301", "set model.vocab_size=null"),
+    ),
+    "deepspeed contradiction": (
+        over("deepspeed.train_batch_size=17"),
+        (
+            "deepspeed.train_batch_size is 17",
+            "batch.global_batch_size makes it 16",
+            "remove the DeepSpeed key",
+        ),
+    ),
+    "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
+    "deepspeed refused": (
+        over("deepspeed.optimizer.type=Adam"),
+        ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_names_the_value_the_rule_and_the_remedy(name):
+    action, fragments = RULES[name]
+    with pytest.raises(ConfigError) as error:
+        action()
+    message = str(error.value)
+    for fragment in fragments:
+        assert fragment in message
+    assert "\n" not in message
+
+
+def ranged_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field]]:
+    """Every setting with a range below `cls`, in items of lists as well, with its section."""
+    for hint, field in zip(get_type_hints(cls).values(), dataclasses.fields(cls), strict=True):
+        if field.metadata.get("range"):
+            yield cls, field
+        for nested in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(nested):
+                yield from ranged_fields(nested)
+
+
+RANGED = list(ranged_fields(Config))
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), RANGED, ids=[f"{section.__name__}.{field.name}" for section, field in RANGED]
+)
+def test_every_range_is_checked_in_a_section_made_in_code(section, field):
+    needed = {f.name: 1 for f in dataclasses.fields(section) if f.default is f.default_factory}
+    allowed = field.metadata["range"]
+    bad = next(value for value in (-1, 0, 2, "none such") if value not in allowed)
+    with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):
+        section(**{**needed, field.name: bad})
+
+
+def rule_lines(module: Any) -> dict[int, str]:
+    """First line -> source of every statement of `module` that can refuse a configuration."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    refusals = {}
+    for node in ast.walk(ast.parse(source)):
+        is_check = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("check", "choice")
+        if is_check or isinstance(node, ast.Raise):
+            refusals[node.lineno] = ast.get_source_segment(source, node) or ""
+    return refusals
+
+
+def test_no_rule_lacks_a_test(tmp_path):
+    fired = set()
+    for action in [action for action, _ in RULES.values()] + [
+        lambda case=case: case(tmp_path) for case in BAD_FILES
+    ]:
+        try:
+            action()
+        except ConfigError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            fired |= {(frame.filename, frame.lineno) for frame in frames}
+    for module in (config_module, sections_module, deepspeed_module, events_module):
+        for line, source in rule_lines(module).items():
+            assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
+
+
+BAD_FILES = [
+    lambda tmp: with_json(tmp, "{"),
+    lambda tmp: with_json(tmp, "[]"),
+    lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
+    lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], [], tmp / "absent.json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    zip(BAD_FILES, ["not valid JSON", "not list", "is 5, but .* says 6", "check the path"], strict=True),
+)  # fmt: skip
+def test_a_bad_deepspeed_file_is_named(tmp_path, case, message):
+    with pytest.raises(ConfigError, match=message):
+        case(tmp_path)

@@ -1,0 +1,64 @@
+"""How a configuration is put together from defaults, files and overrides, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from support.configs import TINY, tiny
+
+from data_utils.base.settings import build
+from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.tree import (
+    Config,
+    load_config,
+)
+
+
+def test_objectives_are_chosen_and_mixed():
+    assert [choice.name for choice in tiny().objective_choices] == ["blank_infilling"]
+    config = tiny(
+        "objectives={causal: 2, t5: 1, mass: 0}", "objective_starts={t5: 100}", "t5.noise_ratio=0.2"
+    )
+    causal, t5 = config.objective_choices
+    assert (causal.name, causal.weight, causal.first_sample, causal.section) == (
+        "causal",
+        2.0,
+        0,
+        config.objective_sections["causal"],
+    )
+    assert (t5.name, t5.weight, t5.first_sample, t5.section.noise_ratio) == ("t5", 1.0, 100, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"), [(1, 1, 128), (128, 1, 128), (129, 1, 256), (30527, 8, 30720)]
+)
+def test_the_vocabulary_is_padded_to_128_rows_per_shard(vocab, tp, padded):
+    assert padded_vocab_size(vocab, tp) == padded
+
+
+# How files and overrides combine
+
+
+def test_later_files_win_and_overrides_come_last(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(yaml.safe_dump({**TINY, "optimizer": {"lr": 1e-3, "beta2": 0.9}}))
+    second.write_text("optimizer: {lr: 2e-3}\ntraining: {steps: 50}\n")
+    config = load_config([first, second], ["training.steps=60", "training.steps=70"])
+    assert (config.optimizer.lr, config.optimizer.beta2, config.training.steps) == (2e-3, 0.9, 70)
+    assert load_config([second, first]).optimizer.lr == 1e-3
+
+
+def test_values_that_follow_from_others():
+    config = tiny()
+    assert (config.model.head_dim, config.decay_steps) == (16, 100)
+    assert tiny("schedule.decay_steps=80").decay_steps == 80
+    assert tiny("model.vocab_size=null").with_vocab_size(301).model.vocab_size == 301
+    assert config.with_vocab_size(300) == config
+
+
+def test_the_defaults_are_complete_but_for_what_only_the_user_knows():
+    config = build(
+        Config,
+        {"model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}, "training": {"steps": 1}},
+    )
+    assert config.data.train == () and config.tokenizer is None and config.deepspeed == {}

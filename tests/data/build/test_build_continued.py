@@ -1,0 +1,90 @@
+"""A build that is continued with something else, or that meets another one."""
+
+import os
+
+import pytest
+from support.builds import TIMEOUT, build, finished_shards, outputs, start
+from support.byte_tokenizer import (
+    ByteTokenizer,
+    OtherTokenizer,
+)
+from support.corpora import to_jsonl
+from support.waiting import wait_until
+
+from data_utils.base.errors import DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+
+# ------------------------------------------------------------------------------------------------------------
+# A build that is continued with something else
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A build with finished shards that a bad record in the last one stopped."""
+    path = tmp_path / "input.jsonl"
+    path.write_text(to_jsonl(f"text {i}" for i in range(50)) + "{\n")
+    with pytest.raises(DataError, match=r"input\.jsonl:51: malformed"):
+        build(path, tmp_path / "out/c")
+    assert finished_shards(tmp_path / "out/c") > 1
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "message"),
+    [
+        (OtherTokenizer, {}, r"another tokenizer \(bytes bytes-1\)"),
+        (ByteTokenizer, {"split_seed": 1}, "split_seed 0 instead of 1"),
+        (ByteTokenizer, {"text_key": "body"}, "text_key 'text' instead of 'body'"),
+        (ByteTokenizer, {"shard_bytes": 500}, "shard_bytes 400 instead of 500"),
+        (ByteTokenizer, {"deduplicate": True}, "deduplicate False instead of True"),
+    ],
+)
+def test_another_build_over_a_stopped_one_is_refused(tmp_path, stopped, tokenizer, options, message):
+    with pytest.raises(DataError, match=f"was started with {message}.*--restart"):
+        build(stopped, tmp_path / "out/c", tokenizer, **options)
+    assert build(stopped, tmp_path / "out/c", on_bad_record="skip").finished_before > 0
+
+
+def test_a_changed_input_is_refused_and_a_restart_helps(tmp_path, stopped):
+    stopped.write_text(to_jsonl(f"text {i}" for i in range(51)))
+    with pytest.raises(DataError, match=r"another version of input .*input\.jsonl.*--restart"):
+        build(stopped, tmp_path / "out/c")
+    report = build(stopped, tmp_path / "out/c", restart=True)
+    assert report.finished_before == 0 and sum(report.documents.values()) == 51
+    stopped.unlink()
+
+
+def test_an_input_that_changes_during_the_build_is_noticed(tmp_path, input_path):
+    class Meddler(ByteTokenizer):
+        def encode_batch(self, texts):
+            os.utime(input_path, (1, 1))
+            return super().encode_batch(texts)
+
+    with pytest.raises(DataError, match="another version of input"):
+        build(input_path, tmp_path / "out/c", Meddler, shard_bytes=20_000)
+    assert outputs(tmp_path / "out") == {}
+
+
+def test_a_damaged_shard_is_noticed(tmp_path, stopped):
+    next((tmp_path / "out/c.build/shard-000000").glob("*.tokens")).write_bytes(b"x")
+    with pytest.raises(DataError, match=r"shard-000000 is damaged.*--restart"):
+        build(stopped, tmp_path / "out/c", on_bad_record="skip")
+    build(stopped, tmp_path / "out/c", on_bad_record="skip", restart=True)
+
+
+def test_a_directory_of_the_user_is_not_touched(tmp_path, input_path):
+    (tmp_path / "c.build").mkdir()
+    (tmp_path / "c.build/thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match=r"holds thesis\.tex"):
+        build(input_path, tmp_path / "c", shard_bytes=1 << 20)
+    assert (tmp_path / "c.build/thesis.tex").read_text() == "precious"
+
+
+def test_a_second_build_at_the_same_time_is_refused(tmp_path, input_path):
+    process = start(input_path, tmp_path / "out/c")
+    wait_until(lambda: finished_shards(tmp_path / "out/c"))
+    with pytest.raises(DataError, match="another process"):
+        build(input_path, tmp_path / "out/c", split="", shard_bytes=2000)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, errors
+    IndexedDataset(tmp_path / "out/c").verify()

@@ -1,0 +1,144 @@
+"""The options of blank infilling."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.blank_infilling import SPECIAL, check_layout, objective, poisson, rebuilt, spans_of
+from support.chi_square import chi_square, chi_square_limit
+from support.recipes import FIRST_TEXT_TOKEN, many, text_of
+
+from data_utils.objectives import Example
+from data_utils.objectives.blank_infilling import TOKEN
+from data_utils.samples.loader import collate
+
+
+def test_single_span_prob_precedes_the_mode():
+    examples = many(objective(token_prob=0.0, single_span_prob=0.5), text_of(100), 2000)
+    single = [example for example in examples if example.objective[0] == TOKEN]
+    assert abs(len(single) / 2000 - 0.5) < 5 * np.sqrt(0.25 / 2000)
+    assert all(len(spans_of(example)) == 1 for example in single)
+    lengths = np.array([len(spans_of(example)[0][1]) - 1 for example in single])
+    counts = np.bincount(lengths, minlength=9)
+    observed = np.array([*counts[1:8], counts[8:].sum()])
+    p = poisson(39)
+    expected = len(single) * np.array([*p[:7], p[7:].sum()])
+    assert chi_square(observed, expected) < chi_square_limit(7)
+
+
+def test_short_seq_prob_crops_to_a_uniform_length_anywhere():
+    text = text_of(100)
+    sizes, starts = [], set()
+    for example in many(objective(short_seq_prob=1.0), text, 4000):
+        crop = rebuilt(example)
+        sizes.append(len(crop))
+        start = int(crop[0]) - FIRST_TEXT_TOKEN
+        starts.add(start)
+        assert (crop == text[start : start + len(crop)]).all()
+    expected = np.full(69, 4000 / 69)
+    assert chi_square(np.bincount(np.array(sizes) - 32, minlength=69), expected) < chi_square_limit(68)
+    assert min(starts) == 0 and max(starts) > 60
+    assert all(len(rebuilt(e)) == 32 for e in many(objective(short_seq_prob=1.0), text_of(32), 20))
+
+
+def test_block_mask_prob_hides_inputs_only_and_only_of_the_token_objective():
+    made = objective(block_mask_prob=0.3, token_prob=0.5, sentence_prob=0.25)
+    hidden = shown = 0
+    for sample in range(400):
+        example = made.example(text_of(200), sample)
+        assert SPECIAL.dblock not in example.tokens[example.ord == 0]
+        assert SPECIAL.dblock not in example.targets
+        assert (rebuilt(example) == text_of(200)).all()
+        for inputs, targets, _, _ in spans_of(example):
+            assert inputs[0] == SPECIAL.sop
+            same = inputs[1:] == targets[:-1]
+            assert (inputs[1:][~same] == SPECIAL.dblock).all()
+            if example.objective[0] == TOKEN:
+                hidden, shown = hidden + (~same).sum(), shown + same.sum()
+            else:
+                assert same.all()
+    total = hidden + shown
+    assert abs(hidden / total - 0.3) < 5 * np.sqrt(0.21 / total)
+
+
+def test_block_mask_prob_does_not_change_the_spans():
+    plain, noisy = (
+        objective().example(text_of(300), 1),
+        objective(block_mask_prob=0.5).example(text_of(300), 1),
+    )
+    assert (plain.targets == noisy.targets).all() and (plain.tokens != noisy.tokens).any()
+
+
+def test_context_mask_ratio_hides_text_near_masks():
+    made = objective(context_mask_ratio=0.05, context_mask_range=2)
+    for sample in range(100):
+        text = text_of(200)
+        example = made.example(text, sample)
+        part_a = example.tokens[example.ord == 0]
+        masks = np.flatnonzero(part_a == SPECIAL.mask)
+        hidden = np.flatnonzero(part_a == SPECIAL.dblock)
+        assert len(hidden) == int(0.05 * 201)
+        assert all(1 <= np.abs(masks - at).min() <= 2 for at in hidden)
+        assert part_a[0] == SPECIAL.cls and part_a[-1] in (SPECIAL.eos, SPECIAL.mask)
+        again = rebuilt(example)
+        assert ((again == text) | (again == SPECIAL.dblock)).all() and len(again) == len(text)
+        assert SPECIAL.dblock not in example.targets
+
+
+def test_random_position_shifts_within_the_limit():
+    shifts = []
+    made, unshifted = objective(64, random_position=True), objective(64)
+    for sample in range(2000):
+        shifted = made.example(text_of(40), sample)
+        size_a = int((shifted.ord == 0).sum())
+        shift = int(shifted.position_ids[0])
+        shifts.append(shift / (64 - (size_a - 1)))
+        assert shifted.position_ids.max() <= 64
+        plain = unshifted.example(text_of(40), sample)
+        assert (shifted.position_ids - shift == plain.position_ids).all()
+    assert min(shifts) == 0 and max(shifts) == 1
+    assert abs(np.mean(shifts) - 0.5) < 5.5 * np.sqrt(1 / 12 / 2000)  # 5, and the grid is coarse
+
+
+def test_sentinels_replace_mask_and_sop_after_the_first_span():
+    made = objective(sentinel_first=2000, sentinel_count=3)
+    spans = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+    example = made.build(text_of(12), spans, order=[4, 2, 0, 1, 3])
+    part_a = example.tokens[example.ord == 0]
+    assert [int(part_a[1 + start]) for start, _ in spans] == [2002, 2004, 2000, 2000, SPECIAL.mask]
+    starts = [int(inputs[0]) for inputs, _, _, _ in spans_of(example)]
+    assert starts == [SPECIAL.sop, 2001, 2003, 2005, 2001]
+    assert (example.position_ids[example.ord > 0] == 512).all()
+    assert (example.block_position_ids[example.ord > 0] == [1, 2] * 5).all()
+
+
+def test_masked_lm_predicts_in_place():
+    made = objective(masked_lm=True)
+    text = text_of(512, with_eos=False)
+    assert made.row_length < 540
+    masked = []
+    for example in many(made, text, 300):
+        predicted = example.weights > 0
+        assert len(example.tokens) == 513 and (example.ord == 0).all()
+        assert (example.tokens[predicted] == SPECIAL.mask).all()
+        whole = np.where(predicted, example.targets, example.tokens)
+        assert (whole[1:] == text).all() and (example.targets[~predicted] == 0).all()
+        assert (example.position_ids == np.arange(513)).all()
+        masked.append(predicted.sum())
+    assert min(masked) >= int(0.15 * 513)
+    assert np.mean(masked) < 82  # 76 and half a span: the drawn spans, not the 16 rejections of a tight row
+
+
+def test_shuffle_spans_off_keeps_the_order_of_the_text():
+    for example in many(objective(shuffle_spans=False), text_of(200), 50):
+        positions = [position for _, _, position, _ in spans_of(example)]
+        assert positions == sorted(positions) and len(positions) > 1
+
+
+def test_cross_document_attention_joins_the_pieces():
+    made = objective(cross_document_attention=True)
+    texts = [text_of(100), text_of(150, first=1500), text_of(200, first=2000)]
+    batch = collate(made, np.concatenate(texts), [100, 150, 200], [3], [1])
+    (document,) = Example.from_planes(batch[0]).documents()
+    check_layout(document, SPECIAL.mask)
+    assert (rebuilt(document) == np.concatenate(texts)).all()
+    assert (document.tokens == SPECIAL.cls).sum() == 1

@@ -1,0 +1,67 @@
+"""scripts/convert_checkpoint.py: what the commands print, and a mistake in one line."""
+
+import runpy
+import sys
+
+import pytest
+import yaml
+from support.hf_directories import write_model_parallel
+from support.hf_runs import tree
+from support.project import ROOT
+
+from data_utils.base.errors import UserError
+from megatron_lite.generate.open_run import load_run
+
+# Command line
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, arguments)])
+    return runpy.run_path(str(ROOT / "scripts/convert_checkpoint.py"))["main"]()
+
+
+def test_the_commands_print_their_proof(run, vocabulary, exports, tmp_path, monkeypatch, capsys):
+    command(
+        monkeypatch,
+        "export",
+        "--checkpoint",
+        run,
+        "--output",
+        tmp_path / "export",
+        "--max-shard-size",
+        "30KB",
+    )
+    assert "proof: largest logit difference" in capsys.readouterr().out
+    command(
+        monkeypatch,
+        "import",
+        "--input",
+        tmp_path / "export",
+        "--output",
+        tmp_path / "run",
+        "training.steps=9",
+    )
+    assert "argmax agreement 100.00%" in capsys.readouterr().out
+    assert load_run(tmp_path / "run").config.training.steps == 9
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree(vocabulary)))
+    source = write_model_parallel(exports / "released", tmp_path / "shards", 2)
+    arguments = ("--input", source, "--output", tmp_path / "run2", "--config", config, "--no-verify")
+    command(monkeypatch, "import-megatron", *arguments)
+    assert "not verified" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--max-shard-size is 'lots'"):
+        command(
+            monkeypatch, "export", "--checkpoint", run, "--output", tmp_path / "x", "--max-shard-size", "lots"
+        )
+
+
+def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+    absent = str(tmp_path / "absent")
+    arguments = ["export", "--checkpoint", absent, "--output", str(tmp_path / "x")]
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts/convert_checkpoint.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert "absent does not exist" in printed.err and not list(tmp_path.iterdir())

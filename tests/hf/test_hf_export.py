@@ -1,0 +1,176 @@
+"""Export from every layout, in half precision, with the model card, in bounded memory."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.distributed import run_ranks
+from support.engines import layout, placed
+from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
+from support.project import ROOT
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import merge
+from megatron_lite.checkpoint.manifest import write_manifest
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf import proof
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.weights import open_directory
+from megatron_lite.train.plain import make_engine
+
+# Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
+LAYOUTS = [
+    (1, layout()),
+    (4, layout(tp=2, pp=2)),
+    (2, layout(pp=2)),
+    (4, layout(tp=4, sp=True)),
+    (4, layout(tp=2, zero=3)),
+]
+MORE_LAYOUTS = [
+    *((2, layout(zero=zero)) for zero in (1, 2, 3)),
+    *((2 * tp, layout(tp=tp, zero=zero)) for tp in (2, 4) for zero in (1, 2, 3)),
+    (4, layout(pp=4)),
+    (8, layout(tp=2, pp=2)),
+]
+
+
+# Export
+
+
+def save_layout(context, settings, directory):
+    config = make_config(settings)
+    engine = make_engine(config, context, num_losses=3)
+    whole = without_padding(make_model(config))
+    for fragment, run, positions in placed(engine):
+        part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
+        part.data.copy_(whole[fragment.name].flatten()[positions])
+    engine.publish_weights()
+    state = TrainerState.beginning(settings).to_json()
+    save_checkpoint(Path(directory) / "checkpoints", 5, engine, state, context)
+
+
+@pytest.mark.parametrize(
+    "ranks, parallel", [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_LAYOUTS)]
+)
+def test_every_layout_exports_its_model(vocabulary, tmp_path, ranks, parallel):
+    settings = settings_of(vocabulary, parallel)
+    run_ranks(save_layout, ranks, settings, tmp_path / "run", parallel=ParallelConfig(**parallel))
+    found = export_run(tmp_path / "run", tmp_path / "export", ExportOptions(max_shard_bytes=30_000))
+    assert found.largest_difference <= 1e-5 and found.agreement == 1.0 and found.rows == 3 * 64
+    exported = open_directory(tmp_path / "export")
+    assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 3
+    for name, weight in without_padding(make_model(make_config(settings))).items():
+        assert torch.equal(exported.read(f"glm.{name}"), weight)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_the_rounded_model(run, tmp_path, dtype):
+    found = export_run(run, tmp_path / "export", ExportOptions(dtype=dtype))
+    assert found.largest_difference <= 1e-5
+    stored = load_file(tmp_path / "export/model.safetensors")
+    assert {str(t.dtype) for t in stored.values()} == {
+        {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
+    }
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
+    write_run(tmp_path / "run", tree(vocabulary, gelu=gelu))
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert config["gelu"] == gelu
+    (tmp_path / "export/config.json").write_text(
+        json.dumps({**config, "gelu": "erf" if gelu == "tanh" else "tanh"})
+    )
+    batch = proof.proof_batch(make_config(tree(vocabulary)).model)
+    swapped = proof.exported_logits(tmp_path / "export", batch)
+    model = load_run(tmp_path / "run").model
+    assert (swapped - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
+
+
+def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    saved = copy / "checkpoints/step_00000000"
+    content = json.loads((saved / "manifest.json").read_text())
+    content["state"]["data"] = [{"documents": 3, "tokens": 99, "sha256": "abc", "weight": 1.0}]
+    content["state"]["restarts"] = 4
+    write_manifest(saved, content)
+    records = [("train", 0, 9.0), ("validation", 0, 2.5), ("validation", 10, 1.5)]
+    lines = [json.dumps({"kind": kind, "step": step, "loss": loss}) for kind, step, loss in records]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "validation", "st')
+    export_run(copy, tmp_path / "export", ExportOptions(verify=False))
+    card = (tmp_path / "export/README.md").read_text()
+    fingerprint = json.loads((tmp_path / "export/training.json").read_text())["tokenizer"]["fingerprint"]
+    for part in ("| restarts | 4 |", "| 3 | 99 | 1.0 | `abc` |", "| loss | 2.5000 |", "| 7 |", fingerprint):
+        assert part in card
+    everything = "".join(
+        p.read_text() for p in (tmp_path / "export").iterdir() if p.suffix in (".json", ".md")
+    )
+    assert (
+        str(vocabulary.parent) not in everything and str(tmp_path) not in everything
+    )  # no paths of this machine
+
+
+def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
+    settings = merge(tree(vocabulary), {"model": {"segments": 2}})
+    write_run(tmp_path / "run", settings)
+    with pytest.raises(
+        CheckpointError, match=r"heads, embeddings or shared layers.*only models of GLM's own"
+    ):
+        export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    assert not (tmp_path / "export").exists()
+
+
+# Memory
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch
+sys.path[:0] = [{root!r}, {tests!r}]
+from support.hf_runs import settings_of, tree, make_config
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.importing import write_training_checkpoint
+from megatron_lite.hf.weights import Weights
+from megatron_lite.model.glm import parameter_shapes
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def convert(name, **model):
+    config = make_config(tree(Path({vocabulary!r}), **model))
+    shapes = parameter_shapes(config.model)
+    run = directory / name / "checkpoints" / "step_00000000"
+    write_training_checkpoint(run, Weights(shapes, lambda n: torch.full(shapes[n], 0.5)), config)
+    options = ExportOptions(max_shard_bytes={shard}, verify=False)
+    export_run(directory / name, directory / (name + "_export"), options)
+    import_directory(directory / (name + "_export"), directory / (name + "_back"), {{}}, verify=False)
+    return sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
+
+directory = Path({directory!r})
+convert("small")
+footprint = peak()
+total = convert("large", num_layers=6, hidden_size=512)
+print(total, peak() - footprint)
+"""
+
+
+def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
+    """Export and import of a model three times the bound, beyond what a tiny model needs."""
+    shard = 16_000_000
+    places = {"root": str(ROOT), "tests": str(ROOT / "tests"), "vocabulary": str(vocabulary)}
+    code = MEASURE.format(**places, directory=str(tmp_path), shard=shard)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    total, used = map(int, result.stdout.split())
+    assert total > 3 * 1.5 * shard
+    assert used <= 1.5 * shard
