@@ -60,11 +60,18 @@ def test_the_newest_version_is_in_the_changelog():
     assert first is not None and first[1] == version
 
 
+def headings(page):
+    """Anchors of a page, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.+)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?", text):
         assert (page.parent / target).exists(), target
+        assert not heading or heading in headings(page.parent / target), f"{target}#{heading}"
     for path in re.findall(
         r"`((?:scripts|configs|tests|benchmarks|docs|data_utils|megatron_lite)/[\w./-]+)`", text
     ):
