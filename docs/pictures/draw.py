@@ -90,7 +90,9 @@ def draw_blank_infilling(path: Path) -> None:
             colour = colours[key] if sees[query, key] else "white"
             mask.add_patch(Rectangle((key, size - 1 - query), 1, 1, facecolor=colour, edgecolor="#dddddd"))
     labels = rows["input"]
-    mask.set(xlim=(0, size), ylim=(0, size), aspect="equal", title="the token of a row sees the coloured columns")
+    mask.set(
+        xlim=(0, size), ylim=(0, size), aspect="equal", title="the token of a row sees the coloured columns"
+    )
     mask.set_xticks(np.arange(size) + 0.5, labels, rotation=90, fontsize=8)
     mask.set_yticks(np.arange(size) + 0.5, labels[::-1], fontsize=8)
     mask.tick_params(length=0)
