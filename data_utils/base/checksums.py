@@ -1,10 +1,10 @@
-"""Checksums of files: CRC-32 of every block, so that a part can be checked alone and damage has a place.
+"""Checksums of files: a CRC-32 for every block, so that each block can be checked alone and damage can be located.
 
-CRC-32 finds every flipped bit and every burst up to 32 bits, and any other damage but for one case in four billion per
-block. SHA-256 of whole files would take longer than everything else that joins the shards of a build: 0.23 against 1.75
-GB/s on a processor without instructions for it.
+CRC-32 detects every flipped bit and every burst of up to 32 bits. It misses other damage in one case of four billion
+per block. SHA-256 of whole files would take longer than all other work of joining a build's shards: 0.23 instead of
+1.75 GB/s on a processor without instructions for it.
 
-A manifest's entry for a file: its size, the size of a block, and in one string eight hexadecimal digits for each block.
+A manifest's entry for a file has its size, the size of a block, and a string with eight hexadecimal digits per block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES = 1 << 20  # of what is written now; an entry says its own
+BLOCK_BYTES = 1 << 20  # in new entries; an entry records its own
 _DIGITS = 8  # of one CRC-32
 
 
 class FileChecksums:
-    """Of bytes that are given in order."""
+    """The checksums of bytes that are given in order."""
 
     def __init__(self, block_bytes: int | None = None) -> None:
         self._block_bytes = block_bytes or BLOCK_BYTES
@@ -42,7 +42,7 @@ class FileChecksums:
                 self._block = self._used = 0
 
     def tree(self) -> dict[str, Any]:
-        """What the manifest records."""
+        """The entries of the manifest."""
         blocks = self._finished + [self._block] * (self._used > 0)
         return {
             "block_bytes": self._block_bytes,
@@ -61,20 +61,20 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def identity(recorded: Mapping[str, Any]) -> str:
-    """64 hexadecimal digits that tell a file from others by its checksums."""
+    """64 hexadecimal digits that identify a file by its checksums."""
     return hashlib.sha256(recorded["crc32"].encode()).hexdigest()
 
 
 def check_entry(recorded: Mapping[str, Any]) -> None:
-    """Raise KeyError, TypeError or ValueError unless a manifest's entry for a file has the checksums of all of it."""
+    """Raise KeyError, TypeError or ValueError unless a manifest's entry has the checksums of all blocks."""
     blocks = -(-recorded["bytes"] // recorded["block_bytes"])
     if recorded["block_bytes"] < 1 or len(recorded["crc32"]) != blocks * _DIGITS:
         raise ValueError
 
 
-def difference(recorded: Mapping[str, Any], found: FileChecksums) -> str | None:
-    """How a file differs from a manifest's entry, in words; None: not at all."""
-    tree = found.tree()
+def difference(recorded: Mapping[str, Any], checksums: FileChecksums) -> str | None:
+    """A description of how a file differs from a manifest's entry; None: it does not."""
+    tree = checksums.tree()
     for number, (theirs, ours) in enumerate(
         zip(_split(recorded["crc32"]), _split(tree["crc32"]), strict=False)
     ):
@@ -88,7 +88,7 @@ def damage_at(position: int) -> str:
 
 
 def damaged_block(path: Path, recorded: Mapping[str, Any], numbers: Iterable[int]) -> int | None:
-    """The first byte of the first of these blocks of a file that is not as recorded; None: all are."""
+    """The first byte of the first of these blocks that differs from its record; None: none differs."""
     sums, size = _split(recorded["crc32"]), recorded["block_bytes"]
     with open(path, "rb", buffering=0) as file:
         for number in numbers:

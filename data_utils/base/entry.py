@@ -1,6 +1,6 @@
-"""Imported first by every entry point: a Python without our requirements is answered in one line with the remedy.
+"""Imported first by every entry point: reports an old Python or a missing package in one line with the remedy.
 
-Only the standard library may be used, because nothing else may be installed; and the oldest syntax, for an old Python.
+It uses only the standard library, because nothing else may be installed, and syntax that an old Python reads.
 """
 
 import sys

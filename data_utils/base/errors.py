@@ -13,22 +13,22 @@ INTERRUPTED_STATUS = 130  # what shells report of a command that Ctrl-C ended
 
 
 class ExitStatus(IntEnum):
-    """How an entry point ended. docs/cluster.md says what a job script makes of each."""
+    """How an entry point ended. docs/cluster.md says what a job script does with each status."""
 
-    FINISHED = 0  # training.steps, or training.stop_after_step, is reached and saved
-    CRASHED = 1  # Python's own, after a traceback; or another rank died, in one line
+    FINISHED = 0  # the run reached training.steps or training.stop_after_step, and saved
+    CRASHED = 1  # after a traceback, as of Python itself; or another rank died (one line)
     USER_ERROR = 2  # a mistake in configuration, data or checkpoint; the same start fails again
-    STOPPED = 75  # a signal asked for it; all is saved, start again to continue (sysexits' EX_TEMPFAIL)
-    HALTED = 76  # the file STOP asked for it; all is saved, remove the file to continue
+    STOPPED = 75  # after a signal; all is saved, start again to continue (EX_TEMPFAIL of sysexits)
+    HALTED = 76  # after the file STOP; all is saved, remove the file to continue
     UNSOUND = 77  # gradients stayed non-finite, or weights that must be equal are not
-    HUNG = 78  # a section outlasted its limit; rank, place and stack are on stderr
+    HUNG = 78  # a section exceeded its time limit; rank, place and stack are on stderr
 
 
 class UserError(Exception):
-    """Something the user can mend. The message names the value, the rule and the remedy."""
+    """An error that the user can correct. The message names the value, the rule and the remedy."""
 
     status: ClassVar[ExitStatus] = ExitStatus.USER_ERROR
-    only_here = False  # found by this rank and not by the others, so that it must report it
+    only_here = False  # only this rank has the error, so it must report it
 
 
 class ConfigError(UserError):
@@ -66,9 +66,9 @@ class RankError(UserError):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An entry point's arguments: help is printed as it was written, a mistake is a ConfigError.
+    """An entry point's arguments: help keeps its line breaks, a mistake is a ConfigError.
 
-    argparse prints its usage in front of a mistake, and takes the beginning of an option for the option.
+    Plain argparse prints its usage before an error, and accepts abbreviated options.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -81,11 +81,10 @@ class ArgumentParser(argparse.ArgumentParser):
 def run_command(
     main: Callable[[], int | None], quiet: bool = False, report: Callable[[int], None] | None = None
 ) -> None:
-    """Run an entry point: a `UserError` becomes one line on stderr and its exit status, mostly 2.
+    """Run an entry point: a `UserError`, or Ctrl-C, becomes one line on stderr and its exit status.
 
-    Ctrl-C is one line, too.
     Args:
-        quiet: another process reports what all find; only what this one alone has found is reported.
+        quiet: another process reports errors that all ranks have; only errors of this rank alone are reported.
         report: called with the exit status before the process ends; not after a traceback.
     """
     status: int
@@ -94,14 +93,14 @@ def run_command(
     except UserError as error:
         if not quiet or error.only_here:
             message = str(error)
-            if len(message) > MESSAGE_LENGTH:  # values are cut where they are shown; this is for what is not
+            if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
                 message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
             print(f"error: {message}", file=sys.stderr)
         status = error.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED_STATUS
-    except BrokenPipeError:  # the reader of our output has gone, for example `| head`
+    except BrokenPipeError:  # the reader of the output has ended, for example `| head`
         sys.exit(1)
     if report is not None:
         report(status)

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, forced to disk, and refused before the work whose result they are to hold."""
+"""Files: written whole or not at all, synced to disk, and checked before the work whose result they will hold."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from data_utils.base.errors import ConfigError, DataError
 
 
 def require_directory(path: Path, remedy: str) -> None:
-    """Raise DataError unless the directory exists; called before libraries are loaded that take seconds."""
+    """Raise DataError unless the directory exists. Called before slow libraries are loaded."""
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise DataError(f"{path} {reason}; {remedy}.")
 
 
 def require_new_directory(path: Path) -> None:
-    """Raise DataError if a directory `path` holds something, or surely cannot be made. Makes nothing."""
+    """Raise DataError if the directory `path` is not empty, or clearly cannot be made. Makes nothing."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} exists; choose a new directory, or remove it.")
     require_writable(path / "file", "--output")
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Raise DataError, naming the option, if a file `path` surely cannot be written. Makes nothing."""
+    """Raise DataError, naming the option, if a file `path` clearly cannot be written. Makes nothing."""
     if not path.name or path.is_dir():
         raise DataError(f"{option} '{path}' is a directory; give the name of a file.")
     above = next(directory for directory in path.absolute().parents if directory.exists())
@@ -42,7 +42,7 @@ def require_prefix(output: str) -> None:
 
 
 def write_whole(path: Path, content: bytes, option: str) -> None:
-    """The whole file or none. Raises DataError, naming the option, if that fails."""
+    """Write the whole file or none. Raises DataError, naming the option, if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
@@ -51,7 +51,7 @@ def write_whole(path: Path, content: bytes, option: str) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The whole file or none, on disk for certain: written as PATH.partial, synced, renamed. Raises OSError."""
+    """Write the whole file or none, as PATH.partial, which is synced and renamed. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         write_synced(partial, content)
@@ -86,7 +86,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]:
-    """Turn what the file system refuses while writing `output`, which `setting` names, into a DataError."""
+    """Turn the file system's errors while writing `output`, which `setting` names, into a DataError."""
     try:
         yield
     except BlockingIOError:

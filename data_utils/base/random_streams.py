@@ -1,14 +1,13 @@
-"""Random numbers that are a pure function of (key, sample, piece, attempt): Philox 4x32-10, compiled.
+"""Random numbers as a pure function of (key, sample, piece, attempt): Philox 4x32-10, compiled.
 
-A stream is addressed, never carried along: opening it at the same address gives the same numbers on
-every rank, in every worker, in every order and after every restart. The price is about 15 ns per
-four numbers, against 2-3 ns for a generator with hidden state.
+A stream has an address and no history: opened at the same address, it gives the same numbers on every rank, in every
+worker, in any order and after any restart. The price is about 15 ns per four numbers, instead of 2-3 ns for a generator
+with hidden state.
 
-A stream is a small record: the address as a counter of four words and a key of two, and the words of
-the last block that are left. It is a record and not an array because numba counts references to an
-array at every call, which cost four times as much as the draw itself; and a draw is expanded where it is
-made, because a call costs as much as the draw. The same code runs as plain Python under
-NUMBA_DISABLE_JIT=1: every value is a masked np.uint64, nothing overflows.
+A stream is a small record: the address (a counter of four words and a key of two) and the unused words of the last
+block. It is not an array, because numba counts references to an array at every call, which costs four times as much as
+the draw. A draw is inlined, because a call costs as much as the draw. The same code runs as plain Python under
+NUMBA_DISABLE_JIT=1: every value is a masked np.uint64, so nothing overflows.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; bounded integers:
 Lemire, arXiv:1805.10941.
@@ -58,10 +57,10 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def source_digest(*paths: str) -> int:
-    """Digest of source files, to be closed over by a cached compiled function.
+    """Digest of source files, for a cached compiled function to close over.
 
-    Numba's on-disk cache notices changes only in the file of the function itself. A closure value is
-    part of the cache key, so this makes it notice changes in the files it calls into as well.
+    Numba's cache on disk notices changes only in the function's own file. The values that a function closes over
+    are part of the cache key, so with this digest it also notices changes in the files that it calls into.
     """
     hasher = hashlib.blake2b(digest_size=7)  # fits an int64
     for path in paths:
@@ -85,7 +84,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 def new_stream() -> np.record:
-    """Room for a stream; `open_stream` gives it an address. To be made in Python, which keeps it alive."""
+    """A stream without an address; `open_stream` gives it one. Made in Python, which keeps it alive."""
     return np.zeros(1, _STREAM)[0]
 
 
@@ -135,9 +134,9 @@ def next_word(stream):
 
 @njit(nogil=True, error_model="numpy")  # no test for a division by zero
 def _unbiased(stream, limit, product):
-    """`product`, or the first later one that is not among those that would come too often."""
+    """`product`, or the first later one that the bias does not affect."""
     threshold = _TWO_POWER_32 - limit
-    if threshold >= limit:  # a division costs more than the draw, and a large bound always comes here
+    if threshold >= limit:  # a division costs more than the draw, and a large bound always needs this test
         threshold %= limit
     while product & _MASK < threshold:
         product = next_word(stream) * limit
@@ -149,7 +148,7 @@ def below(stream, bound):
     """A uniform int64 in [0, bound), 1 <= bound <= 2**32, without modulo bias."""
     limit = np.uint64(bound)
     product = next_word(stream) * limit
-    if product & _MASK < limit:  # rare, so it is not expanded with the rest
+    if product & _MASK < limit:  # rare, so it is not inlined
         product = _unbiased(stream, limit, product)
     return np.int64(product >> _HALF)
 

@@ -1,10 +1,10 @@
 """Configuration machinery: frozen dataclasses read strictly from YAML files and dotted overrides.
 
 A section is a frozen dataclass whose fields are made by `setting(default, help)`, with a range where not every value
-makes sense; `checked` checks the ranges, so that a section made in code is checked as well. Parsing knows the field
+makes sense; `checked` checks the ranges, also of a section that is made in code. Parsing knows the field
 types `int`, `float`, `bool`, `str`, `X | None`, `tuple[X, ...]`, free mappings, nested and inline sections; anything
-else in a file is an error that names the value, the rule and the nearest valid key. Nothing here knows what
-the settings mean: see config.py.
+else in a file is an error that names the value, the rule and the nearest valid key. What
+the settings mean is defined elsewhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 
 
 def fraction(default: float, help: str) -> Any:
-    """A probability, or a part of something."""
+    """A number from 0 to 1: a probability or a share."""
     return setting(default, help, at_least=0, at_most=1)
 
 
@@ -125,7 +125,7 @@ def setting_mapping(help: str) -> Any:
 
 
 def inline_sections(classes: Mapping[str, type]) -> Any:
-    """A mapping of sections by name, each with its defaults, whose names are keys beside the field and not below it."""
+    """A mapping of sections by name, each with its defaults. The names are keys beside the field, not below it."""
     return dataclasses.field(default_factory=lambda: _defaults(classes), metadata={"inline": classes})
 
 
@@ -144,7 +144,7 @@ def _keys(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
     return keys
 
 
-# Far beyond what a configuration needs: a larger one is a mistake, and could take all memory.
+# Far beyond what a configuration needs; a larger one is a mistake and could take all memory.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 MAX_ALIASES = 10  # each may stand for a large part of the file
@@ -152,7 +152,7 @@ SHOWN_LENGTH = 160  # characters of a value in a message
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with limits, which refuses a key written twice: plain YAML lets the last one win without a word."""
+    """SafeLoader with limits. It refuses a key written twice, where plain YAML silently takes the last one."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -330,7 +330,9 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
             raise ConfigError(
                 f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
             )
-        values[name] = _convert({}, hint, f"{path}{name}", root)  # names the key that is missing in it
+        values[name] = _convert(
+            {}, hint, f"{path}{name}", root
+        )  # the error names the key that is missing in it
     return cls(**values)
 
 
@@ -455,7 +457,7 @@ def _default_text(field: dataclasses.Field) -> str:
 
 
 def to_yaml_scalar(value: Any) -> str:
-    """A value as one would write it in an override."""
+    """A value in the form of an override."""
     return yaml.safe_dump(to_tree(value), default_flow_style=True).strip().removesuffix("...").strip()
 
 

@@ -351,7 +351,7 @@ def _commit(
 def _manifest(
     tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
 ) -> dict[str, Any]:
-    """The entries that the writer does not know. Without times or worker counts: equal input gives an equal manifest."""
+    """The entries that the writer does not know; no times or worker counts, so equal input gives equal bytes."""
     return {
         "split": {"name": None, "rule": config.split or None, "seed": config.split_seed},
         "eos": tokenizer.eos,

@@ -46,14 +46,7 @@ from data_utils.text.documents import (
 
 _POLL_SECONDS = 0.2
 # The progress of a shard. The entries of what is being read are 0 before and after.
-_FIELDS = (
-    "input bytes",
-    "documents",
-    "process",
-    "number of the file part",
-    "line in it",
-    "bytes of the record",
-)
+_FIELDS = ("input bytes", "documents", "process", "file part", "line in it", "bytes of the record")
 _DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
 _MEMORY_REMEDY = (
     "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
@@ -124,9 +117,7 @@ def encode_block(
     ids, lengths = tokenizer.encode_batch(parsed.texts)
     texts, lines = parsed.texts, parsed.lines
     text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-    if (
-        len(lengths) and not lengths.all()
-    ):  # a tokenizer may drop a whole text, for example one of control characters
+    if len(lengths) and not lengths.all():  # a tokenizer may drop a whole text (control characters)
         parsed.counts.empty_documents += int((lengths == 0).sum())
         texts = list(itertools.compress(texts, lengths))
         lines = list(itertools.compress(lines, lengths))
@@ -358,9 +349,7 @@ _in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _sta
 
 def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared: Any) -> None:
     global _in_worker
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group, and the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _in_worker = ShardBuilder(job, make_tokenizer(), _progress_in(shared)), shared

@@ -5,17 +5,17 @@
                  byte pointers of the sequences (int64), document boundaries (int64)
     PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources; see manifest.py
 
-One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial`
-names, and `finish` first removes the old manifest, then the old index and tokens, renames the new tokens and
-index, and renames the new manifest last: a crash leaves the old dataset, the new one, or none that opens.
+One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial` names.
+`finish` removes the old manifest, then the old index and tokens; it renames the new tokens and index, and the new
+manifest last. A crash leaves the old dataset, the new one, or none that opens.
 
-Opening costs a few page reads whatever the size, since the index is mapped and not read. The price: full
-checks (checksums, every pointer, every token id) are left to `verify`; `verify_some` checks a few blocks. In a
-dataset of another program that was adopted, the sequences count as documents, and the tokenizer is not known.
+Opening costs a few page reads for any size, because the index is mapped. The price: only `verify` checks everything
+(checksums, every pointer, every token id); `verify_some` checks a few blocks. In an adopted dataset of another program,
+the sequences count as documents, and the tokenizer is not known.
 
-Mapped files are read at random, so the kernel is told not to read ahead, and `prefetch` tells it what will
-be needed: on a cold disk many reads are then under way at once. Where mapping is refused, as some network
-file systems do, tokens are read by position, one piece at a time, and the index is held in memory.
+Mapped files are read at random, so the kernel is told not to read ahead. `prefetch` announces what will be needed, so
+that a cold disk serves many reads at once. Where mapping is refused, as on some network file systems, tokens are read
+by position and the index is held in memory.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def file_sizes(prefix: str | Path) -> dict[str, int]:
 
 
 def _other_prefix(prefix: Path) -> str:
-    """What to do about a prefix without a dataset: another spelling, or a split of it, may have one."""
+    """The remedy for a prefix without a dataset: another spelling, or a split of it, may have one."""
     if prefix.suffix in SUFFIXES and existing_files(prefix.with_suffix("")):
         return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
     splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
@@ -124,7 +124,7 @@ def _other_prefix(prefix: Path) -> str:
 
 
 def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
-    """What the .idx file begins with: dtype, sequences, document boundaries. Raises DataError for damage."""
+    """The header of the .idx file: dtype, sequences, document boundaries. Raises DataError for damage."""
     path = dataset_path(prefix, ".idx")
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
@@ -139,7 +139,7 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
 
 
 def remove_dataset(prefix: str | Path) -> None:
-    """Remove a dataset, in the order in which an interruption leaves it unreadable and not wrong."""
+    """Remove a dataset, the manifest first: if interrupted, the rest does not open."""
     for suffix in reversed(SUFFIXES):
         dataset_path(prefix, suffix).unlink(missing_ok=True)
         sync_directory(dataset_path(prefix, suffix).parent)
@@ -149,7 +149,7 @@ class IndexedDatasetWriter:
     """Write one dataset: `add` batches of documents, then `finish`. Leaving the context without it aborts.
 
     Memory use does not grow with the dataset. Ids must lie in [0, vocab_size).
-    Raises: DataError for a place that cannot be written, an id that does not fit, another writer at work.
+    Raises: DataError for a path that cannot be written, an id out of range, or another active writer.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -191,15 +191,15 @@ class IndexedDatasetWriter:
                 lengths = (
                     np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
                 )
-                for piece in index_pieces(lengths, self.dtype):
-                    index.write(piece)
-                    self._checksums[".idx"].update(piece)
+                for chunk in index_pieces(lengths, self.dtype):
+                    index.write(chunk)
+                    self._checksums[".idx"].update(chunk)
                 sync_file(index)
             self._partial(".lengths").unlink()
         self._sealed = True
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Replace what is under the prefix by the new dataset. `manifest` adds to what the writer knows."""
+        """Replace the dataset under the prefix by the new one. `manifest` adds entries to the writer's own."""
         if not self.num_documents:
             raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
         self.seal()
@@ -215,7 +215,7 @@ class IndexedDatasetWriter:
         self._files.close()
 
     def abort(self) -> None:
-        """Remove everything unfinished; what was under the prefix before stays. After `finish`: nothing."""
+        """Remove the unfinished files; an old dataset under the prefix stays. After `finish`: does nothing."""
         if self._finished:
             return
         for suffix in (".bin", ".lengths", ".idx", ".json"):
@@ -250,14 +250,14 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def _create_exclusively(path: Path) -> Iterator[Any]:
-    """Open an empty file that only this process writes. The leftover of a process that died is reused."""
+    """Open an empty file that only this process writes. The file of a dead process is reused."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with open(descriptor, "wb", closefd=True) as file:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
-        except OSError:  # a file system without locks: the exclusion is lost, the safety of one writer is not
+        except OSError:  # a file system without locks: two writers are not kept apart, one is still safe
             pass
         if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
             raise BlockingIOError  # its writer finished and renamed it between our open and our lock
@@ -266,7 +266,7 @@ def _create_exclusively(path: Path) -> Iterator[Any]:
 
 
 class FileTokens:
-    """The tokens of a file that is not mapped; slices and index arrays are read when asked for."""
+    """The tokens of a file that is not mapped; slices and index arrays are read on access."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.dtype = dtype
@@ -297,8 +297,8 @@ class IndexedDataset:
     """A memory-mapped dataset. Opening is O(1); an instance pickles as its prefix and reopens.
 
     Args:
-        sequential: the files will be read from begin to end, not at random.
-        manifest: of files that are to be checked before their manifest is written; None: it is read.
+        sequential: the files will be read from start to end, not at random.
+        manifest: that of files whose manifest is not written yet; None: it is read.
     Attributes:
         num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
         tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
@@ -336,7 +336,7 @@ class IndexedDataset:
         if self._index_map is not None:
             self._index_map.madvise(
                 mmap.MADV_DONTNEED
-            )  # what the checks mapped: the kernel keeps it in its cache
+            )  # unmap what the checks read; it stays in the page cache
         self._check_manifest_counts()
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
@@ -381,21 +381,20 @@ class IndexedDataset:
     def verify(self) -> None:
         """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
         self._verify_pointers()
-        found = {
-            suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in self.manifest["files"].items()
-        }
-        self._verify_tokens(found[".bin"])
+        entries = self.manifest["files"].items()
+        checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
+        self._verify_tokens(checksums[".bin"])
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
             while chunk := file.read(_CHUNK):
-                found[".idx"].update(chunk)
-        for suffix, recorded in self.manifest["files"].items():
-            if problem := difference(recorded, found[suffix]):
+                checksums[".idx"].update(chunk)
+        for suffix, recorded in entries:
+            if problem := difference(recorded, checksums[suffix]):
                 raise self._damaged(suffix, problem)
         if self.manifest.get("documents_end_with_eos"):
             self._verify_document_ends(self.manifest["eos"])
 
     def verify_some(self, blocks: int) -> None:
-        """Check so many MiB of each file, drawn anew at each call. Raises DataError naming file and place."""
+        """Check so many random blocks (MiB) of each file. Raises DataError naming file and place."""
         for suffix, recorded in self.manifest["files"].items():
             count = -(-recorded["bytes"] // recorded["block_bytes"])
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
@@ -409,9 +408,8 @@ class IndexedDataset:
             sizes = self.lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
             ends = end + np.cumsum(sizes)
             if not np.array_equal(self.pointers[start : start + _CHUNK], ends - sizes) or sizes.min() < 0:
-                raise self._damaged(
-                    ".idx", f"has pointers that do not match its lengths near document {start}"
-                )
+                problem = f"has pointers that do not match its lengths near document {start}"
+                raise self._damaged(".idx", problem)
             end = int(ends[-1])
 
     def _verify_tokens(self, checksums: FileChecksums) -> None:
@@ -437,7 +435,7 @@ class IndexedDataset:
                 )
 
     def _map(self, suffix: str) -> mmap.mmap | None:
-        """The mapped file; None where that is refused. Arrays over it keep it mapped as long as they live."""
+        """The mapped file; None where mapping is refused. It stays mapped as long as an array uses it."""
         with open(dataset_path(self.prefix, suffix), "rb") as file:
             try:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -454,7 +452,7 @@ class IndexedDataset:
         self._index_map = mapped = self._map(".idx")
         if mapped is not None:
             with contextlib.suppress(OSError):  # a kernel without huge pages
-                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # else the few pages that are read map 2 MiB each
+                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read maps 2 MiB
         path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, _HEADER.size
         if mapped is None:
             lengths = np.fromfile(path, "<i4", count, offset=start)
@@ -473,11 +471,11 @@ class IndexedDataset:
                 ".idx", "does not belong to the .bin file: its pointers do not span the tokens"
             )
         at = (
-            np.unique(np.linspace(0, max(last - 1, 0), _OPEN_CHECKS, dtype=np.int64))
+            np.unique(np.linspace(0, last - 1, _OPEN_CHECKS, dtype=np.int64))
             if last
             else np.empty(0, np.int64)
         )
-        gaps = self.pointers[at + 1] - self.pointers[at] if last else at
+        gaps = self.pointers[at + 1] - self.pointers[at]
         if np.any(gaps != self.lengths[at].astype(np.int64) * self.dtype.itemsize):
             raise self._damaged(".idx", "has pointers that do not match its lengths")
 

@@ -1,8 +1,8 @@
-"""Copies of datasets on node-local storage, for when the shared file system is slow at random reads.
+"""Copies of datasets on node-local storage, for shared file systems that are slow at random reads.
 
-All ranks of a node may call `local_copy` at once: one copies, under a lock, and the others wait for it. The
-copy's name carries the checksum of the manifest, so a dataset that was rebuilt is copied again and never mixed
-with an old copy. Old copies are not removed. The manifest goes last, as in a build.
+All ranks of a node may call `local_copy` at once: one copies under a lock, and the others wait. The name of the copy
+contains the checksum of the manifest, so a dataset that was built again is copied again and never mixed with an old
+copy. Old copies are not removed. The manifest is written last, as in a build.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CHUNK = 8 << 20
 
 
 def local_copy(prefix: str | Path, directory: str | Path) -> Path:
-    """The prefix of a copy of the dataset in `directory`, made now if it is not there yet.
+    """The prefix of a copy of the dataset in `directory`, which is made if it does not exist.
 
     The copied bytes are checked against the checksums of the manifest.
-    Raises: DataError for a dataset that cannot be opened, too little space, or damage on the way.
+    Raises: DataError for a dataset that cannot be opened, too little space, or a damaged copy.
     """
     source, directory = IndexedDataset(prefix), Path(directory)
     target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"

@@ -1,8 +1,8 @@
-"""The manifest of a dataset, PREFIX.json: without it the two other files are no dataset and do not open.
+"""The manifest of a dataset, PREFIX.json, without which the two other files do not open.
 
-It says what the files hold, and carries a SHA-256 of its own, so that any change of it is noticed. A build puts it in
-place last: the files that a stopped build left have none. Files of another program, such as Megatron-LM, get one from
-`scripts/dataset.py adopt`; a manifest of an older version becomes one of this version by `scripts/dataset.py upgrade`.
+It describes the files, and its own SHA-256 shows any change of it. A build writes it last, so the files of a stopped
+build have none. `scripts/dataset.py adopt` makes one for files of another program, such as Megatron-LM;
+`scripts/dataset.py upgrade` converts one of an older version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_BYTES = 256 << 20
 
 
 def dataset_path(prefix: str | Path, suffix: str) -> Path:
-    """PREFIX.bin and the like; `with_suffix` would eat a dot in the prefix."""
+    """PREFIX.bin and the like; `with_suffix` would replace what follows a dot in the prefix."""
     return Path(f"{prefix}{suffix}")
 
 
@@ -51,7 +51,7 @@ def damaged(prefix: str | Path, suffix: str, problem: str) -> DataError:
 
 
 def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
-    """The content of PREFIX.json for what is known about a dataset. The same facts give the same bytes."""
+    """The content of PREFIX.json for the facts about a dataset. Equal facts give equal bytes."""
     facts = {key: value for key, value in facts.items() if key not in _HEADER}
     tree = {"format": _FORMAT, "format_version": _VERSION, "checksum": "", **facts}
     tree["checksum"] = checksum(tree)
@@ -59,13 +59,13 @@ def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
 
 
 def checksum(tree: Mapping[str, Any]) -> str:
-    """64 hexadecimal digits that any change of a manifest changes, how it is laid out apart."""
+    """64 hexadecimal digits that change with any fact of a manifest, but not with its formatting."""
     facts = {key: value for key, value in tree.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any]:
-    """Raises DataError unless the manifest is there, of this version, and as it was written."""
+    """The manifest. Raises DataError unless it exists, has this version, and is unchanged."""
     tree = _parse(prefix)
     if _is_old(tree):
         raise DataError(
@@ -81,7 +81,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
 
 
 def read_old_manifest(prefix: str | Path) -> dict[str, Any]:
-    """A manifest of an older version, as it stands. Raises DataError for any other."""
+    """A manifest of an older version, unconverted. Raises DataError for any other."""
     tree = _parse(prefix)
     if not _is_old(tree):
         read_manifest(prefix)  # damage has its own message
@@ -92,7 +92,7 @@ def read_old_manifest(prefix: str | Path) -> dict[str, Any]:
 
 
 def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
-    """Raise DataError unless the manifest says what readers rely on."""
+    """Raise DataError unless the manifest has the entries that readers need."""
     for key, types in _TYPES.items():
         if not isinstance(tree.get(key), types):
             raise damaged(prefix, ".json", f"says {key} {tree.get(key)!r}")
@@ -104,7 +104,7 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
 
 
 def require_finished(prefix: str | Path) -> None:
-    """Raise DataError for files that a build has begun to replace; also one that still runs."""
+    """Raise DataError for files that a stopped or a running build has begun to replace."""
     if any(dataset_path(prefix, f"{suffix}.partial").exists() for suffix in SUFFIXES):
         raise DataError(
             f"dataset {prefix} is not complete: its build was stopped or still runs; wait for it, or run the same "

@@ -1,7 +1,7 @@
-"""What can be done with finished datasets: give them the manifest that they need, join them, describe them.
+"""Tools for finished datasets: write a missing manifest, join datasets, and describe them.
 
-All read the files in chunks. `merge_datasets` copies tokens and never tokenizes again; the result is
-byte for byte what one build of all the inputs, in that order, would have made (splits apart).
+All read the files in chunks. `merge_datasets` copies tokens and does not tokenize again. The result has the same bytes
+as one build of all the inputs in that order (except for splits).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PERCENTS = (1, 10, 25, 50, 75, 90, 99)
 
 
 def adopt_dataset(prefix: str) -> IndexedDataset:
-    """Check the files of another program and write the manifest without which they do not open.
+    """Check the files of another program and write their manifest.
 
     Raises: DataError for a dataset that has a manifest, that a build has not finished, or that is damaged.
     """
@@ -52,16 +52,14 @@ def adopt_dataset(prefix: str) -> IndexedDataset:
 
 
 def upgrade_dataset(prefix: str) -> IndexedDataset:
-    """Check a dataset with a manifest of an older version, all of it, and write one of this version.
+    """Check all of a dataset with a manifest of an older version, and write a manifest of this version.
 
-    Raises: DataError for a manifest that is not old, or for files that are not as it says.
+    Raises: DataError for a manifest that is not old, or for files that do not match it.
     """
     facts = read_old_manifest(prefix)
     sizes = file_sizes(prefix)
-    if facts["format_version"] == 1:  # the only one with checksums of another kind
-        hashed = {
-            suffix: {"bytes": size, "sha256": _sha256(prefix, suffix)} for suffix, size in sizes.items()
-        }
+    if facts["format_version"] == 1:  # the only version with SHA-256 of the files
+        hashed = {name: {"bytes": size, "sha256": _sha256(prefix, name)} for name, size in sizes.items()}
         if facts.get("files") != hashed:
             raise damaged(prefix, ".json", "does not have the sizes and SHA-256 of the files")
         facts["files"] = _describe_files(prefix)
@@ -89,7 +87,7 @@ def _verify_and_write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
 def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False) -> IndexedDataset:
     """Join datasets, in the given order, into one under the prefix `output`.
 
-    Raises: DataError for datasets that cannot be opened or that different tokenizers made, and for output
+    Raises: DataError for datasets that cannot be opened or that have different tokenizers, and for output
         that exists (without `overwrite`), is also an input, or cannot be written.
     """
     datasets = [IndexedDataset(prefix, sequential=True) for prefix in prefixes]

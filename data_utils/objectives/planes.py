@@ -19,6 +19,7 @@ A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader p
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,18 +27,6 @@ import numpy as np
 
 from data_utils.text.vocabulary import Vocabulary
 
-FIELDS = (
-    "tokens",
-    "position_ids",
-    "block_position_ids",
-    "targets",
-    "weights",
-    "doc",
-    "ord",
-    "grp",
-    "objective",
-    "segment_ids",
-)
 (
     TOKENS,
     POSITION_IDS,
@@ -49,7 +38,7 @@ FIELDS = (
     GRP,
     OBJECTIVE,
     SEGMENT_IDS,
-) = range(len(FIELDS))
+) = range(10)  # as in FIELDS
 
 PADDING_DOC = -1
 # Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling need 3; no
@@ -131,6 +120,9 @@ class Example:
         planes = np.stack([getattr(self, name).view(np.int32) for name in FIELDS])
         numbers = range(self.doc.max(initial=PADDING_DOC) + 1)
         return [Example.from_planes(planes[:, self.doc == number]) for number in numbers]
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Example))
 
 
 class Objective(Protocol):

@@ -1,7 +1,7 @@
-"""Corpora and objective -> batches by sample number: the one place where the data rooms are wired together.
+"""Corpora and objective -> batches by sample number. This module connects the other data modules.
 
-A batch is one int32 array of fixed shape. Fixed shapes mean padding: 1 to 2 % of a row (benchmarks/padding.py); in
-return kernels, compilers and pipeline buffers see one shape.
+A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a row
+(benchmarks/padding.py); in return kernels, compilers and pipeline buffers see one shape.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SampleLoader:
         return collate(self.objective, *self.mixture.fetch(indices), indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """Let the kernel start to read samples int64 [B] of a batch to come; see `Mixture.prefetch`."""
+        """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
         self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """What the samples are drawn from: for each corpus what identifies its token file."""
+        """The corpora of the samples, each with what identifies its token file."""
         return [
             {
                 "documents": len(index.dataset),
@@ -63,7 +63,7 @@ def collate(
     sample_indices: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The batch of the given samples; every row is left to the objective's compiled code.
+    """The batch of the given samples; the objective's compiled code writes every row.
 
     Args:
         tokens: int32, the pieces of all samples one after the other, without CLS.

@@ -1,13 +1,11 @@
-"""Weighted corpora: global sample number -> (corpus, epoch, window), a pure function of the seed and the
-number.
+"""Weighted corpora: global sample number -> (corpus, epoch, window), a pure function of seed and number.
 
-Samples come in blocks of BLOCK_SIZE. In every block each corpus owns an exact quota of the places (largest
-remainder), and a keyed permutation, another one for each block, says which. The j-th sample of a corpus is
-window `permute(j % num_windows)` of epoch `j // num_windows`: within an epoch each window comes exactly
-once, whatever the batch size, the number of ranks or the point of resumption. The state of a loader is one
-integer.
+Samples form blocks of BLOCK_SIZE. In every block each corpus has an exact quota of the places (largest remainder), and
+a keyed permutation, different for each block, decides which. The j-th sample of a corpus is window
+`permute(j % num_windows)` of epoch `j // num_windows`. So each window comes exactly once in an epoch, for any batch
+size, any number of ranks and any point of resumption. The state of a loader is one integer.
 
-The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and one that rounds to nothing is refused.
+The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight that rounds to 0 is refused.
 """
 
 from __future__ import annotations
@@ -78,15 +76,15 @@ class Mixture:
         return type(self), (self.corpora, self.seed)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where samples lie: indices int64 [B], each >= 0 -> corpus, epoch, window, each int64 [B]."""
+        """The places of samples: indices int64 [B], each >= 0 -> corpus, epoch, window, each int64 [B]."""
         indices = np.ascontiguousarray(indices, np.int64)
         assert not len(indices) or indices.min() >= 0
         table = self._table  # one read: another thread may replace it
-        *found, block, corpora, ranks = locate_samples(
+        *located, block, corpora, ranks = locate_samples(
             self._key_seed, indices, self._starts, self._num_windows, *table
         )
         self._table = (block, corpora, ranks)
-        return tuple(found)
+        return tuple(located)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.

@@ -1,12 +1,12 @@
 """Shuffled windows over a dataset without shuffle arrays: every sample is a pure function of its number.
 
-Two parts. `permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of
-this epoch" needs no array, no index file and no state. `WindowIndex` cuts a document stream into windows of
-equal cost and finds the documents of a window by a search in the mapped index.
+`permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of this epoch" needs no
+array, no index file and no state. `WindowIndex` cuts a document stream into windows of equal cost and finds the
+documents of a window by a search in the mapped index.
 
-Costs: an access takes O(1) memory and, where long and short documents are mixed, two or three page reads from the
-index; O(log documents) in an index sorted by length. Windows are fixed by position, so epochs visit the same windows
-in another order; they do not re-cut the documents.
+An access takes O(1) memory. Where long and short documents are mixed, it takes two or three page reads from the index;
+in an index sorted by length, O(log documents). Windows are fixed by position, so every epoch has the same windows in
+another order.
 
 Source of the permutation: generalised Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
 Rogaway, "Ciphers with arbitrary finite domains", 2002.
@@ -28,8 +28,8 @@ _ROUNDS = 4  # pairs of half rounds
 _GUESSES = 3  # each about as far off as the square root of the one before
 CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
 
-# All compiled functions of sampling live in this file: numba notices a change of the file that holds a cached
-# function, but not of another file that it calls into, and would go on with the old code.
+# All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
+# but not of another file that it calls into.
 #
 # The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
 
@@ -86,7 +86,7 @@ def permute(index, n, key):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def block_table(starts, block_size, key):
-    """The corpus of each place of a block, and how many of its places come before: two int64 [block_size]."""
+    """The corpus of each place of a block, and how many of its places precede it: two int64 [block_size]."""
     corpora = np.empty(block_size, np.int64)
     ranks = np.empty(block_size, np.int64)
     seen = np.zeros(starts.shape[0] - 1, np.int64)
@@ -103,7 +103,7 @@ def block_table(starts, block_size, key):
 def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places, ranks_of_places):
     """Corpus, epoch and window, each int64 [B], of samples; see mixture.py.
 
-    Args: the table of one block, made by `block_table`, which is used as long as samples lie in that block.
+    Args: `block_table` made the table of one block, which serves the samples of that block.
     Returns: corpora, epochs, windows, and number and table of the last block.
     """
     corpora = np.empty(indices.shape[0], np.int64)
@@ -127,13 +127,13 @@ def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places,
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _cost(pointers, shift, overhead, document):
-    """Where a document begins, in the costs of `WindowIndex`."""
+    """The cost of all documents before this one; see `WindowIndex`."""
     return (pointers[document] >> shift) + overhead * document
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _guess_document(pointers, shift, num_tokens, overhead, start):
-    """A document near the cost `start`: a place by the mean cost of a document, corrected by what stands there."""
+    """A document near the cost `start`: guessed from the mean cost of a document, then corrected."""
     num_documents = pointers.shape[0]
     mean = (num_tokens + overhead * num_documents) / num_documents
     document = np.int64(0)
@@ -147,8 +147,8 @@ def _guess_document(pointers, shift, num_tokens, overhead, start):
 def _first_document(pointers, shift, num_tokens, overhead, start):
     """The last document that begins at or before the cost `start`.
 
-    From a guess outward in doubling steps, then by halves: nearly always within one page of the index, where a
-    search by halves from the ends visits a page of its own for every step but the last ones.
+    Searches outward from a guess in doubling steps, then by halves. This is nearly always within one page of the
+    index; a search by halves from the ends would read another page at almost every step.
     """
     low = _guess_document(pointers, shift, num_tokens, overhead, start)
     high = low + 1
@@ -236,7 +236,7 @@ def _pack_rows(piece_lengths, counts):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _copy_rows(tokens, first_tokens, positions, rows, out):
-    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one stretch of the stream."""
+    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one range of the stream."""
     for i in range(rows.shape[0]):
         start, stop = positions[rows[i]], positions[rows[i] + 1]
         first = first_tokens[rows[i]]
@@ -248,10 +248,10 @@ def _copy_rows(tokens, first_tokens, positions, rows, out):
 class WindowIndex:
     """The windows of a dataset: window w covers the costs [w * window_length, (w + 1) * window_length).
 
-    A document costs its tokens plus `document_overhead` positions before them, which stand for what an
-    objective adds to each document ([CLS] and the like), so that the pieces of a window with their
-    additions fit `window_length`. A document that does not fit is cut and goes on in the next window; each
-    token lies in exactly one window. Only the last window may be shorter.
+    A document costs its tokens plus `document_overhead` positions before them for what an objective adds to each
+    document ([CLS] and others), so that the pieces of a window with their additions fit `window_length`. A
+    document that does not fit is cut and continues in the next window; each token is in exactly one window. Only
+    the last window may be shorter.
 
     Raises: ConfigError for lengths that are out of range.
     """
@@ -271,12 +271,12 @@ class WindowIndex:
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 
     def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:
-        # Arrays reopen, never copy.
+        # Reopen the arrays instead of copying them.
         return type(self), (self.dataset, self.window_length, self.document_overhead)
 
     @property
     def _geometry(self) -> tuple[np.ndarray, np.int64, int, int]:
-        """What the compiled search needs to know of the documents."""
+        """The arguments of the compiled search that describe the documents."""
         dataset = self.dataset
         return dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead
 

@@ -3,53 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from data_utils.base.random_streams import below, shuffle
-from data_utils.objectives.masking import draw_length
+from data_utils.objectives.masking import compiled, draw_length
+from data_utils.objectives.rows import set_range
 
 MOST_CUT = 32  # a piece whose spans do not fit loses at most length // MOST_CUT tokens at its end
 
-# Rows of the scratch array `w`, int64 [5, longest text]: the spans of the current Example in text order, the
+# Lines of the scratch array `w`, see `RowObjective._tables`: the spans of the current Example in text order, the
 # order of part B, the place of each span's mask in part A, and marks of what is chosen.
 STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
-
-# Numba optimises all the code below a function again at each level of calls; inlining the upper levels saves a third
-# of the time to compile.
-compiled = njit(nogil=True, error_model="numpy")
-inlined = njit(nogil=True, error_model="numpy", inline="always")
-
-
-@compiled
-def new_work(longest_text):
-    return np.empty((5, longest_text + 2), np.int64)
-
-
-# Loops instead of slices, which numba takes ten times as long to compile. The indices are unsigned: a signed one may be
-# negative, and the test for that prevents vectorisation, which makes the loop 3 to 6 times slower.
-
-
-@inlined
-def set_line(array, line, start, stop, value):
-    """array[line, start:stop] = value"""
-    for i in range(np.uint64(start), np.uint64(stop)):
-        array[line, i] = value
-
-
-@inlined
-def count_line(array, line, start, stop, first):
-    """array[line, start:stop] = first, first + 1, ..."""
-    at = np.uint64(start)
-    for i in range(np.uint64(stop - start)):
-        array[line, at + i] = np.uint64(first) + i
-
-
-@inlined
-def copy_line(array, line, at, text, start, length):
-    """array[line, at : at + length] = text[start : start + length]"""
-    target, source = np.uint64(at), np.uint64(start)
-    for i in range(np.uint64(length)):
-        array[line, target + i] = text[source + i]
 
 
 @compiled
@@ -70,7 +33,7 @@ def _place_spans(stream, w, count, total, maskable, uniform):
     free = maskable - total - (count - 1)
     slots = free + count if uniform else free + 1
     marks = w[MARKS]
-    set_line(w, MARKS, 0, slots, 0)
+    set_range(w, MARKS, 0, slots, 0)
     for i in range(count):
         if uniform:
             last = free + i
@@ -78,7 +41,7 @@ def _place_spans(stream, w, count, total, maskable, uniform):
             marks[last if marks[slot] else slot] = 1
         else:
             marks[below(stream, slots)] += 1
-    set_line(w, STARTS, 0, count, 0)
+    set_range(w, STARTS, 0, count, 0)
     placed = np.uint64(0)
     for slot in range(np.uint64(slots)):  # the marked slots, in order, without a mispredicted branch
         w[STARTS, placed] = slot

@@ -1,9 +1,9 @@
 """GLM's autoregressive blank infilling (arXiv:2103.10360): token, sentence and document objectives, mixed.
 
-An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in shuffled order,
-each as `sop + span` predicting `span + eop`. Its random numbers are a pure function of (seed, sample index, piece
-index, attempt), so they do not depend on batch size, place in the batch, worker or history. docs/objectives.md explains the
-options and the differences from the reference implementation.
+An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in shuffled
+order, each as `sop + span` predicting `span + eop`. Its random numbers are a pure function of (seed, sample index,
+piece index, attempt), so they do not depend on batch size, place in the batch, worker or history. docs/objectives.md
+explains the options and the differences from the reference implementation.
 
 A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the spans of
 a piece do not fit, it loses its last tokens: a few in one row of ten, about one token of text in 2,500. So spans keep
@@ -17,14 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils.base.errors import DataError
 from data_utils.base.random_streams import (
     below,
     chance,
     chance_threshold,
-    new_stream,
     next_word,
     open_stream,
     shuffle,
@@ -46,13 +44,11 @@ from data_utils.objectives.blank_infilling.draw import (
     draw_document_span,
     draw_sentences,
     draw_token_spans,
-    inlined,
     least_tokens,
-    new_work,
-    set_line,
     tokens_to_cut,
 )
 from data_utils.objectives.blank_infilling.write import write_example
+from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.planes import (
     DOC,
     DOCUMENT_OVERHEAD,
@@ -64,7 +60,7 @@ from data_utils.objectives.planes import (
     Loss,
 )
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import RowObjective, numbers_of
+from data_utils.objectives.rows import RowObjective, numbers_of, set_range
 
 ATTEMPTS = 16  # draws of spans before the fewest are used
 
@@ -120,15 +116,16 @@ def _fill_example(
 @inlined
 def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
     """Write one sample, its pieces from number `first_piece` on, then padding. False: it cannot fit."""
-    needed = 0
+    needed, total = 0, 0
     for length in lengths:
         needed += least_tokens(length, s)
+        total += length
     row_length = row.shape[1]
-    if needed > row_length or lengths.sum() > s.sequence_length:
+    if needed > row_length or total > s.sequence_length:
         return False
     for plane in range(len(FIELDS)):
         if plane != TOKENS and plane != POSITION_IDS:  # these two are written everywhere
-            set_line(row, plane, 0, row_length, 0)
+            set_range(row, plane, 0, row_length, 0)
     used = 0
     piece = first_piece
     for length in lengths:
@@ -139,40 +136,36 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
         )
         piece += 1
         start += length
-    set_line(row, TOKENS, used, row_length, s.pad)
-    set_line(row, POSITION_IDS, used, row_length, 0)
-    set_line(row, DOC, used, row_length, PADDING_DOC)
+    set_range(row, TOKENS, used, row_length, s.pad)
+    set_range(row, POSITION_IDS, used, row_length, 0)
+    set_range(row, DOC, used, row_length, PADDING_DOC)
     return True
 
 
-@njit(cache=True, nogil=True)
-def _fill_rows(batch, pieces, tables, settings):
+@entry_point
+def _fill_rows(batch, pieces, tables, sentence_end, settings):
     """Returns the index of the first sample that cannot fit, or -1."""
     text, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
-    sentence_end, cumulative, stream = tables
-    w, s = new_work(batch.shape[2]), settings[0]
+    cumulative, stream, w = tables
+    s = settings[0]
     piece, start = 0, 0
-    joined = np.zeros(1, np.int64)
     for i in range(len(batch)):
         lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
-        total = lengths.sum()
-        if s.cross_document_attention and len(lengths) > 0:
-            lengths = joined
-            joined[0] = total
-        sample = sample_indices[i]
-        row = batch[i]
+        row, sample = batch[i], sample_indices[i]
         if not _fill_row(
             row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
         ):
             return i
         piece += pieces_per_sample[i]
-        start += total
+        for length in lengths:
+            start += length
     return -1
 
 
-@njit(cache=True, nogil=True)
-def _write_given(row, text, starts, ends, order, objective, tail, settings, stream):
-    w, s = new_work(row.shape[1]), settings[0]
+@entry_point
+def _write_given(row, text, starts, ends, order, objective, tail, tables, settings):
+    _, stream, w = tables
+    s = settings[0]
     count = len(starts)
     for i in range(count):
         w[STARTS, i] = starts[i]
@@ -244,10 +237,15 @@ class BlankInfilling(RowObjective):
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
         """Fill the rows; returns the index of the first sample that cannot fit, or -1."""
-        ends = self.vocabulary.sentence_end
-        ends = np.ascontiguousarray([] if ends is None else ends, np.bool_)
+        if self.config.cross_document_attention:  # the pieces of a row are one text
+            sums, ends = np.concatenate([[0], np.cumsum(piece_lengths)]), np.cumsum(pieces_per_sample)
+            not_empty = pieces_per_sample > 0
+            piece_lengths = (sums[ends] - sums[ends - pieces_per_sample])[not_empty]
+            pieces_per_sample = not_empty.astype(np.int64)
+        sentence_end = self.vocabulary.sentence_end
+        sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
         pieces = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        return self.entry(batch, pieces, (ends, self._cumulative, new_stream()), self._settings)
+        return self.entry(batch, pieces, self._tables(batch), sentence_end, self._settings)
 
     def build(
         self,
@@ -260,7 +258,7 @@ class BlankInfilling(RowObjective):
         """The Example for given spans of `piece` (`[start, end)`, in text order) in a given part-B order."""
         text = np.ascontiguousarray(piece, np.int32)
         starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
-        row = np.zeros((len(FIELDS), 3 * len(text) + 8), np.int32)
+        batch = np.zeros((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
-        end = _write_given(row, text, *given, objective, tail, self._settings, new_stream())
-        return Example.from_planes(row[:, :end])
+        end = _write_given(batch[0], text, *given, objective, tail, self._tables(batch), self._settings)
+        return Example.from_planes(batch[0, :, :end])

@@ -10,12 +10,8 @@ from data_utils.objectives.blank_infilling.draw import (
     MASK_AT,
     ORDER,
     STARTS,
-    compiled,
-    copy_line,
-    count_line,
-    inlined,
-    set_line,
 )
+from data_utils.objectives.masking import compiled, inlined
 from data_utils.objectives.planes import (
     BLOCK_POSITION_IDS,
     DOC,
@@ -27,6 +23,7 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.objectives.rows import copy_range, count_up, set_range
 
 
 @compiled
@@ -34,12 +31,12 @@ def _write_in_place(row, used, text, start, length, count, w, s):
     """masked_lm: CLS + text with the spans masked and predicted in place. Returns the new end."""
     row[TOKENS, used] = s.cls
     first = used + 1
-    copy_line(row, TOKENS, first, text, start, length)
+    copy_range(row, TOKENS, first, first + length, text, start)
     for span in range(count):
         begin, end = w[STARTS, span], w[ENDS, span]
-        set_line(row, TOKENS, first + begin, first + end, s.mask)
-        copy_line(row, TARGETS, first + begin, text, start + begin, end - begin)
-        set_line(row, WEIGHTS, first + begin, first + end, ONE_AS_INT32)
+        set_range(row, TOKENS, first + begin, first + end, s.mask)
+        copy_range(row, TARGETS, first + begin, first + end, text, start + begin)
+        set_range(row, WEIGHTS, first + begin, first + end, ONE_AS_INT32)
     return first + length
 
 
@@ -51,13 +48,13 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     at, last = used + 1, 0
     for i in range(count):
         between = w[STARTS, i] - last
-        copy_line(row, TOKENS, at, text, start + last, between)
+        copy_range(row, TOKENS, at, at + between, text, start + last)
         at += between
         row[TOKENS, at] = mask
         w[MASK_AT, i] = at - used
         at += 1
         last = w[ENDS, i]
-    copy_line(row, TOKENS, at, text, start + last, length - last)
+    copy_range(row, TOKENS, at, at + length - last, text, start + last)
     return at + length - last
 
 
@@ -79,23 +76,22 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream
                 tokens[used + w[MASK_AT, span]] = pair
                 sop = pair + 1
         tokens[at] = sop
-        copy_line(
-            row, TOKENS, at + 1, text, begin, length
-        )  # a tail's last token is no input: overwritten later
-        copy_line(row, TARGETS, at, text, begin, length)
+        # A tail's last token is no input; it is overwritten later.
+        copy_range(row, TOKENS, at + 1, at + 1 + length, text, begin)
+        copy_range(row, TARGETS, at, at + length, text, begin)
         end = at + length
         if not tail:
             row[TARGETS, end] = s.eop
             end += 1
-        set_line(row, POSITION_IDS, at, end, position)
-        count_line(row, BLOCK_POSITION_IDS, at, end, 1)
+        set_range(row, POSITION_IDS, at, end, position)
+        count_up(row, BLOCK_POSITION_IDS, at, end, 1)
         at = end
         if objective == TOKEN and s.block_mask_below > 0:
             for j in range(at - length, at):
                 if chance(stream, s.block_mask_below):
                     tokens[j] = s.dblock
-    set_line(row, WEIGHTS, part_b, at, ONE_AS_INT32)
-    count_line(row, ORD, part_b, at, 1)
+    set_range(row, WEIGHTS, part_b, at, ONE_AS_INT32)
+    count_up(row, ORD, part_b, at, 1)
     return at
 
 
@@ -104,10 +100,10 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
     near = w[MARKS]
-    set_line(w, MARKS, 0, size, 0)
+    set_range(w, MARKS, 0, size, 0)
     for i in range(count):
         at = w[MASK_AT, i]
-        set_line(w, MARKS, max(1, at - s.context_mask_range), min(size, at + s.context_mask_range + 1), 1)
+        set_range(w, MARKS, max(1, at - s.context_mask_range), min(size, at + s.context_mask_range + 1), 1)
     for i in range(count):
         near[w[MASK_AT, i]] = 0
     candidates = w[STARTS]  # no longer needed: the spans are written
@@ -132,12 +128,12 @@ def write_example(row, used, document, text, start, length, count, objective, ta
         end = _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s)
         if objective == TOKEN and s.context_mask_ratio > 0:
             _mask_context(row, used, part_b, count, stream, w, s, length + 1)
-    count_line(row, POSITION_IDS, used, part_b, 0)
+    count_up(row, POSITION_IDS, used, part_b, 0)
     if s.random_position:
         shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
         for i in range(used, stop):
             row[POSITION_IDS, i] += shift
-    set_line(row, DOC, used, end, document)
-    set_line(row, OBJECTIVE, used, end, objective)
+    set_range(row, DOC, used, end, document)
+    set_range(row, OBJECTIVE, used, end, objective)
     return end

@@ -104,7 +104,7 @@ def _rank(pairs, mask, first, second):
 def _make_fill_merges(digest: int) -> Any:
     @njit(cache=True)
     def _fill_merges(pairs, of_bytes, lefts, rights, byte_ids):
-        """Enter all pairs; a later one replaces an equal one before it."""
+        """Enter all pairs; a later pair replaces an equal earlier one."""
         _ = digest  # part of the cache key
         mask = pairs.size - 1
         for rank in range(len(lefts)):
@@ -137,17 +137,17 @@ def _contraction_end(data, i, stop):
 
 
 @njit
-def _run_end(data, i, stop, classes, kind):
-    """End of the run of class `kind` from i on, and the start of its last character.
+def _class_end(data, i, stop, classes, kind):
+    """End of the characters of class `kind` from i on, and the start of the last of them.
 
-    ~code point instead of the end, where one is met whose class is not known yet.
+    At a code point whose class is not known yet, ~code point instead of the end.
     """
     last = i
     while i < stop:
         point, after = next_code_point(data, i)
-        found = classes[point]
-        if found != kind:
-            if found == UNKNOWN:
+        point_class = classes[point]
+        if point_class != kind:
+            if point_class == UNKNOWN:
                 return ~point, last
             break
         last = i
@@ -157,7 +157,7 @@ def _run_end(data, i, stop, classes, kind):
 
 @njit(forceinline=True)
 def _letters_end(data, i):
-    """End of the run of ASCII letters from i on; it may lie beyond the document."""
+    """End of the ASCII letters from i on; it may be beyond the document."""
     while True:
         word = eight_bytes(data, i)
         lower = (word | _CASE) & _LOW_BITS
@@ -180,16 +180,16 @@ def _pretoken_end(data, i, stop, classes):
             return end
     start = i + 1 if byte == ord(" ") and i + 1 < stop else i
     end = _letters_end(data, start)
-    if end > start and (end >= stop or data[end] < 0x80):  # else none was there, or more may follow
+    if end > start and (end >= stop or data[end] < 0x80):  # otherwise there was none, or more may follow
         return min(end, stop)
     point, after = next_code_point(data, start)
     kind = classes[point]
     if kind == UNKNOWN:
         return ~point
     if kind != SPACE:
-        end, _ = _run_end(data, after, stop, classes, kind)
+        end, _ = _class_end(data, after, stop, classes, kind)
         return end
-    end, last = _run_end(data, i, stop, classes, SPACE)
+    end, last = _class_end(data, i, stop, classes, SPACE)
     if end < 0 or end == stop or last == i:
         return end
     return last  # the last space belongs to the word that follows

@@ -90,7 +90,7 @@ def first_difference(one: Encoder, other: Encoder, sample: Sequence[str]) -> str
     for text in sample:  # one by one: a batch would start the library's threads
         if not np.array_equal(one.encode([text])[0], other.encode([text])[0]):
             return text
-    ids, lengths = one.encode(sample)  # whatever they carry over from text to text
+    ids, lengths = one.encode(sample)  # state may pass from text to text
     other_ids, other_lengths = other.encode(sample)
     if np.array_equal(ids, other_ids) and np.array_equal(lengths, other_lengths):
         return None

@@ -62,7 +62,7 @@ def _find_pair(keys, mask, first, second):
 
 @njit
 def _word_end(data, i, stop, classes):
-    """End of the run of PLAIN, EXPANDED and UNUSUAL from i on; ~code point if a class is not known yet."""
+    """End of the characters PLAIN, EXPANDED and UNUSUAL from i on; ~code point if a class is not known yet."""
     while i < stop:
         point, after = next_code_point(data, i)
         kind = classes[point]
@@ -101,24 +101,24 @@ def _normalise(data, i, end, classes, values, images, points, limit):
 
 @njit
 def _longest_match(points, count, edges, mask, nodes, tokens, next_node, unknown, ids):
-    """Cut a word into the longest pieces from the left, ids[:n]; one `unknown` if that fails. Returns: n."""
+    """Cut a word into the longest entries from the left, ids[:n]; one `unknown` if that fails. Returns: n."""
     n, start = 0, 0
     while start < count:
         node = np.int64(0) if start == 0 else next_node
-        found, found_end = np.int64(-1), start
+        match, match_end = np.int64(-1), start
         for k in range(start, count):
             place = _find_pair(edges, mask, node, points[k])
             if edges[place] == FREE:
                 break
             node = np.int64(nodes[place])
             if tokens[node] >= 0:
-                found, found_end = np.int64(tokens[node]), k + 1
-        if found < 0:
+                match, match_end = np.int64(tokens[node]), k + 1
+        if match < 0:
             ids[0] = unknown
             return 1
-        ids[n] = found
+        ids[n] = match
         n += 1
-        start = found_end
+        start = match_end
     return n
 
 
@@ -165,7 +165,7 @@ def _make_encode_word_piece(digest: int) -> Any:
             data, ends, cache, out, out_ends, state: as for `encode_byte_level`.
             classes: uint8 [CODE_POINTS]; values: int32 [CODE_POINTS]; images: int32, see BLANK.
             edges, tokens: the trie, see `fill_trie`.
-            options: int64 [3]: the node of the prefix of pieces that continue a word, the id of an unknown word,
+            options: int64 [3]: the node of the prefix of entries that continue a word, the id of an unknown word,
                 the characters that a word may have.
             space: int32 [2, characters that a word may have + 1], scratch.
         Returns: DONE, NEEDS_PAGE of state[POINT], or for the word data[state[POSITION]:state[POINT]]
