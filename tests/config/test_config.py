@@ -140,7 +140,7 @@ def test_a_published_recipe_is_that_of_the_reference(name):
 def test_the_papers_mix_may_be_laid_over_a_model():
     """Short spans and long ones, half each; everything else stays the model's."""
     config = load_config([MODELS / "glm-10b.yaml", MODELS / "objectives/paper.yaml"])
-    mix = config.blank_infilling
+    mix = config.objective_sections["blank_infilling"]
     assert (mix.token_prob, mix.sentence_prob, mix.masked_ratio, mix.mean_span_length) == (
         0.5,
         0.0,
