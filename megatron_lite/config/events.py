@@ -1,8 +1,7 @@
-"""What an operator decides during a run: to skip samples after a loss spike, another learning rate, a smaller gradient
-of the embeddings.
+"""Interventions in a run: skip samples after a loss spike, change the learning rate, shrink the embeddings' gradient.
 
-All are settings keyed to absolute samples or steps, so that a run with them is as repeatable as one without; and what
-came into force is recorded with its step, in metrics.jsonl and in the checkpoints.
+All are settings keyed to absolute samples or steps, so that a run with them is as repeatable as one without. What takes
+effect is recorded with its step in metrics.jsonl and in the checkpoints.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class EventsConfig:
         return initial if change is None else change.value
 
     def in_force(self, step: int) -> list[str]:
-        """The changes that step `step` is made with, in words."""
+        """The changes in effect at `step`, in words."""
         changes = (self._learning_rate_change(step), self._shrink_change(step))
         return [str(change) for change in changes if change is not None]
 
@@ -108,7 +107,7 @@ class EventsConfig:
 
 @dataclass
 class EventLog:
-    """What happened in a run so far, across restarts: its `state` belongs to the checkpoint."""
+    """The events of a run so far, across restarts; checkpoints hold its `state`."""
 
     history: list[dict[str, Any]] = field(default_factory=list)  # {"step", "event"}, oldest first
     in_force: list[str] = field(default_factory=list)

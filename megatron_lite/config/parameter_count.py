@@ -1,11 +1,11 @@
-"""How many parameters a model has, counted from its section alone, without torch."""
+"""The number of parameters of a model, from its section of the configuration, without torch."""
 
 from __future__ import annotations
 
 from data_utils.objectives.registry import TASKS
 from megatron_lite.config.sections import ModelConfig
 
-VOCAB_MULTIPLE = 128  # the reference pads vocabularies to this; a multiple suits GPU matrix units
+VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 
 

@@ -1,7 +1,6 @@
 """Sections of the configuration: what each setting means, its default, its range, and checks within a section.
 
-config.py puts them into one tree, and checks what concerns several. A component takes its own section where that is all
-it needs.
+tree.py puts them together, and checks what concerns several sections.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """GLM's own layers and no others: what exports and their proofs know."""
+        """True for GLM's own layers and no others: only such models can be exported."""
         return not (
             self.segments
             or self.task_embedding
@@ -372,5 +371,5 @@ class TimeoutsConfig:
 
     @property
     def collective_seconds(self) -> float:
-        """Longest wait in one collective: beyond all limits, because the watchdog says more than torch does."""
+        """Longest wait in one collective: longer than all limits, because the watchdog reports more than torch does."""
         return max(self.sections.values()) + 60.0

@@ -1,10 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-One YAML file is the truth of a run; `load_config` merges several files in order, then dotted overrides, then
-(when given) a DeepSpeed JSON whose values must agree with ours. The sections themselves are in sections.py,
-events.py, data_utils/samples/config.py and beside each objective. Here is the tree, and what concerns several
-sections. A component that needs one section takes that one; those that wire the parts of a run together take the
-tree. Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, events.py, data_utils/samples/config.py and beside each objective. This file checks
+what concerns several. A component that needs one section takes that one; those that put a run together take the tree.
+Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -229,10 +227,7 @@ class Config:
         return loss_share(self.objective_choices)
 
     def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
-        """This configuration with model.vocab_size settled.
-
-        Raises: ConfigError if it contradicts the tokenizer.
-        """
+        """This configuration with model.vocab_size set. Raises ConfigError if it contradicts the tokenizer."""
         configured = self.model.vocab_size
         if configured is not None and configured != tokenizer_vocab_size:
             raise ConfigError(
@@ -277,7 +272,7 @@ def load_config(
 
 
 def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A DeepSpeed file and the configuration's deepspeed section together; ConfigError where they differ."""
+    """A DeepSpeed file merged with the configuration's deepspeed section. Raises ConfigError where they differ."""
     joined = {**given, **ours}
     for key in given.keys() & ours.keys():
         if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):

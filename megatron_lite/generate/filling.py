@@ -1,14 +1,15 @@
 """Fill blanks: encode the text once, then write each span token by token against cached keys and values.
 
-The layout is that of training. Part A is the text with its mask tokens, bidirectional; each blank is a span of part B
-that starts with sop, keeps its mask's position, counts block positions 1, 2, ... and ends with eop (or eos). Blanks are
-filled in text order, later ones see earlier answers. Beam search keeps its beams within one blank and goes on with the
-best.
+The layout is that of training. Part A is the text with its mask tokens, bidirectional. Each blank is a span of part B
+that starts with sop, has its mask's position, counts block positions 1, 2, ... and ends with eop (or eos). Blanks are
+filled in text order; later ones see earlier answers. Beam search keeps several hypotheses for a blank, and only the
+best of them for the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -24,7 +25,7 @@ _EMPTY = torch.empty(0)
 
 
 class CachedPlan:
-    """Attention of new tokens to everything cached so far, themselves included; causal among the new ones if asked."""
+    """Attention of new tokens to all tokens so far, themselves included."""
 
     def __init__(self, num_layers: int):
         self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
@@ -40,7 +41,7 @@ class CachedPlan:
         return attend_all(q, k, v, dropout)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep (and repeat) the given rows of the batch: int64 [new rows]."""
+        """Keep the given rows of the batch, some of them several times: int64 [new rows]."""
         self.keys = [x[rows] for x in self.keys]
         self.values = [x[rows] for x in self.values]
 
@@ -59,17 +60,7 @@ class BlankFiller:
         self.config = config
         self.device = next(model.parameters()).device
         self.ends = {special.eop, special.eos}
-        banned = {
-            special.cls,
-            special.sep,
-            special.mask,
-            special.smask,
-            special.gmask,
-            special.sop,
-            special.pad,
-        }
-        banned |= {special.unk, special.dblock}
-        self.banned = torch.tensor(sorted(banned - self.ends), device=self.device)
+        self.banned = torch.tensor(sorted(set(asdict(special).values()) - self.ends), device=self.device)
         self.generator = torch.Generator(device=self.device).manual_seed(config.seed)
 
     @torch.no_grad()
@@ -118,7 +109,7 @@ class BlankFiller:
         return self.model.hidden_states(words, ids, self.plan)
 
     def next_logits(self, tokens: Sequence[int], position: int, block_position: int) -> torch.Tensor:
-        """fp32 logits [rows, V] of what follows one new part-B token per row; the cache grows by it."""
+        """fp32 logits [rows, V] of what follows one new part-B token per row, which is added to the cache."""
         rows = len(tokens)
         hidden = self._hidden([[t] for t in tokens], [[position]] * rows, [[block_position]] * rows)
         logits = self.model.logits(hidden[:, -1]).float()
@@ -135,10 +126,8 @@ class BlankFiller:
             if token in self.ends:
                 break
             span.append(token)
-        else:
-            self.next_logits(
-                [token], position, min(len(span) + 1, self.model.config.max_position)
-            )  # cache the last token
+        else:  # add the last token to the cache
+            self.next_logits([token], position, min(len(span) + 1, self.model.config.max_position))
         return span
 
     def _draw(self, logits: torch.Tensor) -> int:
@@ -148,9 +137,8 @@ class BlankFiller:
         if self.config.top_k:
             probabilities[self.config.top_k :] = 0.0
         # A token stays if those before it have not yet reached top_p: the likeliest always stays.
-        probabilities[
-            (probabilities.cumsum(-1) - probabilities) >= self.config.top_p * probabilities.sum()
-        ] = 0.0
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities[before >= self.config.top_p * probabilities.sum()] = 0.0
         return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
 
     def _score(self, log_probability: float, length: int) -> float:
@@ -161,7 +149,7 @@ class BlankFiller:
         live: list[tuple[list[int], float]] = [([], 0.0)]  # (span, log probability) per cached row
         finished: list[tuple[float, list[int]]] = []
         tokens = [self.special.sop]
-        start = self._snapshot()
+        start = list(self.plan.keys), list(self.plan.values)
         for block_position in range(1, self._longest() + 1):
             log_p = self.next_logits(tokens, position, block_position).log_softmax(-1)
             totals = log_p + torch.tensor([p for _, p in live], device=self.device)[:, None]
@@ -189,7 +177,7 @@ class BlankFiller:
         return span
 
     def _is_decided(self, finished: list, live: list, length: int) -> bool:
-        """True if no live hypothesis can still beat the finished ones (for length penalties up to 1)."""
+        """True if no live hypothesis can become better than the finished ones (for length penalties up to 1)."""
         if len(finished) < self.config.num_beams:
             return False
         reachable = max(
@@ -197,11 +185,8 @@ class BlankFiller:
         )
         return finished[-1][0] >= reachable
 
-    def _snapshot(self) -> tuple[list, list]:
-        return list(self.plan.keys), list(self.plan.values)
-
     def _replay(self, start: tuple[list, list], position: int, span: list[int]) -> None:
-        """The cache as if only the chosen span had been written."""
+        """Make the cache as if only the chosen span had been written."""
         self.plan.keys, self.plan.values = list(start[0]), list(start[1])
         for block_position, token in enumerate([self.special.sop, *span], start=1):
             self.next_logits([token], position, min(block_position, self.model.config.max_position))

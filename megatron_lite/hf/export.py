@@ -1,9 +1,8 @@
-"""A training checkpoint of any layout as our Hugging Face model, or in the released layout, with a proof on logits.
+"""Export a training checkpoint of any layout as our Hugging Face model, or in the released layout, proved on logits.
 
-Tensors are streamed; only the proof holds a whole model. A result is made beside its place and renamed when everything,
-the proof included, went well. Rows that pad the vocabulary take no part in training: an import from the released layout
-puts them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has
-none).
+Tensors are streamed; only the proof holds a whole model. The output directory gets its name when everything, the proof
+included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released layout keeps
+them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has none).
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from megatron_lite.generate.open_run import OpenRun, load_model, objective_names
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.model_card import model_card
-from megatron_lite.hf.tokenizer_files import (
-    prove_tokenizer,
-    write_tokenizer,
-)
+from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
     PADDING_ROWS,
@@ -65,7 +61,7 @@ _PIPELINES = {
     }
 }
 
-# Sections of a run's configuration that say what was trained, and not on which machine.
+# Sections of a run's configuration that describe the training and not the machine.
 _PORTABLE_SECTIONS = (
     "model",
     "training",
@@ -99,17 +95,17 @@ def export_run(
 ) -> proof.Proof | None:
     """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
 
-    Returns: what the proof found, None without one. Raises: CheckpointError, DataError or ConfigError;
-    `output` then does not exist.
+    Returns: None without `options.verify`. Raises: CheckpointError, DataError or ConfigError; `output` then does not
+    exist.
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path)
         _check_exportable(run, options.layout)
-        found, model = run.checkpoint, run.config.model
-        weights = Weights(found.shapes, weight_reader(found))
-        check_shapes(weights, parameter_shapes(model), found.path)
+        checkpoint, model = run.checkpoint, run.config.model
+        weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
+        check_shapes(weights, parameter_shapes(model), checkpoint.path)
         if options.layout == "released":
-            padded = _with_padding_rows(weights, model, found.path.parent.parent / PADDING_ROWS)
+            padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
@@ -212,8 +208,7 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
 
 
 def generation_config(special: SpecialTokens) -> GenerationConfig:
-    """Greedy, a span ends at eop or eos, and no other special token is ever written, as in
-    scripts/generate.py."""
+    """As scripts/generate.py: greedy, a span ends at eop or eos, and no other special token is written."""
     ends = {special.eop, special.eos}
     return GenerationConfig(
         eos_token_id=sorted(ends),
@@ -224,11 +219,11 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
 
 
 def _write_provenance(directory: Path, run: OpenRun) -> None:
-    """training.json, for the way back, and the model card."""
-    found, tokenizer, tree = run.checkpoint, run.tokenizer, to_tree(run.config)
+    """Write training.json, which an import reads, and the model card."""
+    checkpoint, tokenizer, tree = run.checkpoint, run.tokenizer, to_tree(run.config)
     described = {
         "format": "megatron-lite-export",
-        "step": found.step,
+        "step": checkpoint.step,
         "config": {
             **{name: tree[name] for name in _PORTABLE_SECTIONS},
             "data": {name: tree["data"][name] for name in ("sequence_length", "row_length")},
@@ -237,7 +232,7 @@ def _write_provenance(directory: Path, run: OpenRun) -> None:
             **{k: v for k, v in asdict(tokenizer.config).items() if k != "path"},
             "fingerprint": tokenizer.fingerprint,
         },
-        "state": {key: value for key, value in found.state.items() if key != "config"},
+        "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
     }
     (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(model_card(run), encoding="utf-8")
@@ -246,7 +241,9 @@ def _write_provenance(directory: Path, run: OpenRun) -> None:
 def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:
     config = run.config.model
     batch = proof.proof_batch(config)
-    dtype = DTYPES[options.dtype]  # a model rounded to half precision is compared with itself rounded
+    dtype = DTYPES[
+        options.dtype
+    ]  # a model rounded to half precision is compared with the rounded training model
     model = load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float())
     expected = proof.training_logits(model, batch)
     del model

@@ -1,4 +1,4 @@
-"""A Hugging Face directory, or the reference's model-parallel shards, as a run to continue from, with a proof.
+"""Import a Hugging Face directory, or the reference's model-parallel shards, as a run; proved on logits.
 
     import_directory   a Hugging Face directory in either layout
     import_megatron    the reference's mp_rank_XX_model_states.pt
@@ -36,10 +36,7 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
-from megatron_lite.hf.tokenizer_files import (
-    TRAINING_TOKENIZER,
-    training_tokenizer,
-)
+from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokenizer
 from megatron_lite.hf.weights import (
     METADATA,
     PADDING_ROWS,
@@ -61,8 +58,8 @@ class Source:
     path: Path
     weights: Weights  # whole tensors by our parameters' names
     shards: list[Weights] | None  # the same in the released layout, for its arithmetic; None = our own layout
-    settings: dict[str, Any]  # what it says about the model, as a configuration's model section
-    base: dict[str, Any]  # the configuration it was trained with, where it says so
+    settings: dict[str, Any]  # those of the configuration's model section that it records
+    base: dict[str, Any]  # the configuration it was trained with; {}: not recorded
 
 
 def import_directory(
@@ -71,7 +68,7 @@ def import_directory(
     """Make the run directory `output` from a Hugging Face directory, ours or in the released layout.
 
     Args:
-        tree: configuration of the run to come, on top of what the directory says.
+        tree: configuration of the new run, which overrides what the directory records.
         options: as import_source.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
@@ -90,8 +87,7 @@ def import_megatron(
 
 
 def open_source(path: Path) -> Source:
-    """A Hugging Face directory. Its layout is told by the tensors' names: others use the model type "glm"
-    too."""
+    """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
     described = read_json(path / "config.json")
     weights = open_directory(path)
     if not any(name.endswith(WORDS) for name in weights.shapes):
@@ -106,7 +102,7 @@ def open_source(path: Path) -> Source:
 
 
 def _recorded_configuration(path: Path) -> dict[str, Any]:
-    """What an export of ours says about its training: a configuration tree, {} if nothing."""
+    """The configuration that an export of ours records, {} if there is none."""
     if not (path / TRAINING_JSON).exists():
         return {}
     recorded = read_json(path / TRAINING_JSON)
@@ -148,13 +144,12 @@ def import_source(
     """Write a run directory with one checkpoint at step 0 and its config.yaml.
 
     Args:
-        copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for
-            both.
+        copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for both.
     """
     with new_directory(output) as directory:
         config, tokenizer = _import_config(source, output, directory, tree)
         weights = source.weights
-        if WORDS in weights.shapes:  # else the check below names it
+        if WORDS in weights.shapes:  # if not, check_shapes reports it
             weights = weights.with_rows(WORDS, tokenizer.vocab_size)
         if copy_eop_to_gmask:
             check(
@@ -200,18 +195,14 @@ def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: fl
 def _import_config(
     source: Source, output: Path, directory: Path, tree: Mapping[str, Any]
 ) -> tuple[Config, Tokenizer]:
-    """The configuration of the run to come, its tokenizer's files copied to `directory` if they come with the
-    model."""
-    given = tree.get("model") if isinstance(tree.get("model"), Mapping) else {}
+    """The configuration of the new run. Copies the tokenizer's files to `directory` if they come with the model."""
+    model = tree.get("model")
+    given = model if isinstance(model, Mapping) else {}
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position"):
-        if (
-            name in source.settings
-            and given
-            and given.get(name, source.settings[name]) != source.settings[name]
-        ):
+        recorded = source.settings.get(name)
+        if recorded is not None and given.get(name, recorded) != recorded:
             raise ConfigError(
-                f"model.{name} is {given[name]}, but {source.path} has {source.settings[name]}; "
-                "use its configuration."
+                f"model.{name} is {given[name]}, but {source.path} has {recorded}; use its configuration."
             )
     tree = merge(merge(source.base, {"model": source.settings}), tree)
     brings_tokenizer = isinstance(tree.get("tokenizer"), Mapping) and "path" not in tree["tokenizer"]
@@ -240,11 +231,11 @@ def _import_config(
 
 
 def _check_positions(source: Source, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if samples are longer than the source's tables, which an import cannot make longer."""
+    """Raise ConfigError if samples need positions beyond the source's tables."""
     last = source.settings.get("max_position")
     if not isinstance(last, int):
         return
-    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # all else is checked here
+    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # passes every other check
     length = config.data.sequence_length
     needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
     check(
@@ -266,7 +257,7 @@ def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:
 
 
 def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:
-    """A checkpoint of step 0 with these weights and Adam moments of zero, which any layout can load."""
+    """Write a checkpoint of step 0 with these weights and Adam moments of zero."""
     path.mkdir(parents=True)
     name = "rank_00000.safetensors"
     pieces, shapes = [], {}

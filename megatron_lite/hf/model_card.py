@@ -72,9 +72,9 @@ model(input_ids).logits  # AutoModel gives hidden states"""
 
 
 def model_card(run: OpenRun) -> str:
-    """Markdown; what the checkpoint does not record is said to be not recorded."""
-    found, config, tokenizer = run.checkpoint, run.config, run.tokenizer
-    state, model = found.state, config.model
+    """The card in Markdown."""
+    checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
+    state, model = checkpoint.state, config.model
     return _CARD.format(
         **_introduction(run.objectives),
         parameters=parameter_count(model, padded=False),
@@ -82,7 +82,7 @@ def model_card(run: OpenRun) -> str:
         hidden=model.hidden_size,
         heads=model.num_attention_heads,
         positions=model.max_position,
-        step=found.step,
+        step=checkpoint.step,
         steps=config.training.steps,
         samples=state.get("consumed_samples", 0),
         tokens=state.get("consumed_tokens", 0),
@@ -97,7 +97,7 @@ def model_card(run: OpenRun) -> str:
         vocabulary=tokenizer.vocab_size,
         fingerprint=tokenizer.fingerprint,
         data=_data_table(state.get("data")),
-        evaluation=_evaluation(found),
+        evaluation=_evaluation(checkpoint),
     )
 
 
@@ -143,9 +143,9 @@ def _data_table(corpora: Any) -> str:
     return "\n".join(lines)
 
 
-def _evaluation(found: Checkpoint) -> str:
+def _evaluation(checkpoint: Checkpoint) -> str:
     """The newest validation record of the run that is not newer than the checkpoint."""
-    record = _last_validation(found.path.parent.parent / "metrics.jsonl", found.step)
+    record = _last_validation(checkpoint.path.parent.parent / "metrics.jsonl", checkpoint.step)
     if record is None:
         return "No evaluation is recorded."
     rows = [

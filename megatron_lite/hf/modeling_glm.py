@@ -1,10 +1,10 @@
 """GLM (autoregressive blank infilling, arXiv:2103.10360) for transformers. Copied beside exported weights.
 
-One stack reads part A, the text with its blanks, in both directions, and part B, the spans that fill them,
-from left to right. `block_position_ids` tells them apart: 0 in part A, 1, 2, ... within a span of part B. So
-the attention mask needs no argument of its own: everybody sees part A, and a token of part B also sees part B
-up to itself. `position_ids` is the position in the text; all tokens of a span carry that of their blank.
-Without `block_position_ids` the whole input is part A and the model is a bidirectional encoder.
+One stack reads part A, the text with its blanks, in both directions, and part B, the spans that fill them, from left to
+right. `block_position_ids` is 0 in part A and 1, 2, ... within a span of part B, so the attention mask needs no
+argument: all tokens see part A, and a token of part B also sees part B up to itself. `position_ids` is the position in
+the text; all tokens of a span have that of their blank. Without `block_position_ids` the whole input is part A and the
+model is a bidirectional encoder.
 
 `attention_mask` marks padding (0) as usual. A boolean one of shape [B, 1, S, S] replaces the rule, for
 example for packed documents. Padding rows see nothing.
@@ -39,9 +39,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_glm import GLMConfig
 
-if (
-    TYPE_CHECKING
-):  # never imported: transformers copies the files that are named so wherever the model is saved
+if TYPE_CHECKING:  # never imported, but transformers saves the files named in imports along with the model
     from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
 
 
@@ -63,9 +61,8 @@ def visible_keys(
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask.bool()
     visible = None
-    if block_position_ids is not None and not (
-        length == 1 and past_length
-    ):  # a single new token sees the whole cache
+    sees_all = length == 1 and past_length  # a single new token sees the whole cache
+    if block_position_ids is not None and not sees_all:
         in_b = block_position_ids > 0
         up_to_itself = torch.ones(length, length, dtype=torch.bool, device=in_b.device).tril()
         visible = ~in_b[:, None, :] | (in_b[:, :, None] & up_to_itself)
@@ -240,7 +237,7 @@ class GLMModel(GLMPreTrainedModel):
         blind = None  # bool [B, 1, S, 1]: rows without any key
         if visible is not None and attention_mask is not None:
             blind = ~visible.any(-1, keepdim=True)
-            visible = visible | blind  # their softmax would be NaN: they see all, and the result is dropped
+            visible = visible | blind  # the softmax of no keys would be NaN; their output is set to 0
         if position_ids is None:
             if block_position_ids is not None:
                 raise ValueError(
@@ -451,8 +448,7 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
 
 
 class GLMForMultipleChoice(GLMWithVocabulary):
-    """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the
-    model."""
+    """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the model."""
 
     @can_return_tuple
     def forward(

@@ -10,8 +10,7 @@ from transformers import Pipeline
 
 
 class BlankInfillingPipeline(Pipeline):
-    """Options of `generate` (max_new_tokens, do_sample, num_beams, ...) may be given to the pipeline or to a
-    call."""
+    """Options of `generate` (max_new_tokens, do_sample, ...) may be given to the pipeline or to a call."""
 
     _load_processor = False
     _load_image_processor = False

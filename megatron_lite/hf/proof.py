@@ -1,8 +1,7 @@
-"""Proof of a conversion: both models on the same input, the largest logit difference and the argmax
-agreement.
+"""Proof of a conversion: the logits of both models on the same input.
 
-The input has rows of different lengths with padding, an encoder-only row, and several spans, drawn from a
-fixed seed. The models are loaded one after the other, so the proof needs the memory of one.
+The input, drawn from a fixed seed, has rows of different lengths with padding, a row without spans, and one with two
+spans. The models are loaded one after the other, so the proof needs the memory of one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TOLERANCE = 1e-5  # fp32: the same sums in another order
 
 @dataclass(frozen=True)
 class Proof:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     largest_difference: float
     agreement: float  # share of rows with the same argmax, ties within the tolerance counted as the same
@@ -72,8 +71,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOL
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S] in the layout of collation: part A and two spans, padded; unpadded; part A only,
-    padded."""
+    """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
     length = min(96, config.max_position)
@@ -115,7 +113,7 @@ def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
     """The same of a Hugging Face directory, loaded as its users load it, computed in fp32."""
-    if not sys.stderr.isatty():  # as our own progress bars
+    if not sys.stderr.isatty():  # our own progress bars are off, too
         transformers_logging.disable_progress_bar()
     model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
     return model(

@@ -1,13 +1,11 @@
-"""The layout of the released GLM checkpoints: tensor names, the reference's model-parallel shards, and its
-arithmetic.
+"""The layout of the released GLM checkpoints: tensor names, the reference's model-parallel shards, its arithmetic.
 
-The names are those of the reference's state dictionary, on Hugging Face and in `mp_rank_XX_model_states.pt`
-alike. A shard holds a slice of the vocabulary, of the heads (Q, K and V one after the other within the slice)
-and of the inner FFN dimension; LayerNorms, position tables and the biases of row-parallel layers are whole in
-every shard.
+The names are those of the reference's state dictionary, on Hugging Face and in `mp_rank_XX_model_states.pt` alike. A
+shard holds a slice of the vocabulary, of the heads (Q, K and V one after the other within the slice) and of the inner
+FFN dimension; LayerNorms, position tables and the biases of row-parallel layers are whole in every shard.
 
-`reference_logits` computes the model straight from such shards, each with its own slice as the reference
-does. It shares no code with our model, so it proves an import rather than repeats it.
+`reference_logits` computes the model from such shards, each with its own slice as the reference does. It shares no code
+with our model, so that its logits can prove an import.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def in_released_layout(weights: Weights) -> Weights:
 
 
 def without_prefix(weights: Weights, origin: Path) -> Weights:
-    """Tensors by the names of the bare model, whatever wraps it there (`glm.`, `module.`)."""
+    """Tensors by the names of the bare model, without a prefix such as `glm.` or `module.`."""
     prefixes = [name.removesuffix(WORDS) for name in weights.shapes if name.endswith(WORDS)]
     if len(prefixes) != 1:
         raise CheckpointError(
@@ -72,34 +70,29 @@ def without_prefix(weights: Weights, origin: Path) -> Weights:
 
 def open_model_parallel(directory: Path) -> list[Weights]:
     """The shards `mp_rank_00_model_states.pt`, `mp_rank_01_...`, memory-mapped. Raises: CheckpointError."""
-    found = (
-        sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))
-        if directory.is_dir()
-        else []
-    )
-    expected = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(len(found))]
-    if not found:
+    names = sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))
+    expected = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(len(names))]
+    if not names:
         raise CheckpointError(
             f"{directory} holds no mp_rank_XX_model_states.pt; give the directory of one iteration."
         )
-    if found != expected:
-        missing = next(name for name in expected if name not in found)
+    if names != expected:
+        missing = next(name for name in expected if name not in names)
         raise CheckpointError(
-            f"{directory} has {len(found)} shards but lacks {missing}; fetch the missing shard."
+            f"{directory} has {len(names)} shards but lacks {missing}; fetch the missing shard."
         )
     shards = []
-    for name in found:
-        tree = load_pickle(directory / name)
-        size = tree.get("mp_world_size", len(found))
-        if size != len(found):
+    for path in (directory / name for name in names):
+        tree = load_pickle(path)
+        size = tree.get("mp_world_size", len(names))
+        if size != len(names):
             raise CheckpointError(
-                f"{directory / name} is one of {size} shards, but {len(found)} are there; "
-                "fetch the missing ones."
+                f"{path} is one of {size} shards, but {len(names)} are there; fetch the missing ones."
             )
         module = tree.get("module", tree)
         if not isinstance(module, dict):
-            raise CheckpointError(f"{directory / name} has no dictionary of tensors under 'module'.")
-        shards.append(without_prefix(from_state_dict(module, directory / name), directory / name))
+            raise CheckpointError(f"{path} has no dictionary of tensors under 'module'.")
+        shards.append(without_prefix(from_state_dict(module, path), path))
     return shards
 
 
@@ -111,11 +104,8 @@ def merged(shards: Sequence[Weights], origin: Path) -> Weights:
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.shapes != first.shapes:
-            differing = min(
-                n
-                for n in first.shapes.keys() | shard.shapes.keys()
-                if first.shapes.get(n) != shard.shapes.get(n)
-            )
+            names = first.shapes.keys() | shard.shapes.keys()
+            differing = min(n for n in names if first.shapes.get(n) != shard.shapes.get(n))
             raise CheckpointError(
                 f"{origin}: shard {rank} does not fit shard 0 at {differing}; they are of different models."
             )
@@ -126,27 +116,23 @@ def merged(shards: Sequence[Weights], origin: Path) -> Weights:
             raise CheckpointError(
                 f"{origin}: {name} has shape {list(shape)}, which cannot be a shard of a GLM."
             )
-        shapes[name] = (
-            shape
-            if split is None
-            else tuple(n * len(shards) if i == split[0] else n for i, n in enumerate(shape))
-        )
+        if split is not None:
+            shape = tuple(n * len(shards) if i == split[0] else n for i, n in enumerate(shape))
+        shapes[name] = shape
 
     def read(name: str) -> torch.Tensor:
-        pieces = [shard.read(name) for shard in shards]
+        slices = [shard.read(name) for shard in shards]
         split = _split_of(name)
         if split is not None:
             dim, parts = split
-            return torch.cat(
-                [torch.cat(part, dim) for part in zip(*(p.chunk(parts, dim) for p in pieces), strict=True)],
-                dim,
-            )
-        for rank, piece in enumerate(pieces):
-            if not torch.equal(piece, pieces[0]):
+            by_part = zip(*(part.chunk(parts, dim) for part in slices), strict=True)
+            return torch.cat([torch.cat(part, dim) for part in by_part], dim)
+        for rank, other in enumerate(slices):
+            if not torch.equal(other, slices[0]):
                 raise CheckpointError(
                     f"{origin}: {name} differs between shards 0 and {rank}, but must be the same in all."
                 )
-        return pieces[0]
+        return slices[0]
 
     return Weights(shapes, read)
 
@@ -174,51 +160,36 @@ def reference_logits(
     def get(shard: Weights, name: str) -> torch.Tensor:
         return shard.read(name).float()
 
+    first = shards[0]
+
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.layer_norm(
-            x,
-            x.shape[-1:],
-            get(shards[0], f"{name}.weight"),
-            get(shards[0], f"{name}.bias"),
-            config.layernorm_epsilon,
-        )
+        weight, bias = get(first, f"{name}.weight"), get(first, f"{name}.bias")
+        return F.layer_norm(x, x.shape[-1:], weight, bias, config.layernorm_epsilon)
 
     words = torch.cat([get(shard, WORDS) for shard in shards])
     hidden = words[tokens.long()]
-    hidden = hidden + get(shards[0], "transformer.position_embeddings.weight")[position_ids.long()]
-    hidden = (
-        hidden + get(shards[0], "transformer.block_position_embeddings.weight")[block_position_ids.long()]
-    )
+    hidden = hidden + get(first, "transformer.position_embeddings.weight")[position_ids.long()]
+    hidden = hidden + get(first, "transformer.block_position_embeddings.weight")[block_position_ids.long()]
     heads = config.num_attention_heads // len(shards)
     bias = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[:, None]
     for i in range(config.num_layers):
         layer = f"transformer.layers.{i}"
         x = norm(hidden, f"{layer}.input_layernorm")
-        attended = [
-            _attend(
-                x,
-                get(s, f"{layer}.attention.query_key_value.weight"),
-                get(s, f"{layer}.attention.query_key_value.bias"),
-                heads,
-                bias,
-            )
-            @ get(s, f"{layer}.attention.dense.weight").T
-            for s in shards
-        ]
-        hidden = hidden + sum(attended) + get(shards[0], f"{layer}.attention.dense.bias")
+        attended = []
+        for shard in shards:
+            fused = f"{layer}.attention.query_key_value"
+            own = _attend(x, get(shard, f"{fused}.weight"), get(shard, f"{fused}.bias"), heads, bias)
+            attended.append(own @ get(shard, f"{layer}.attention.dense.weight").T)
+        hidden = hidden + sum(attended) + get(first, f"{layer}.attention.dense.bias")
         x = norm(hidden, f"{layer}.post_attention_layernorm")
-        inner = [
-            F.linear(
-                x, get(s, f"{layer}.mlp.dense_h_to_4h.weight"), get(s, f"{layer}.mlp.dense_h_to_4h.bias")
-            )
-            for s in shards
-        ]
+        widening = f"{layer}.mlp.dense_h_to_4h"
+        inner = [F.linear(x, get(s, f"{widening}.weight"), get(s, f"{widening}.bias")) for s in shards]
         approximate = "tanh" if config.gelu == "tanh" else "none"
         out = [
             F.gelu(y, approximate=approximate) @ get(s, f"{layer}.mlp.dense_4h_to_h.weight").T
             for y, s in zip(inner, shards, strict=True)
         ]
-        hidden = hidden + sum(out) + get(shards[0], f"{layer}.mlp.dense_4h_to_h.bias")
+        hidden = hidden + sum(out) + get(first, f"{layer}.mlp.dense_4h_to_h.bias")
     return norm(hidden, "transformer.final_layernorm") @ words[: config.vocab_size].T
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 MARKERS = {"[MASK]": "mask_token", "[sMASK]": "smask_token", "[gMASK]": "gmask_token"}
 _MARKER = re.compile(" *(" + "|".join(map(re.escape, MARKERS)) + ")")
@@ -26,7 +26,7 @@ NO_LABEL = -100
 
 
 class GLMTokenizationMixin:
-    """What both tokenizers share: blanks in texts, and part B."""
+    """Blanks in texts, and part B, for both tokenizers."""
 
     padding_side = "left"
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012  what transformers expects here
@@ -39,7 +39,7 @@ class GLMTokenizationMixin:
     def _mark_blanks(self, text):
         """Blanks by the names this vocabulary has for them, without spaces before; in nested lists too."""
         if isinstance(text, str):
-            return _MARKER.sub(lambda found: str(getattr(self, MARKERS[found[1]])), text)
+            return _MARKER.sub(lambda match: str(getattr(self, MARKERS[match[1]])), text)
         if isinstance(text, (list, tuple)):
             return [self._mark_blanks(item) for item in text]
         return text
@@ -203,16 +203,16 @@ class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         parts: list[str] = []
-        run: list[str] = []
+        pieces: list[str] = []
         for token in [*tokens, None]:
             if token is not None and token not in self.added_tokens_encoder:
-                run.append(token)
+                pieces.append(token)
                 continue
-            if run:
-                # The library drops the leading space, which is right at the start of a text only.
-                lost_space = " " if parts and run[0].startswith("▁") else ""
-                parts.append(lost_space + self._model.decode_pieces(run))
-                run = []
+            if pieces:
+                # The library drops the leading space, which is right only at the start of a text.
+                lost_space = " " if parts and pieces[0].startswith("▁") else ""
+                parts.append(lost_space + self._model.decode_pieces(pieces))
+                pieces = []
             parts.append(token or "")
         return "".join(parts)
 
@@ -227,11 +227,6 @@ class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
         if Path(self.vocab_file).resolve() != target.resolve():
             shutil.copyfile(self.vocab_file, target)
         return (str(target),)
-
-
-def special_token(name: str) -> AddedToken:
-    """A special token as it is written in a text: found before normalisation, surrounding spaces kept."""
-    return AddedToken(name, special=True, normalized=False, lstrip=False, rstrip=False)
 
 
 GLMTokenizerFast.register_for_auto_class("AutoTokenizer")

@@ -1,7 +1,7 @@
 """The tokenizer of a run as files for transformers, with the proof that both give the same ids.
 
-Beside what transformers reads, the original files go along in `training_tokenizer/`, so that a run that
-continues from the export has a tokenizer with the fingerprint its corpora were built with.
+The original files are copied to `training_tokenizer/`, so that a run that continues from the export has a tokenizer
+with the fingerprint its corpora were built with.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def training_tokenizer(config: TokenizerConfig, directory: Path) -> dict[str, An
 
 
 def prove_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Raise CheckpointError unless the exported tokenizer has the run's special ids and encodes as the run
-    does."""
+    """Raise CheckpointError unless the exported tokenizer has the run's special ids and gives the same tokens."""
     cls = GLMSentencePieceTokenizer if isinstance(tokenizer, SentencePieceTokenizer) else GLMTokenizerFast
     exported = cls.from_pretrained(directory)
     for role, token_id in asdict(tokenizer.special).items():
@@ -102,8 +101,7 @@ def _special_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 def _visible_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
-    """The training pipeline with special tokens under their real names, found in texts, and [CLS] ... eos
-    around them."""
+    """The training tokenizer, changed to find special tokens in texts and to put [CLS] and eos around them."""
     backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str().replace(HIDDEN, ""))
     ids = sorted(_special_ids(tokenizer))
     backend.add_special_tokens([special_token(tokenizer.special_names[i]) for i in ids])

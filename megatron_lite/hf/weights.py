@@ -67,7 +67,7 @@ class Weights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that others made. Raises: CheckpointError."""
+    """A JSON object from a foreign file. Raises: CheckpointError."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(
@@ -129,9 +129,8 @@ def open_safetensors(path: Path) -> Weights:
         raise CheckpointError(f"{path}: {_one_line(error)}; the file is missing or damaged.") from None
 
     def read(name: str) -> torch.Tensor:
-        with safe_open(
-            path, framework="pt"
-        ) as file:  # opened each time: an open one keeps every page it has read
+        # Opened each time, since an open file keeps every page it has read in memory.
+        with safe_open(path, framework="pt") as file:
             return file.get_tensor(name).clone()
 
     return Weights(shapes, read)
@@ -178,7 +177,7 @@ def _plain_globals() -> list[Any]:
 
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
-    """Weights that are in memory already. Raises: CheckpointError for anything but floating-point tensors."""
+    """Weights in memory. Raises: CheckpointError for anything but floating-point tensors."""
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
@@ -210,7 +209,7 @@ def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], orig
 
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """A directory to fill, renamed to `output` at the end, or removed if anything fails.
+    """A directory to fill. It is renamed to `output` at the end, or removed if anything fails.
 
     Raises: DataError if `output` holds something; CheckpointError if it cannot be written.
     """

@@ -1,9 +1,9 @@
 """FlexAttention with the rule as its mask function, for structures that need a mask on CUDA.
 
-FlexAttention computes attention by blocks of queries and keys. Which pairs of blocks hold a pair that may look at each
-other, and which hold no other, follows from the smallest and largest (key_time, query_bound, grp) of each stretch of a
-block that belongs to one document: never from a mask of all pairs. Tokens are put into the order of the layout first,
-where those ranges are narrow; padding goes to the end, so every batch has one shape and is compiled once.
+FlexAttention works on blocks of queries and keys. Which pairs of blocks hold a visible pair, and which no other, is
+decided without a mask of all pairs: by the smallest and largest (key_time, query_bound, grp) of each stretch of a
+block that belongs to one document. Tokens are put into the order of the layout, where those ranges are narrow. Padding
+goes to the end, so all batches have one shape and the kernel is compiled once.
 
 FlexAttention has no backward pass on CPU, and no dropout.
 """
@@ -90,7 +90,7 @@ class FlexPlan:
     """One FlexAttention call over the tokens of the batch in the order of the layout, padding at the end.
 
     Args:
-        with_dropout: makes the plan that takes over where there is dropout.
+        with_dropout: makes the plan that is used with dropout.
         compiled: false = the plain reference, which computes every pair.
     """
 
@@ -139,7 +139,7 @@ class FlexPlan:
 
 
 class _Permutation(torch.autograd.Function):
-    """x[rows]; backward gathers as well, where that of indexing would add up row by row."""
+    """x[rows]. The backward pass gathers as well, where that of indexing would add row by row."""
 
     @staticmethod
     def forward(ctx, x, rows, inverse):  # type: ignore[no-untyped-def]

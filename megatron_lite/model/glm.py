@@ -1,11 +1,11 @@
-"""GLM: one Transformer for every objective. It sees tokens, their ids (positions, segment, task) and an attention plan.
+"""GLM: one Transformer for every objective. Input: tokens, their ids (positions, segment, task), an attention plan.
 
-Pre-LN blocks, learned position tables for both position ids, output projection tied to the word embedding without a
-bias (arXiv:2103.10360). Module names are the conversion table's left column (docs/architecture.md).
+Pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding without a bias
+(arXiv:2103.10360). docs/architecture.md compares the module names with those of released checkpoints.
 
 Between layers the hidden state is a token matrix [T, D], T = B x S; under sequence parallelism each tensor-parallel
-rank holds T / size of its rows. Dropout is a pure function of a seed per micro-batch, the layer and the place, so
-recomputing a block or moving it to another pipeline stage repeats it.
+rank holds T / size of its tokens. Dropout is a pure function of a seed per micro-batch, the layer and the place in it,
+so recomputing a block, or moving it to another pipeline stage, gives the same dropout.
 
 Shapes: B rows, S row length, T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
 V vocabulary (unpadded); K, P, M as in heads.py.
@@ -76,8 +76,8 @@ class ModelInput:
     ) -> ModelInput:
         """The parts of a batch that the model needs, on its device.
 
-        Padding is dropped and tokens stand in the order of the attention plan's calls where the plan needs no rows,
-        unless `keep_padding` asks for one shape for every batch.
+        With a CallPlan, padding is dropped and the tokens are in the order of its calls, unless `keep_padding` is set,
+        which gives every batch the same shape.
         """
         plan = plan_attention(batch.layout, device, kernel)
         planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
@@ -88,14 +88,14 @@ class ModelInput:
         inputs = torch.from_numpy(planes[:-1]).to(device)
         losses = (weights, planes[1 + ID_PLANES.index(OBJECTIVE)], planes[-1])
         weights_T, objectives_T, targets_T = (torch.from_numpy(plane.reshape(-1)) for plane in losses)
-        found = find_loss_rows(weights_T, objectives_T, config)
+        loss_rows = find_loss_rows(weights_T, objectives_T, config)
         return ModelInput(
             tokens=inputs[0],
             ids=inputs[1:],
             plan=plan,
-            loss_rows=found.to(device),
-            targets=targets_T[found.labelled].long().to(device),
-            weights=weights_T[found.labelled].to(device),
+            loss_rows=loss_rows.to(device),
+            targets=targets_T[loss_rows.labelled].long().to(device),
+            weights=weights_T[loss_rows.labelled].to(device),
             dropout_seed=dropout_seed,
         )
 
@@ -113,7 +113,7 @@ class _ShrinkGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Flow:
-    """What accompanies the hidden state of a micro-batch through the layers."""
+    """What the layers need of a micro-batch beside the hidden state."""
 
     rows: int
     length: int
@@ -122,7 +122,7 @@ class Flow:
     rank: int = 0  # this process's place among the tensor-parallel ranks
 
     def seed_dropout(self, layer: int, place: str, is_split: bool) -> None:
-        """Point torch's generator at the start of one dropout: equal on all tensor-parallel ranks, or one for each."""
+        """Seed torch's generator for one dropout: equal on all tensor-parallel ranks, or one seed for each."""
         assert self.dropout_seed is not None
         torch.manual_seed(derive_seed(self.dropout_seed, layer, place, self.rank if is_split else 0))
 
@@ -136,8 +136,8 @@ class Flow:
 class PositionEmbeddings(nn.Module):
     """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
 
-    Position and block position always; segment and task where the configuration has them. With a factorised
-    embedding (ALBERT) all are of size E, and their sum is projected to D.
+    Segment and task embeddings exist if the configuration has them. With a factorised embedding (ALBERT) all are of
+    size E, and their sum is projected to D.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
@@ -159,15 +159,11 @@ class PositionEmbeddings(nn.Module):
         if self.parallel.sequence_parallel:
             ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
         hidden = words
-        tables = (
-            self.position_embeddings,
-            self.block_position_embeddings,
-            self.segment_embeddings,
-            self.task_embeddings,
-        )
-        for table, row in zip(tables, ids, strict=True):
+        positions = (self.position_embeddings, self.block_position_embeddings)
+        tables = (*positions, self.segment_embeddings, self.task_embeddings)
+        for table, plane in zip(tables, ids, strict=True):
             if table is not None:
-                hidden = hidden + F.embedding(row, self.parallel.replicated(table.weight))
+                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
@@ -175,7 +171,7 @@ class PositionEmbeddings(nn.Module):
 
 
 class Embedding(PositionEmbeddings):
-    """Words and all others: int [T], int [len(ID_PLANES), T] -> [T, D]."""
+    """All embeddings: int [T], int [len(ID_PLANES), T] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__(config, parallel)
@@ -233,7 +229,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + dropout(attention(LN(x))), then the same with the MLP. `layer` is its place, for dropout and caches."""
+    """x + dropout(attention(LN(x))), then the same with the MLP. `layer` is its index, for dropout and caches."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
         super().__init__()
@@ -261,16 +257,12 @@ class Block(nn.Module):
 
 
 def final_layernorm(config: ModelConfig) -> LayerNorm:
-    """The one before the heads. All ranks have all rows with loss, so no part of its gradients is missing."""
+    """The LayerNorm before the heads. All ranks have all tokens with loss, so each has its whole gradient."""
     return LayerNorm(config.hidden_size, config.layernorm_epsilon, TensorParallel())
 
 
 class GLM(nn.Module):
-    """The list of layers embedding, blocks, final norm, heads, run in order.
-
-    Args:
-        parallel: None = one process holds every layer whole.
-    """
+    """Embedding, blocks, final LayerNorm and heads. Args: parallel: None = one process holds every layer whole."""
 
     def __init__(
         self,
@@ -305,8 +297,7 @@ class GLM(nn.Module):
 
         Args: tokens: int [B, S]. ids: int [len(ID_PLANES), B, S].
         """
-        hidden = self._run(tokens, ids, plan, None)
-        return hidden.view(*tokens.shape, -1)
+        return self._run(tokens, ids, plan, None).view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]. One process only."""
@@ -326,12 +317,8 @@ class GLM(nn.Module):
 
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> GLM:
     """The initialised fp32 model of a configuration; DeepSpeed casts it to the training precision."""
-    model = GLM(
-        config.model,
-        recompute=config.training.recompute,
-        num_losses=num_losses,
-        parallel=parallel,
-    )
+    recompute = config.training.recompute
+    model = GLM(config.model, recompute=recompute, num_losses=num_losses, parallel=parallel)
     initialize_parameters(model.named_parameters(), config.model, config.training.seed, model.parallel)
     return model
 

@@ -1,14 +1,14 @@
-"""The output side: from the last block's hidden state to the loss of every row with one.
+"""The output side: from the last block's hidden state to the losses.
 
 Every model predicts tokens through its word embedding, after the final LayerNorm. Options add BERT's sentence head
-(two classes at CLS), SpanBERT's boundary head (a span's tokens from the rows around it) and ALBERT's way back from the
-hidden size to a smaller embedding. Which head predicts a row follows from the `objective` plane: `find_loss_rows`.
+(two classes at CLS), SpanBERT's boundary head (a span's tokens from the tokens around it) and ALBERT's projection from
+the hidden size to a smaller embedding. The `objective` plane decides which head predicts a token: `find_loss_rows`.
 
-All of it runs on the rows with loss only, and under tensor parallelism all ranks hold all of these rows: what is not
-split over the vocabulary is computed by each, with equal results and equal gradients.
+Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;
+what is not split over the vocabulary is computed by each rank, with equal results and equal gradients.
 
-Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K rows that predict their token,
-P of them once more from the borders of their span, M rows of CLS that predict a class.
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K loss rows that predict their
+token, P of them once more from the borders of their span, M loss rows of CLS that predict a class.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 @dataclass(frozen=True)
 class LossRows:
-    """Rows with loss, sorted by the head that predicts them, and what they predict: int64, indices into [T]."""
+    """Loss rows by the head that predicts them, and what they predict: int64, indices into [T]."""
 
     tokens: torch.Tensor  # [K]
-    borders: torch.Tensor  # [P, 3]: the row before a span, the row after it, place in it from 0
+    borders: torch.Tensor  # [P, 3]: the token before a span, the token after it, place in it from 0
     sentences: torch.Tensor  # [M]
-    labelled: torch.Tensor  # [K + P + M]: rows of target and weight, in the order tokens, borders, sentences
+    labelled: (
+        torch.Tensor
+    )  # [K + P + M]: where target and weight are, in the order tokens, borders, sentences
     objectives: torch.Tensor  # [K + P + M]: which loss each belongs to
 
     def to(self, device: torch.device) -> LossRows:
@@ -72,10 +74,10 @@ def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: Mode
 
 
 def _span_borders(predicted: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of True in [T]: for each True int64 [P, 3] as in LossRows, and its own index [P].
+    """For each True in [T]: its borders, int64 [P, 3] as in LossRows, and its own index [P].
 
-    A token that is not predicted stands on both sides of every span (data_utils/objectives/spanbert.py): CLS or SEP
-    at the least. Places beyond the table take its last row.
+    On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Places beyond the
+    table take its last row.
     """
     index = torch.arange(len(predicted), device=predicted.device)
     outside = ~predicted
@@ -99,7 +101,7 @@ class Linear(nn.Module):
 
 
 class SentenceHead(nn.Module):
-    """BERT's pooler and classifier: [M, D] -> [M, 2]. Class 0 is the text as it was, 1 the exchanged one."""
+    """BERT's pooler and classifier: [M, D] -> [M, 2]. Class 0: the original pair of texts, 1: a changed one."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -138,7 +140,7 @@ class SpanBoundaryHead(nn.Module):
 
 
 class Heads(nn.Module):
-    """Everything after the final LayerNorm but the word embedding, which belongs to the input side: often nothing."""
+    """Everything after the final LayerNorm except the word embedding, which belongs to the input side."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
@@ -149,18 +151,19 @@ class Heads(nn.Module):
         self.projection = None if size is None else _GeluNorm(config.hidden_size, size, config)
 
     def forward(
-        self, hidden: torch.Tensor, found: LossRows, final_layernorm: nn.Module
+        self, hidden: torch.Tensor, loss_rows: LossRows, final_layernorm: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last block's [T, D] -> what the vocabulary predicts from, [K + P, E], and class logits [M, 2]."""
+        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2]."""
         if self.parallel.sequence_parallel:
             hidden = gather_tokens(hidden, self.parallel.group, reduce_backward=False)
-        rows = final_layernorm(hidden.index_select(0, found.tokens))
+        rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
         if self.span_boundary is not None:
-            before, after = (final_layernorm(hidden.index_select(0, found.borders[:, i])) for i in range(2))
-            rows = torch.cat([rows, self.span_boundary(before, after, found.borders[:, 2])])
+            *borders, places = loss_rows.borders.unbind(1)
+            before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
+            rows = torch.cat([rows, self.span_boundary(before, after, places)])
         classes = rows.new_zeros(0, 2)
         if self.sentence is not None:
-            classes = self.sentence(final_layernorm(hidden.index_select(0, found.sentences)))
+            classes = self.sentence(final_layernorm(hidden.index_select(0, loss_rows.sentences)))
         return rows if self.projection is None else self.projection(rows), classes
 
     def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
@@ -168,17 +171,17 @@ class Heads(nn.Module):
         return linear(self.parallel.copy(vectors), embedding.weight[: embedding.local_vocab])
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
-        """The final LayerNorm's [..., D] -> [..., local V], to predict tokens at their own rows."""
+        """The final LayerNorm's [..., D] -> [..., local V]."""
         rows = normed if self.projection is None else self.projection(normed)
         return self.vocabulary_logits(rows, embedding)
 
 
-# Cross entropy per row in fp32, from half-precision logits, with the gradient written over the logits. The logits are
-# the largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax
-# of it and a gradient: 12 bytes per logit on top of the logits. Here rows are widened in chunks, only the log-sum-exp
+# Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
+# largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
+# and a gradient: 12 bytes per logit beside the logits. Here chunks of rows are converted to fp32, only the log-sum-exp
 # is kept, and the backward pass turns the saved logits into their gradient in place.
 
-# fp32 bytes widened at a time. CPU: what a core's L2 cache holds; GPU: enough to outweigh the kernels' start.
+# fp32 bytes per chunk. CPU: what a core's L2 cache holds; GPU: so many that starting kernels costs little.
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
@@ -242,7 +245,7 @@ def row_losses(
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     losses = cross_entropy(logits, vocabulary, embedding.parallel.group, embedding.first)
     if not len(classes):
-        return losses + classes.float().sum()  # keeps an unused head in the graph, with a gradient of zero
+        return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero
     return torch.cat([losses, F.cross_entropy(classes.float(), sentence, reduction="none")])
 
 

@@ -1,4 +1,4 @@
-"""Layers whose weights are split over the tensor-parallel ranks, what each parameter says of itself, and their product.
+"""Layers whose weights are split over the tensor-parallel ranks, how each parameter is split, and `linear`.
 
 A block needs two collectives in each direction: its column-parallel layers (Q|K|V, first MLP layer) take equal inputs
 and give each rank its own outputs, its row-parallel layers (attention output, second MLP layer) sum the products.
@@ -7,9 +7,9 @@ before and a reduce-scatter after, and norms, dropout and residuals hold 1/size 
 
 At degree 1 every layer runs the same arithmetic as the plain one.
 
-All of them multiply with `linear`. CPUs without bf16/fp16 matrix instructions (before Sapphire Rapids: no AMX, no
-AVX512-BF16) run torch's half-precision matmul 4 to 5 times slower than fp32. There, half-precision operands are widened
-to fp32, multiplied with fp32 accumulation and rounded once on the way out, as the native instructions do.
+All layers multiply with `linear`. CPUs without bf16/fp16 matrix instructions (before Sapphire Rapids: no AMX, no
+AVX512-BF16) run torch's half-precision matmul 4 to 5 times slower than fp32. On those, half-precision operands are
+converted to fp32 and the product is rounded once, as the native instructions do.
 
 Source: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
 """
@@ -36,7 +36,7 @@ from megatron_lite.parallel.collectives import (
 
 
 def widens(x: torch.Tensor) -> bool:
-    """True if matmuls on `x` should run in fp32 on widened operands."""
+    """True if operands of the type and device of `x` should be multiplied in fp32."""
     return x.device.type == "cpu" and not cpu_has_half_matmul(x.dtype)
 
 
@@ -73,7 +73,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer needs to know of tensor parallelism."""
+    """What a layer needs of tensor parallelism."""
 
     group: Group = SINGLE
     sequence_parallel: bool = False  # tokens are split over the group outside the layers below
@@ -85,11 +85,11 @@ class TensorParallel:
         return self.copy(hidden)
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """What is equal on all ranks, before a product of which each rank computes a part."""
+        """Before a product of which each rank computes a part: x, equal on all ranks."""
         return x if self.group.size == 1 else copy_to_group(x, self.group)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """From the partial sums [T, D] of row-parallel layers to the stream between regions."""
+        """From the partial sums [T, D] of row-parallel layers to the residual stream."""
         if self.sequence_parallel:
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)
@@ -101,19 +101,15 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Partition:
-    """How a parameter is split over the tensor-parallel ranks: the one source for initial values and checkpoints.
+    """How a parameter is split over the tensor-parallel ranks; initial values and checkpoints follow it."""
 
-    dim: the split dimension; None: the same on all ranks. parts: equal blocks along dim 0 (Q|K|V: 3), each split on its
-    own. rows: rows that count along dim 0, what lies beyond is padding (vocabulary).
-    """
-
-    dim: int | None = None
-    parts: int = 1
-    rows: int | None = None
+    dim: int | None = None  # the split dimension; None: the same on all ranks
+    parts: int = 1  # equal blocks along dim 0, each split by itself (Q|K|V: 3)
+    rows: int | None = None  # along dim 0; those beyond are padding (vocabulary)
 
 
 def partition_of(parameter: nn.Parameter) -> Partition:
-    """The description a layer gave its parameter; a parameter without one is the same on all ranks."""
+    """The partition a layer gave its parameter; a parameter without one is the same on all ranks."""
     return getattr(parameter, "tensor_partition", Partition())
 
 
@@ -128,7 +124,7 @@ def whole_shape(shape: tuple[int, ...], partition: Partition, size: int) -> tupl
 
 
 def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
-    """Describe a parameter that is split over the tensor-parallel ranks."""
+    """Give a parameter its partition."""
     # Not "partition": at ZeRO 3 DeepSpeed gives parameters a method of this name.
     parameter.tensor_partition = partition  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # else DeepSpeed's gradient norm is wrong

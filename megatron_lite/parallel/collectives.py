@@ -1,4 +1,4 @@
-"""Communication that autograd sees: each forward collective with the backward one that belongs to it.
+"""Communication under autograd: each forward collective with its backward one.
 
 Activations are token matrices [T tokens, D]. Outside tensor-parallel regions they are either equal on all ranks of the
 group, or (sequence parallelism) split along the tokens. The functions on them are for groups of two or more.
@@ -51,7 +51,7 @@ def _split(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    if x.device.type == "cpu":  # gloo has no reduce-scatter worth the name
+    if x.device.type == "cpu":  # gloo has no efficient reduce-scatter
         return _split(all_reduce(x.clone(), group), group).contiguous()
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
@@ -105,13 +105,15 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: x. Backward: the sum of the ranks' gradients. Before a column-parallel product; on parameters whose
-    ranks each see only a part of the tokens."""
+    """Forward: x. Backward: the sum of the ranks' gradients.
+
+    For the input of a column-parallel product, and for parameters of which each rank sees only a part of the tokens.
+    """
     return _Copy.apply(x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: the sum over ranks. Backward: the gradient. After a row-parallel product."""
+    """Forward: the sum over ranks. Backward: the gradient. For the output of a row-parallel product."""
     return _Reduce.apply(x, group)
 
 

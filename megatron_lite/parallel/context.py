@@ -1,7 +1,7 @@
-"""Where this process stands among the others: ranks, groups and device, built once and passed explicitly.
+"""This process among the others: ranks, groups and device, made once and passed explicitly.
 
-Only this file uses the default group of torch.distributed, that of all processes, and sets the variables by which it
-meets. What the launcher said is read in launch.py; MASTER_PORT, which it may leave open, is looked up here too.
+Only this file uses torch.distributed's group of all processes, and sets the environment variables of its rendezvous.
+launch.py reads what the launcher set; MASTER_PORT, which a launcher may leave open, is read here too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class ParallelContext:
     """Ranks and groups of one process.
 
-    Ranks are laid out pipeline x data x tensor, tensor-parallel ranks next to each other (on the same node, where their
-    traffic is cheapest), pipeline stages farthest apart.
+    Ranks are numbered pipeline x data x tensor: tensor-parallel ranks are neighbours, on the same node if possible,
+    since they communicate most; pipeline stages are farthest apart.
     """
 
     rank: int
@@ -132,9 +132,9 @@ def _groups(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what is written to stderr meanwhile, by child processes too, off the terminal; shown at log level debug.
+    """Log what is written to stderr meanwhile, by child processes too, at level debug only.
 
-    DeepSpeed's import tries to link against libaio and lets the linker say that it is not there.
+    DeepSpeed's import tries to link against libaio, and the linker reports its absence.
     """
     sys.stderr.flush()
     shown = os.dup(2)
@@ -155,9 +155,9 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
     """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
     use_gpu = torch.cuda.is_available()
-    # srun may show each rank its own GPU only, which then is the first it sees.
+    # srun may show each rank only its own GPU, as number 0.
     local_rank = 0 if use_gpu and torch.cuda.device_count() == 1 else launch.local_rank
-    # A rank started by hand or by srun needs the rendezvous variables that a launcher would have set.
+    # A launcher sets these; a rank started by hand or by srun lacks them.
     for name, value in (
         ("MASTER_ADDR", launch.master_addr),
         ("RANK", str(launch.rank)),
@@ -170,16 +170,14 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
             check_port_is_free(launch.master_port)
         os.environ["MASTER_PORT"] = str(launch.master_port)
     if launch.world_size == 1:
-        os.environ.setdefault(
-            "MASTER_PORT", "0"
-        )  # port 0: any free one, so that two runs by hand do not collide
+        os.environ.setdefault("MASTER_PORT", "0")  # any free one, so that two runs by hand do not collide
     elif "MASTER_PORT" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
         )
 
     if not use_gpu:
-        # Else DeepSpeed warns on every rank that it found no GPU.
+        # Without it DeepSpeed warns on every rank that there is no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if launch.threads is not None:
             torch.set_num_threads(launch.threads)
@@ -188,7 +186,7 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
         import deepspeed
         from deepspeed.ops import __compatible_ops__
 
-    # Its build takes minutes, needs ninja, and a killed build leaves a lock on which every later start hangs.
+    # Building it takes minutes and needs ninja, and a killed build leaves a lock on which every later start hangs.
     __compatible_ops__["deepspeed_shm_comm"] = False
     if use_gpu:
         torch.cuda.set_device(local_rank)

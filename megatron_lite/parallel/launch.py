@@ -1,7 +1,7 @@
-"""What the launcher told this process, and how to tell it how the run ended.
+"""What the launcher told this process, and how the process reports the end of a run.
 
-Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, when srun itself started the process, from
-SLURM_*. Imports no torch, so that a world that does not fit is refused at once.
+Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun itself started the process, from
+SLURM_*. Imports no torch, so that wrong numbers of processes are refused at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ STATUS_FILE_VARIABLE = "GLM_STATUS_FILE"
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (deepspeed, torchrun, srun, or none) told this process."""
+    """This process's place, from the launcher: deepspeed, torchrun, srun, or none."""
 
     rank: int
     world_size: int
     local_rank: int
     master_addr: str = "127.0.0.1"  # where rank 0 listens, unless MASTER_ADDR and MASTER_PORT say otherwise
     master_port: int | None = None  # None: the launcher must have set MASTER_PORT
-    threads: int | None = (
-        None  # this rank's share of the cores, for computing on the CPU; None: leave it as it is
-    )
+    threads: int | None = None  # this rank's share of the cores, for training on CPU; None: torch's default
 
     @staticmethod
     def from_environment(local_rank: int | None = None) -> Launch:
@@ -60,7 +58,7 @@ class Launch:
 
 
 def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
-    """Raise ConfigError for a rank that the others would never meet, or for whom they would wait for ever."""
+    """Raise ConfigError for ranks that do not fit together: the others would wait forever."""
     here = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", world_size))  # torchrun's and deepspeed's name
     if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
         return
@@ -88,9 +86,9 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def _share_of_cores(variables: Mapping[str, str]) -> int | None:
-    """Cores for each of the launcher's ranks on this node: deepspeed leaves every rank a thread for every core.
+    """Cores per rank of this node, since under deepspeed every rank would use a thread for every core.
 
-    None where OMP_NUM_THREADS decides, which torchrun sets itself.
+    None if OMP_NUM_THREADS decides, which torchrun sets.
     """
     if "OMP_NUM_THREADS" in variables:
         return None
@@ -99,27 +97,25 @@ def _share_of_cores(variables: Mapping[str, str]) -> int | None:
 
 
 class LauncherWatch:
-    """Whether the launcher that started this process has ended; never for one started by hand or by srun.
+    """Tells whether the launcher that started this process has ended; never by hand or under srun.
 
-    `deepspeed` is two processes, of which the first ends at SIGTERM or Ctrl-C without a word to the second.
+    `deepspeed` is two processes. At SIGTERM or Ctrl-C the first one ends without telling the second.
     """
 
     def __init__(self) -> None:
-        launched = any(
-            name in os.environ for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
-        )  # deepspeed, torchrun
+        launched = "LOCAL_SIZE" in os.environ or "LOCAL_WORLD_SIZE" in os.environ  # deepspeed, torchrun
         self._launchers = _launchers() if launched else None
 
     def has_ended(self) -> bool:
         if self._launchers is None:
             return False
-        # Process 1 takes the children of those that have ended, perhaps before this process looked first.
+        # Process 1 becomes the parent when a parent ends, perhaps before this process looked first.
         orphaned = self._launchers[-1] == 1 and b"deepspeed" not in _proc(1, "cmdline")
         return orphaned or _launchers() != self._launchers
 
 
 def _launchers() -> list[int]:
-    """Process ids: this process's parent and, where that is deepspeed's second process, the first."""
+    """Process ids: this process's parent and, if that is deepspeed's second process, its parent."""
     parent = os.getppid()
     if b"deepspeed.launcher.launch" not in _proc(parent, "cmdline"):
         return [parent]
@@ -135,7 +131,7 @@ def _proc(process: int, name: str) -> bytes:
 
 
 def is_first_of_node() -> bool:
-    """True for the process of each node that reports the mistakes that all ranks find."""
+    """True for one process of each node, which reports mistakes that all ranks find."""
     variables = SLURM_VARIABLES if _started_by_srun(os.environ) else LAUNCHER_VARIABLES
     return os.environ.get(variables[2], "0") == "0"
 
@@ -150,23 +146,23 @@ def first_node(nodes: str) -> str:
 
 
 def slurm_port(job_id: int, step_id: int = 0) -> int:
-    """A port for a job step's rendezvous: jobs and steps that run at once hardly ever share one."""
+    """A port for a job step's rendezvous; jobs and steps that run at once rarely share one."""
     return FIRST_PORT + (job_id * 7 + step_id) % NUMBER_OF_PORTS
 
 
 def free_slurm_port(job_id: int) -> int:
-    """The first port from the job's own on that nothing uses on this machine."""
+    """The first port, from the job's own on, that is free on this machine."""
     candidates = range(slurm_port(job_id), FIRST_PORT + NUMBER_OF_PORTS + 100)
     return next(port for port in candidates if _port_error(port) is None)
 
 
 def slurm_attempt() -> tuple[str, int]:
-    """The SLURM job's number, "" outside of one, and how often it was queued again."""
+    """The SLURM job's number, "" outside of a job, and how often it was queued again."""
     return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
 
 
 def check_port_is_free(port: int) -> None:
-    """Raises ConfigError if something on this machine listens on `port`."""
+    """Raises ConfigError if `port` is in use on this machine."""
     error = _port_error(port)
     if error is not None:
         raise ConfigError(
