@@ -427,17 +427,17 @@ def without_manifest(prefix, dtype, num_documents, num_tokens):
 
 
 def test_more_tokens_than_an_int32_can_count(tmp_path):
-    """Three documents of a billion tokens, holes in a file except for the last few."""
-    length = 1_000_000_000
+    """3,000 documents of a million tokens, holes in a file except for the last few."""
+    count, length = 3000, 1_000_000
     with open(tmp_path / "d.idx", "wb") as file:
-        file.writelines(index_pieces(np.full(3, length), np.dtype("<u2")))
+        file.writelines(index_pieces(np.full(count, length), np.dtype("<u2")))
     with open(tmp_path / "d.bin", "wb") as file:
-        file.truncate(3 * length * 2)
-        file.seek(3 * length * 2 - 6)
+        file.truncate(count * length * 2)
+        file.seek(count * length * 2 - 6)
         file.write(np.array([7, 8, 9], "<u2").tobytes())
-    dataset = without_manifest(tmp_path / "d", "uint16", 3, 3 * length)
-    assert dataset.num_tokens == 3 * length > 2**31
-    assert dataset.document(2)[-3:].tolist() == [7, 8, 9] and dataset.document(1)[-1] == 0
+    dataset = without_manifest(tmp_path / "d", "uint16", count, count * length)
+    assert dataset.num_tokens == count * length > 2**31
+    assert dataset.document(count - 1)[-3:].tolist() == [7, 8, 9] and dataset.document(1)[-1] == 0
     index = WindowIndex(dataset, 1000, 1)
     tokens, lengths, _ = index.gather(np.array([index.num_windows - 1]))
     assert tokens[-3:].tolist() == [7, 8, 9] and lengths.sum() == len(tokens)
