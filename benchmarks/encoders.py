@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Our compiled encoders beside the library and two packages with the same aim: exactness, speed, memory.
 
-    python benchmarks/encoders.py --text corpus.jsonl --tokenizer bpe/tokenizer.json --tokenizer wordpiece/tokenizer.json
+    python benchmarks/encoders.py --text corpus.jsonl --tokenizer bpe/tokenizer.json --tokenizer wp/tokenizer.json
 
 The packages gigatoken (BPE) and nanotoken (WordPiece) are measured where they are installed; the project does not
 need them. Every encoder runs alone in a process of its own, on one thread, over all texts in batches, after the same
