@@ -179,14 +179,11 @@ def _derived(
 ) -> dict[str, tuple[Any, str]]:
     """Dotted DeepSpeed key -> the value this project decides (None = not known yet), and what decides it."""
     precision = f"training.precision ({training.precision})"
-    ranks = "?" if dp_size is None else dp_size
+    passes = None if dp_size is None else batch.accumulation_steps(dp_size)
     derived: dict[str, tuple[Any, str]] = {
         "train_batch_size": (batch.global_batch_size, "batch.global_batch_size"),
         "train_micro_batch_size_per_gpu": (batch.micro_batch_size, "batch.micro_batch_size"),
-        "gradient_accumulation_steps": (
-            None if dp_size is None else batch.accumulation_steps(dp_size),
-            f"the section batch on {ranks} data-parallel ranks",
-        ),
+        "gradient_accumulation_steps": (passes, f"the section batch on {dp_size} data-parallel ranks"),
         "gradient_clipping": (optimizer.clip_grad_norm, "optimizer.clip_grad_norm"),
         "zero_optimization.stage": (parallel.zero_stage, "parallel.zero_stage"),
         # torch's AdamW, which needs no compile step

@@ -23,16 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_lite.model.batch import (
-    BLIND,
-    CAUSAL,
-    MASKED,
-    Call,
-    Layout,
-    Unit,
-    make_units,
-    may_see,
-)
+from megatron_lite.model.batch import BLIND, CAUSAL, MASKED, Call, Layout, Unit, make_units, may_see
 from megatron_lite.model.compat import flash_backward_on_cpu, flash_forward_on_cpu
 from megatron_lite.model.tensor_parallel import widens
 

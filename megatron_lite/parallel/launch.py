@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,13 +44,12 @@ class Launch:
         Args:
             local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
         """
-        variables = os.environ
-        if not _started_by_srun(variables):
+        if not _started_by_srun():
             defaults = (0, 1, local_rank or 0)
             rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
             _check_ranks(rank, world_size, local)
-            return Launch(rank, world_size, local, threads=_share_of_cores(variables))
-        nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "127.0.0.1")
+            return Launch(rank, world_size, local, threads=_share_of_cores())
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
@@ -59,7 +57,7 @@ class Launch:
 
 def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
     """Raise ConfigError for ranks that do not fit together: the others would wait forever."""
-    here = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", world_size))  # torchrun's and deepspeed's name
+    here = _ranks_of_node(world_size)
     if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
         return
     error = ConfigError(
@@ -70,9 +68,13 @@ def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
     raise error
 
 
-def _started_by_srun(variables: Mapping[str, str]) -> bool:
-    launched = any(name in variables for name in ("RANK", "WORLD_SIZE"))
-    return not launched and "SLURM_STEP_NUM_TASKS" in variables
+def _started_by_srun() -> bool:
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    return not launched and "SLURM_STEP_NUM_TASKS" in os.environ
+
+
+def _ranks_of_node(default: int) -> int:
+    return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", default))  # torchrun's and deepspeed's name
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -85,14 +87,14 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _share_of_cores(variables: Mapping[str, str]) -> int | None:
+def _share_of_cores() -> int | None:
     """Cores per rank of this node, since under deepspeed every rank would use a thread for every core.
 
     None if OMP_NUM_THREADS decides, which torchrun sets.
     """
-    if "OMP_NUM_THREADS" in variables:
+    if "OMP_NUM_THREADS" in os.environ:
         return None
-    ranks = _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))  # torchrun's and deepspeed's name
+    ranks = _ranks_of_node(1)
     return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
 
 
@@ -132,7 +134,7 @@ def _proc(process: int, name: str) -> bytes:
 
 def is_first_of_node() -> bool:
     """True for one process of each node, which reports mistakes that all ranks find."""
-    variables = SLURM_VARIABLES if _started_by_srun(os.environ) else LAUNCHER_VARIABLES
+    variables = SLURM_VARIABLES if _started_by_srun() else LAUNCHER_VARIABLES
     return os.environ.get(variables[2], "0") == "0"
 
 
