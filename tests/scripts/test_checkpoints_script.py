@@ -1,6 +1,5 @@
 """scripts/checkpoints.py as a user runs it."""
 
-import runpy
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.lease import LeaseError, held
+from scripts import checkpoints
 
 SCRIPT = ROOT / "scripts" / "checkpoints.py"
 
@@ -23,7 +23,7 @@ def run(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+            checkpoints.command()
         return caught.value.code, *capsys.readouterr()
 
     return run
