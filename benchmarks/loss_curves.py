@@ -21,6 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import data_utils.base.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
