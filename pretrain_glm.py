@@ -34,36 +34,21 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         epilog="settings (file key or override; type, range, default):\n" + "\n".join(describe(Config)),
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file; may be repeated, later ones win",
+    add = parser.add_argument
+    add("--config", action="append", default=[], metavar="FILE", help="YAML file; repeatable, later ones win")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error")
+    add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
+    add("--local_rank", type=int, help="set by the launcher")
+    add("--print-config", action="store_true", help="print the resolved configuration and stop")
+    text = (
+        "estimate memory and speed on so many devices of run.peak_tflops each, and stop; needs no GPU or data"
     )
-    parser.add_argument(
-        "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error"
-    )
-    parser.add_argument(
-        "--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed"
-    )
-    parser.add_argument("--local_rank", type=int, help="set by the launcher")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved configuration and stop"
-    )
-    parser.add_argument(
-        "--dry-run",
-        type=int,
-        metavar="PROCESSES",
-        help="estimate memory and speed on so many devices of run.peak_tflops each, and stop; needs no GPU or data",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings on top of the files"
-    )
+    add("--dry-run", type=int, metavar="PROCESSES", help=text)
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments, unknown = parser.parse_known_intermixed_args()
     if unknown:
         raise ConfigError(
-            f"unknown option {unknown[0]}; settings are written section.key=value, without dashes."
+            f"unknown option {unknown[0]}; write settings as section.key=value, without dashes."
         )
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE (see configs/).")

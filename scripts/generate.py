@@ -19,25 +19,17 @@ from megatron_lite.generate.config import GenerationConfig
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        type=Path,
-        help="run directory (newest valid checkpoint), or one step_... of it",
-    )
-    parser.add_argument("--text", action="append", default=[], help="a text with blanks; may be repeated")
-    parser.add_argument("--input", type=Path, help="file with one text per line")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
-    parser.add_argument("--json", action="store_true", help="one JSON object per text: text, spans, filled")
+    add = parser.add_argument
+    text = "run directory (newest valid checkpoint), or one step_... of it"
+    add("--checkpoint", required=True, type=Path, help=text)
+    add("--text", action="append", default=[], help="a text with blanks; may be repeated")
+    add("--input", type=Path, help="file with one text per line")
+    add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    add("--json", action="store_true", help="one JSON object per text: text, spans, filled")
     for field in fields(GenerationConfig):
-        name = "--" + field.name.replace("_", "-")
         kind = {"str": str, "int": int, "float": float}[str(field.type)]
-        parser.add_argument(
-            name,
-            type=kind,
-            default=field.default,
-            help=f"{field.metadata['help']} (default: {field.default})",
-        )
+        text = f"{field.metadata['help']} (default: {field.default})"
+        add("--" + field.name.replace("_", "-"), type=kind, default=field.default, help=text)
     return parser.parse_args()
 
 

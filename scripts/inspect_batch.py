@@ -70,16 +70,13 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
-    parser.add_argument(
-        "--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}"
-    )
-    parser.add_argument("--text", help="show this text as one document")
-    parser.add_argument(
-        "--samples", type=int, nargs="+", default=[0], metavar="N", help="sample numbers (default 0)"
-    )
-    parser.add_argument("--png", metavar="FILE", help="save the mask of the first sample as a picture")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top")
+    add = parser.add_argument
+    add("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
+    add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
+    add("--text", help="show this text as one document")
+    add("--samples", type=int, nargs="+", default=[0], metavar="N", help="sample numbers (default 0)")
+    add("--png", metavar="FILE", help="save the mask of the first sample as a picture")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if min(arguments.samples) < 0:
         raise ConfigError(f"--samples is {min(arguments.samples)}; it must be 0 or more.")

@@ -52,21 +52,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer-kind", required=True, choices=KINDS)
     add("--tokenizer-path", required=True, help="the tokenizer's file or directory")
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
-    add(
-        "--shared-command-tokens",
-        action="store_true",
-        help="sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese",
-    )
+    text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
+    add("--shared-command-tokens", action="store_true", help=text)
     add("--text-key", default="text", help="field or column that holds the text (default: text)")
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
     add("--split-seed", type=int, default=0, help="another seed gives other splits (default: 0)")
-    add(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="processes, for each rank (default: all cores)",
-    )
+    cores = len(os.sched_getaffinity(0))
+    add("--workers", type=int, default=cores, help="processes, for each rank (default: all cores)")
     add("--mpi", action="store_true", help="share the work with the other MPI ranks (mpirun, srun)")
     add(
         "--shard-megabytes",
@@ -76,11 +69,12 @@ def parse_arguments() -> argparse.Namespace:
         f"(default: {DEFAULT_SHARD_BYTES >> 20})",
     )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
+    limit = DEFAULT_MAX_BAD_RECORDS
     add(
         "--max-bad-records",
         type=int,
-        default=DEFAULT_MAX_BAD_RECORDS,
-        help=f"with skip: stop beyond this many (default: {DEFAULT_MAX_BAD_RECORDS})",
+        default=limit,
+        help=f"with skip: stop beyond this many (default: {limit})",
     )
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(

@@ -77,24 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", required=True, choices=list(TRAINERS))
-    parser.add_argument(
-        "--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them"
-    )
-    parser.add_argument(
-        "--text-key", default="text", help="field or column that holds the text (default: text)"
-    )
-    parser.add_argument(
-        "--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)"
-    )
-    parser.add_argument("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
-    parser.add_argument("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
-    size_help = (
-        "tokens in the file, at most; byte_bpe counts GLM's special tokens, the others add them on loading"
-    )
-    parser.add_argument("--vocab-size", required=True, type=int, help=size_help)
-    parser.add_argument("--cased", action="store_true", help="wordpiece: keep case and accents")
-    parser.add_argument("--output", required=True, help="directory for the tokenizer file")
+    add = parser.add_argument
+    add("--kind", required=True, choices=list(TRAINERS))
+    add("--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them")
+    add("--text-key", default="text", help="field or column that holds the text (default: text)")
+    add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
+    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
+    add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
+    text = "most tokens in the file; byte_bpe counts GLM's special tokens, the others add them on loading"
+    add("--vocab-size", required=True, type=int, help=text)
+    add("--cased", action="store_true", help="wordpiece: keep case and accents")
+    add("--output", required=True, help="directory for the tokenizer file")
     args = parser.parse_args(arguments)
     if args.cased and args.kind != "wordpiece":
         raise ConfigError(f"--cased is for --kind wordpiece; {args.kind} keeps case anyway.")
@@ -199,9 +192,8 @@ def _wordpiece_alphabet(
 
 def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     """A unigram SentencePiece model; characters it does not know are spelled in bytes."""
-    failures: list[
-        UserError | MemoryError
-    ] = []  # the library turns errors of its callback into a RuntimeError
+    # The library turns an error of its callback into a RuntimeError.
+    failures: list[UserError | MemoryError] = []
 
     def sentences() -> Iterator[str]:
         try:
@@ -233,10 +225,10 @@ def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
 def _sentencepiece_error(vocab_size: int, message: str) -> DataError:
     """Another message than the library's, which advises options that this script does not have."""
     if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        reason = (
-            f"the characters of this text take {match[1]}; give more, or train on a text with fewer of them"
+        return DataError(
+            f"--vocab-size {vocab_size} is too small; the characters of this text take {match[1]}; give more, or "
+            "train on a text with fewer of them."
         )
-        return DataError(f"--vocab-size {vocab_size} is too small; {reason}.")
     if match := re.search(r"value <= (\d+)", message):
         return DataError(
             f"--vocab-size {vocab_size} is too large for this text; give at most {match[1]}, or more text."

@@ -85,16 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--output", required=True, help="file to write: JSON lines of text and source")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--output", required=True, help="file to write: JSON lines of text and source")
+    add(
         "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
     )
-    parser.add_argument(
-        "--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)"
-    )
+    add("--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     args = parser.parse_args(arguments)
     if not 0 < args.max_megabytes < math.inf:
         raise ConfigError(f"--max-megabytes is {args.max_megabytes}; it must be a positive number.")

@@ -57,7 +57,7 @@ MISTAKES = {
     "other section": (["training.lr=1"], {}, "setting training.lr; the nearest valid key is optimizer.lr."),
     "no value": (["optimizer.lr"], {}, "'optimizer.lr' must have the form section.key=value"),
     "wrong type": (["training.steps=many"], {}, "training.steps must be a whole number, not 'many'"),
-    "dashes": (["--training.steps=3"], {}, "settings are written section.key=value, without dashes"),
+    "dashes": (["--training.steps=3"], {}, "write settings as section.key=value, without dashes"),
     "rule": (["training.precision=fp8"], {}, "training.precision is 'fp8'; it must be one of"),
     "second file": (
         ["--config", "absent.yaml"],
