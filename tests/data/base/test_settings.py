@@ -55,13 +55,14 @@ class Outer:
     extra: dict[str, Any] = setting_mapping("anything")
 
 
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))  # a setting has no NUL
 SOME_INNER = st.builds(
     Inner,
     count=st.integers(),
     ratio=st.floats(allow_nan=False, allow_infinity=False),
-    label=st.none() | st.text(),
+    label=st.none() | TEXT,
 )
-SOME_ITEM = st.builds(Item, name=st.text(), weight=st.floats(allow_nan=False, allow_infinity=False))
+SOME_ITEM = st.builds(Item, name=TEXT, weight=st.floats(allow_nan=False, allow_infinity=False))
 SOME_OUTER = st.builds(
     Outer,
     size=st.integers(),
