@@ -1,23 +1,22 @@
 """scripts/convert_checkpoint.py: what the commands print, and a mistake in one line."""
 
-import runpy
 import sys
 
 import pytest
 import yaml
 from support.hf_directories import write_model_parallel
 from support.hf_runs import tree
-from support.project import ROOT
 
 from data_utils.base.errors import UserError
 from megatron_lite.generate.open_run import load_run
+from scripts import convert_checkpoint
 
 # Command line
 
 
 def command(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, arguments)])
-    return runpy.run_path(str(ROOT / "scripts/convert_checkpoint.py"))["main"]()
+    return convert_checkpoint.main()
 
 
 def test_the_commands_print_their_proof(run, vocabulary, exports, tmp_path, monkeypatch, capsys):
@@ -60,7 +59,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     arguments = ["export", "--checkpoint", absent, "--output", str(tmp_path / "x")]
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "scripts/convert_checkpoint.py"), run_name="__main__")
+        convert_checkpoint.command()
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
