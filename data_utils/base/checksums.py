@@ -67,8 +67,10 @@ def identity(recorded: Mapping[str, Any]) -> str:
 
 def check_entry(recorded: Mapping[str, Any]) -> None:
     """Raise KeyError, TypeError or ValueError unless a manifest's entry has the checksums of all blocks."""
+    if recorded["block_bytes"] < 1:
+        raise ValueError
     blocks = -(-recorded["bytes"] // recorded["block_bytes"])
-    if recorded["block_bytes"] < 1 or len(recorded["crc32"]) != blocks * _DIGITS:
+    if len(recorded["crc32"]) != blocks * _DIGITS:
         raise ValueError
 
 

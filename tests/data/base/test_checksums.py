@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.corpora import build, damage
 
 from data_utils.base import checksums
-from data_utils.base.checksums import FileChecksums, damaged_block, difference, identity
+from data_utils.base.checksums import FileChecksums, check_entry, damaged_block, difference, identity
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import manifest_bytes
@@ -109,3 +109,8 @@ def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     (tmp_path / "d.json").write_bytes(manifest_bytes(manifest))
     with pytest.raises(DataError, match="does not hold the checksums of both files"):
         IndexedDataset(tmp_path / "d")
+
+
+def test_an_entry_with_blocks_of_no_bytes_is_refused():
+    with pytest.raises(ValueError):
+        check_entry({"bytes": 3, "block_bytes": 0, "crc32": ""})
