@@ -146,6 +146,7 @@ MISTAKES = {
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
+    "encoders": (["--text", "absent", "--tokenizer", "absent"], "--text absent: "),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],
         "--compare absent is not a file that --output",
