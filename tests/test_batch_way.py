@@ -30,7 +30,7 @@ def test_a_batch_passes_the_files_of_the_table(corpus, tmp_path):
     section = page[page.index("## One batch from disk to loss") : page.index("## Rooms")]
     table = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", section, re.M)
     beside = re.findall(
-        r"`(megatron_lite/\w+\.py)`", section[section.index("without the batch:") :].split("\n\n")[0]
+        r"`(megatron_lite/[\w/]+\.py)`", section[section.index("without the batch:") :].split("\n\n")[0]
     )
     assert sorted(traced) == sorted(table + beside)
     assert len(table) <= MOST_FILES
