@@ -1,0 +1,188 @@
+"""One rank's training step on fake devices: the product's own engine, on batches of the configuration's objectives.
+
+`run_case` changes its process for good; worker.py gives every case a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fake_collectives import CollectiveOp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from data_utils.base.settings import build
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.tree import Config
+from megatron_lite.parallel.context import ParallelContext, initialize
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.profile import guards
+from megatron_lite.profile.batches import random_batches
+from megatron_lite.profile.expected import Case
+from megatron_lite.profile.fake_cuda import patch
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.record import Recorder
+from megatron_lite.train import plain
+from megatron_lite.train.engine import Engine, MicroBatch
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Trace one step in this process: numbers by phase (counts.py), and what describes the rank and its work."""
+    guards.install()
+    warnings.filterwarnings("ignore")
+    config = _reduced(build(Config, case.tree), case)
+    gpu = gpu_named(case.gpu)
+    groups = _Groups()
+    recorder = Recorder(gpu, groups.name_of)
+    patch(recorder, gpu)
+    batches = random_batches(config, case.micro_batches)
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        context = _context(config, case)
+        groups.context = context
+        engine = _engine(config, context, recorder)
+        static = recorder.memory.now
+        micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
+        steps = _Steps(engine, recorder, micro_batches)
+        steps.run()
+        _begin_timers(engine)
+        steps.run()
+    return {
+        "phases": {phase: counts.tree() for phase, counts in recorder.counts.items()},
+        "static_bytes": static,
+        "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
+        "tokens": sum(batch.tokens for batch in batches),
+        "loss_rows": sum(batch.loss_rows for batch in batches),
+        "visible_keys": sum(batch.visible_keys for batch in batches),
+    }
+
+
+def _reduced(config: Config, case: Case) -> Config:
+    """The configuration with the traced number of layers and micro-batches."""
+    dp = config.parallel.data_parallel_size(case.processes)
+    batch = replace(config.batch, global_batch_size=config.batch.micro_batch_size * dp * case.micro_batches)
+    model = config.model
+    if config.parallel.pipeline_parallel_size == 1:
+        model = replace(model, num_layers=case.layers)
+    return replace(config, batch=batch, model=model)
+
+
+def _context(config: Config, case: Case) -> ParallelContext:
+    """This rank among the others, which exist only as numbers."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK=str(case.rank), LOCAL_RANK="0")
+    os.environ.update(WORLD_SIZE=str(case.processes))
+    dist.init_process_group("fake", rank=case.rank, world_size=case.processes, store=FakeStore())
+    return initialize(Launch(case.rank, case.processes, 0), config.parallel, 600.0)
+
+
+class _Groups:
+    """Names the group of a collective by its members."""
+
+    context: ParallelContext | None = None
+
+    def name_of(self, call: Any) -> str:
+        if self.context is None:
+            return ""
+        func, args = call
+        if func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
+            return "pp"
+        group = CollectiveOp.get_process_group(func, args)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return ""
+        for name in ("tp", "dp", "pp"):
+            if ranks == getattr(self.context, name).ranks:
+                return name
+        return "world" if len(ranks) == self.context.world_size else f"{len(ranks)} ranks"
+
+
+def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Engine:
+    """The engine, with parameters that begin on the device in the training precision.
+
+    The product makes them on the host and moves them, which neither fake tensors nor the host's memory allow.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    # Compares what ranks have seen; the fake group brings no values.
+    coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
+    build_model = plain.build_model
+    plain.initialize_parameters = lambda *_, **__: None  # type: ignore[attr-defined]
+    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.bfloat16 = torch.nn.Module.half = lambda self: self  # type: ignore[method-assign]
+
+    def build_on_device(*args: Any, **kwargs: Any) -> Any:
+        with _as_on_device(config):
+            return build_model(*args, **kwargs)
+
+    plain.build_model = build_on_device
+    return plain.make_engine(config, context, len(LOSS_NAMES))
+
+
+@contextlib.contextmanager
+def _as_on_device(config: Config) -> Iterator[None]:
+    """Parameters made here are on the device, of the training precision, and not initialised."""
+    from megatron_lite.model import glm
+
+    initialize_parameters = glm.initialize_parameters
+    glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
+    torch.set_default_dtype(PRECISIONS[config.training.precision])
+    try:
+        with torch.device("cuda:0"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        glm.initialize_parameters = initialize_parameters
+
+
+def _begin_timers(engine: Engine) -> None:
+    """DeepSpeed's timer of throughput begins after some steps, as if they had been."""
+    timer = getattr(engine._engine, "tput_timer", None)
+    if timer is not None:
+        timer.global_step_count = max(timer.global_step_count, timer.start_step)
+
+
+class _Steps:
+    """Training steps that tell the recorder where they are."""
+
+    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[MicroBatch]):
+        self.engine, self.recorder, self.micro_batches = engine, recorder, micro_batches
+        self.backwards = 0
+        engine._engine.module.register_forward_pre_hook(lambda *_: self._enter("forward"))
+        engine.before_update = lambda: self._enter("step")
+        torch.autograd.backward = self._backward(torch.autograd.backward)
+        step = engine._engine.step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            if self.backwards < len(self.micro_batches):
+                self._enter("input")
+            return result
+
+        engine._engine.step = stepped
+
+    def run(self) -> None:
+        self.recorder.reset()
+        self.backwards = 0
+        self._enter("input")
+        self.engine.train_step(self.micro_batches, 1e-4)
+
+    def _enter(self, phase: str) -> None:
+        self.recorder.phase = phase
+
+    def _backward(self, backward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            last = "last_" if self.backwards == len(self.micro_batches) else ""
+            self._enter(f"{last}backward")
+            backward(*args, **kwargs)
+            self._enter(f"{last}sums")
+
+        return run
