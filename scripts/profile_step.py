@@ -10,6 +10,7 @@ communication. Expected MFU is that of the longer of host and roofline.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,6 +19,9 @@ if __name__ == "__main__":
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_writable
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.report import report
+from megatron_lite.profile.request import TRACED_LAYERS, Request, profile
 
 
 def main() -> None:
@@ -37,15 +41,13 @@ def main() -> None:
     if arguments.json:
         require_writable(Path(arguments.json), "--json")
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
-    from megatron_lite.profile.expected import expect
-    from megatron_lite.profile.gpus import gpu_named
-    from megatron_lite.profile.report import report
-
     gpu = gpu_named(arguments.gpu)
-    expected, details = expect(config, arguments.processes, gpu, all_layers=arguments.all_layers)
-    print(report(config, arguments.processes, gpu, expected, details))
+    layers = 0 if arguments.all_layers else TRACED_LAYERS
+    found = profile(Request.of(config, arguments.processes, gpu, layers))
+    print(report(config, arguments.processes, gpu, found))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(expected.tree(), indent=2) + "\n", encoding="utf-8")
+        numbers = json.dumps(asdict(found.expected), indent=2)
+        Path(arguments.json).write_text(f"{numbers}\n", encoding="utf-8")
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -24,6 +24,9 @@ class Counts:
     unaligned: Counter[str] = field(default_factory=Counter)  # matmuls whose rows do not begin at 16 bytes
     collectives: Counter[str] = field(default_factory=Counter)  # group -> calls
     collective_bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor
+    collective_micros: Counter[str] = field(
+        default_factory=Counter
+    )  # group -> microseconds, if nothing overlaps
     micros: Counter[str] = field(default_factory=Counter)  # kind of kernel -> microseconds by the roofline
     peak: float = 0  # bytes
 
@@ -47,3 +50,13 @@ def extended(first: Any, second: Any, steps: float) -> Any:
 
 def _zero(tree: dict[str, Any], key: str) -> Any:
     return {} if isinstance(tree[key], dict) else 0
+
+
+def difference(more: Any, less: Any) -> Any:
+    """`more` - `less` for every number of two trees of one form."""
+    if isinstance(more, dict):
+        return {
+            key: difference(more.get(key, _zero(less, key)), less.get(key, _zero(more, key)))
+            for key in more.keys() | less.keys()
+        }
+    return more - less

@@ -82,15 +82,15 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
         "mem_get_info": (properties.total_memory, properties.total_memory), "get_arch_list": ["sm_90"],
         "set_rng_state": None,
     }  # fmt: skip
+    cuda: Any = torch.cuda
     for name, value in values.items():
-        setattr(torch.cuda, name, _answer(value))
-    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *_: recorder.memory.now
-    torch.cuda.synchronize = lambda *_: recorder.wait("torch.cuda.synchronize()")
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.device = lambda _: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
-    torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _answer(0)
+        setattr(cuda, name, _answer(value))
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *_: recorder.memory.now
+    cuda.synchronize = lambda *_: recorder.wait("torch.cuda.synchronize()")
+    cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _answer(0)
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign, assignment]
     # The fake mode believes in the GPU as well: it must not touch it, and torch.tensor must copy through the modes.
     fake_tensor.init_gpu_context = _answer(None)
@@ -140,7 +140,7 @@ def _patch_kernels() -> None:
         bias = attn_mask.expand(*q.shape[:3], k.shape[2])
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p)[0]
 
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
     # torch's own object cannot be made under dispatch modes. To be deleted when the model no longer asks for it.
     if hasattr(model_attention, "causal_lower_right"):
-        model_attention.causal_lower_right = lambda *_: _CAUSAL
+        model_attention.causal_lower_right = lambda *_: _CAUSAL  # type: ignore[assignment, return-value]

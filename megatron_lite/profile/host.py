@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CUDA_LAUNCH_US = (
-    2.5  # assumed: what cudaLaunchKernel and the caching allocator take beyond an operation on the CPU
-)
+from megatron_lite.profile.request import CUDA_LAUNCH_US
+
 _ROUNDS, _LAYERS, _SIZE = 15, 8, 16
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_lite.profile.counts import PHASES, Counts
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import cost_of
+from megatron_lite.profile.roofline import Members, collective_micros, cost_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device
@@ -35,7 +35,9 @@ _WITHOUT_KERNEL = {
     *("_local_scalar_dense", "sym_size", "sym_stride", "sym_numel", "is_same_size"),
 }  # fmt: skip
 _FACTORIES = {"arange", "full", "zeros", "ones", "scalar_tensor", "zeros_like", "ones_like", "full_like"}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full"}
+_EMPTY = {"empty", "new_empty", "empty_strided", "empty_like"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full"} | _EMPTY
+_WITHOUT_VALUES = {"record_stream", "device"}
 _VALUES_DECIDE_SHAPES = {
     "nonzero",
     "masked_select",
@@ -92,10 +94,10 @@ class Memory:
 class Recorder(TorchDispatchMode):
     """Counts by phase; to be entered after the fake mode.
 
-    Args: group_of: names the group of a process group's global ranks: "tp", "dp", "pp" or "world".
+    Args: group_of: the group of a collective call, None for one without other ranks.
     """
 
-    def __init__(self, gpu: Gpu, group_of: Callable[[Any], str]):
+    def __init__(self, gpu: Gpu, group_of: Callable[[Any, Any], Members | None]):
         super().__init__()
         self.gpu = gpu
         self.group_of = group_of
@@ -163,22 +165,22 @@ class Recorder(TorchDispatchMode):
         """The operation's results on the host, where all its inputs are known there and they are small."""
         if func.namespace in ("c10d", "_c10d_functional"):
             return None
-        known = all(not isinstance(t, FakeTensor) or _known(t) is not None for t in tensors)
-        if not known or not (tensors or name in _FACTORIES):
-            return None
-        if not func.is_view and max((t.numel() for t in tensors), default=0) > KEPT_ELEMENTS:
+        if any(isinstance(t, FakeTensor) and _known(t) is None for t in tensors):
             return None
         if (
             name in _FACTORIES and _size_of(args) > KEPT_ELEMENTS
         ) or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        if name.startswith("empty") or name in ("new_empty", "record_stream", "device"):
+        if not func.is_view and max((t.numel() for t in tensors), default=0) > KEPT_ELEMENTS:
+            return None
+        if not (tensors or name in _FACTORIES) or name in _WITHOUT_VALUES:
             return None
         host_args, host_kwargs = tree_map_only(FakeTensor, _known, (args, kwargs))
         if "device" in host_kwargs:
             host_kwargs = host_kwargs | {"device": torch.device("cpu")}
         with unset_fake_temporarily():
-            return func(*host_args, **host_kwargs)
+            out = func(*host_args, **host_kwargs)
+            return out.zero_() if name in _EMPTY else out  # so that its parts can be written one by one
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         """A device tensor of the same shape that knows its values."""
@@ -255,20 +257,23 @@ class Recorder(TorchDispatchMode):
         now.launches += 1
         if name in _MATMULS:
             now.matmuls += 1
-            bad = [tuple(t.shape) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
-            if bad:
-                now.unaligned[f"{place()} {name} {bad[0]}"] += 1
+            rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
+            if rows:
+                now.unaligned[f"{place()} {name}, rows of {rows[0]}"] += 1
         if any(part in name for part in _ATTENTION) and "backward" not in name and self.phase == "forward":
             now.attention += 1
         kind, micros = cost_of(func, name, args, kwargs, out, self.gpu, self.phase)
-        now.micros[kind] += micros
+        now.micros[kind] += micros  # type: ignore[assignment]
 
     def _count_collective(self, func: Any, args: Any, kwargs: Any) -> None:
+        group = self.group_of(func, args)
+        if group is None:
+            return
         size = max((t.nbytes for t in _tensors((args, kwargs))), default=0)
-        group = self.group_of((func, args))
-        if group:
-            self.now.collectives[group] += 1
-            self.now.collective_bytes[group] += size
+        self.now.collectives[group.name] += 1
+        self.now.collective_bytes[group.name] += size
+        micros = collective_micros(func, size, group, self.gpu)
+        self.now.collective_micros[group.name] += micros  # type: ignore[assignment]
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

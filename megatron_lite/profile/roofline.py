@@ -1,12 +1,13 @@
 """What an operation costs on a GPU at least: the time of its bytes, of its FLOPs, and of starting a kernel.
 
 Bytes are those of all operands and results, as if nothing stayed in a cache. Attention of variable lengths counts the
-pairs of its calls.
+pairs of its calls. Collectives move the bytes of a ring, at the speed of the slowest link between their ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,28 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.profile.gpus import Gpu
 
+GPUS_OF_A_NODE = 8
 _GATHERS = {"embedding", "index_select", "gather", "index"}
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a collective."""
+
+    name: str  # tp, dp, pp or world
+    ranks: tuple[int, ...]  # global
+
+
+def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float:
+    """Args: size: bytes of the largest tensor: what is reduced, or what is there after a gather."""
+    name, ranks = func.overloadpacket.__name__, members.ranks
+    share = (len(ranks) - 1) / len(ranks)
+    if "allreduce" in name or "all_reduce" in name:
+        moved = 2 * share * size
+    else:
+        moved = size if name in ("send", "recv_", "broadcast_") else share * size
+    within = len({rank // GPUS_OF_A_NODE for rank in ranks}) == 1
+    return gpu.least_us + moved / (gpu.link_gbs if within else gpu.network_gbs) / 1e3
 
 
 def cost_of(
@@ -90,7 +112,7 @@ def _pairs(name: str, args: Any) -> float:
     # aten::_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, ..)
     # aten::_flash_attention_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, ..)
     place = 6 if first else 3
-    starts = [getattr(args[place + i], "host_values", None) for i in range(2)]
+    starts: list[Any] = [getattr(args[place + i], "host_values", None) for i in range(2)]
     is_causal = bool(args[11] if first else args[8])
     if starts[0] is None or starts[1] is None:
         return float(query.shape[0] * args[place + 3])

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +20,33 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
+from megatron_lite.model import glm
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
-from megatron_lite.profile.expected import Case
 from megatron_lite.profile.fake_cuda import patch
 from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.pipes import Sent, connect_stages
 from megatron_lite.profile.record import Recorder
+from megatron_lite.profile.roofline import Members
 from megatron_lite.train import plain
 from megatron_lite.train.engine import Engine, MicroBatch
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a layout, to be traced."""
+
+    tree: dict[str, Any]  # of the configuration, see `to_tree`
+    processes: int
+    rank: int
+    layers: int  # of the traced model, or of the rank's pipeline stage
+    micro_batches: int  # of the traced step
+    gpu: str
+    received: Sent | None = None  # by a later stage of a pipeline: what the first stage sends
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -42,22 +56,25 @@ def run_case(case: Case) -> dict[str, Any]:
     config = _reduced(build(Config, case.tree), case)
     gpu = gpu_named(case.gpu)
     groups = _Groups()
-    recorder = Recorder(gpu, groups.name_of)
+    recorder = Recorder(gpu, groups.of)
     patch(recorder, gpu)
     batches = random_batches(config, case.micro_batches)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         context = _context(config, case)
         groups.context = context
+        sent = connect_stages(context, case.layers, case.received) if context.pp.size > 1 else []
         engine = _engine(config, context, recorder)
         static = recorder.memory.now
         micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
         steps = _Steps(engine, recorder, micro_batches)
-        steps.run()
+        if context.pp.size > 1:
+            steps.run()  # in the first step stages tell each other what they will send
         _begin_timers(engine)
         steps.run()
     return {
         "phases": {phase: counts.tree() for phase, counts in recorder.counts.items()},
         "static_bytes": static,
+        "sent": sent,
         "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
         "tokens": sum(batch.tokens for batch in batches),
         "loss_rows": sum(batch.loss_rows for batch in batches),
@@ -88,20 +105,18 @@ class _Groups:
 
     context: ParallelContext | None = None
 
-    def name_of(self, call: Any) -> str:
-        if self.context is None:
-            return ""
-        func, args = call
+    def of(self, func: Any, args: Any) -> Members | None:
+        context = self.context
+        if context is None:
+            return None
+        ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
         if func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
-            return "pp"
-        group = CollectiveOp.get_process_group(func, args)
-        ranks = tuple(dist.get_process_group_ranks(group))
+            return Members("pp", context.pp.ranks[:2])
         if len(ranks) == 1:
-            return ""
-        for name in ("tp", "dp", "pp"):
-            if ranks == getattr(self.context, name).ranks:
-                return name
-        return "world" if len(ranks) == self.context.world_size else f"{len(ranks)} ranks"
+            return None
+        names = [name for name in ("tp", "dp", "pp") if ranks == getattr(context, name).ranks]
+        whole = "world" if len(ranks) == context.world_size else "other"
+        return Members(names[0] if names else whole, ranks)
 
 
 def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Engine:
@@ -113,33 +128,30 @@ def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Eng
 
     # Compares what ranks have seen; the fake group brings no values.
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
-    build_model = plain.build_model
-    plain.initialize_parameters = lambda *_, **__: None  # type: ignore[attr-defined]
     torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     torch.nn.Module.bfloat16 = torch.nn.Module.half = lambda self: self  # type: ignore[method-assign]
+    glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
+    plain.build_model = _on_device(plain.build_model, config)
+    if context.pp.size > 1:
+        from megatron_lite.train import pipeline
 
-    def build_on_device(*args: Any, **kwargs: Any) -> Any:
-        with _as_on_device(config):
-            return build_model(*args, **kwargs)
-
-    plain.build_model = build_on_device
+        pipeline.initialize_parameters = glm.initialize_parameters
+        pipeline._Stages.__init__ = _on_device(pipeline._Stages.__init__, config)  # type: ignore[method-assign]
     return plain.make_engine(config, context, len(LOSS_NAMES))
 
 
-@contextlib.contextmanager
-def _as_on_device(config: Config) -> Iterator[None]:
-    """Parameters made here are on the device, of the training precision, and not initialised."""
-    from megatron_lite.model import glm
+def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """A function whose parameters are made on the device, in the training precision."""
 
-    initialize_parameters = glm.initialize_parameters
-    glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
-    torch.set_default_dtype(PRECISIONS[config.training.precision])
-    try:
-        with torch.device("cuda:0"):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        glm.initialize_parameters = initialize_parameters
+    def built(*args: Any, **kwargs: Any) -> Any:
+        torch.set_default_dtype(PRECISIONS[config.training.precision])
+        try:
+            with torch.device("cuda:0"):
+                return build(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return built
 
 
 def _begin_timers(engine: Engine) -> None:

@@ -1,7 +1,7 @@
-"""The process that traces: reads cases from stdin as JSON, and writes a line of JSON for each to stdout.
+"""The process that traces: reads requests from stdin as JSON, and writes a line of JSON for each to stdout.
 
-It loads the libraries once and forks for each case, so that a case that fails or dies takes no other with it. The first
-line has what a launch costs the host. `python -m megatron_lite.profile.worker`
+It loads the libraries once and forks for each traced rank, so that one that fails or dies takes no other with it.
+`python -m megatron_lite.profile.worker`
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import UserError
+from data_utils.base.errors import UserError, run_command
 from megatron_lite.profile import guards
-from megatron_lite.profile.expected import Case
+from megatron_lite.profile.expected import expect
 from megatron_lite.profile.host import launch_us
-from megatron_lite.profile.trace import run_case
+from megatron_lite.profile.request import Request
+from megatron_lite.profile.trace import Case, run_case
 
 
 def load_libraries() -> None:
@@ -63,13 +64,18 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"failed": traceback.format_exc()}
 
 
+def traced(case: Case) -> dict[str, Any]:
+    return forked(functools.partial(run_case, case))
+
+
 def main() -> None:
-    cases = [Case(**tree) for tree in json.load(sys.stdin)]
+    guards.require_known()
+    requests = [Request(**tree) for tree in json.load(sys.stdin)]
     load_libraries()
-    print(json.dumps(forked(lambda: {"launch_us": launch_us()})), flush=True)
-    for case in cases:
-        print(json.dumps(forked(functools.partial(run_case, case))), flush=True)
+    cost = forked(lambda: {"launch_us": launch_us()})["launch_us"]
+    for request in requests:
+        print(json.dumps(expect(request, cost, traced)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
