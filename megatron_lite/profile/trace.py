@@ -67,8 +67,8 @@ def run_case(case: Case) -> dict[str, Any]:
         static = recorder.memory.now
         micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
         steps = _Steps(engine, recorder, micro_batches)
-        if context.pp.size > 1:
-            steps.run()  # in the first step stages tell each other what they will send
+        if context.pp.size > 1 or config.parallel.zero_stage == 3:
+            steps.run()  # stages tell each other what they will send, ZeRO 3 learns the order of the parameters
         _begin_timers(engine)
         steps.run()
     return {
