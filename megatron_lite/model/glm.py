@@ -149,6 +149,7 @@ class PositionEmbeddings(nn.Module):
         self.task_embeddings = nn.Embedding(TASKS, size) if config.task_embedding else None
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
+        parallel.mark_replicated(*self.parameters())
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
@@ -196,7 +197,7 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        qkv = self.query_key_value(self.parallel.enter(hidden))
+        qkv = self.query_key_value(hidden)
         q, k, v = qkv.view(flow.rows, flow.length, 3, -1, self.head_dim).unbind(2)
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(
@@ -224,7 +225,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        expanded = self.dense_h_to_4h(self.parallel.enter(hidden))
+        expanded = self.dense_h_to_4h(hidden)
         return self.dense_4h_to_h(F.gelu(expanded, approximate=self.approximate))
 
 
