@@ -167,7 +167,7 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[T/size, D] on each rank -> [T, D] on all. What follows is the same on all: each keeps its own gradient's part."""
+    """[T/size, D] on each rank -> [T, D] on all. What follows is equal on all: each keeps its own gradient's part."""
     return _GatherTokens.apply(x, group)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.deepspeed_engines import deepspeed_engine
-from megatron_lite.train.sharded import ShardedOptimizer, Treatment
+from megatron_lite.train.sharded import Outcome, ShardedOptimizer, Treatment
 from megatron_lite.train.zero3 import Zero3
 
 log = logging.getLogger(__name__)
@@ -86,14 +85,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer step."""
+    """One optimizer step. Its outcome may still be computed by the device: reading it waits, once."""
 
     objective_sums: (
         torch.Tensor
     )  # fp64 [objectives, 2] of this rank's samples; zeros without the model's last layer
-    grad_norm: float  # global norm before clipping; inf when skipped
-    skipped: bool  # non-finite gradients: all ranks left their weights unchanged
-    loss_scale: float
+    outcome: Callable[[], Outcome]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.outcome().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        return self.outcome().skipped
+
+    @property
+    def loss_scale(self) -> float:
+        return self.outcome().loss_scale
 
 
 GradientObserver = Callable[[Fragment, torch.Tensor], None]
@@ -201,10 +210,6 @@ class Engine(ABC):
 
         optimizer.step = announced_step
 
-    @property
-    def loss_scale(self) -> float:
-        return float(self._zero.loss_scaler.cur_scale)
-
     def set_embedding_gradient_shrink(self, factor: float) -> None:
         """Scale the embeddings' gradients by `factor` from the next step on."""
         for module in self._engine.module.modules():
@@ -217,8 +222,7 @@ class Engine(ABC):
             group["lr"] = lr
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
-        norm, skipped = self._zero.outcome()
-        return StepResult(objective_sums, math.inf if skipped else norm, skipped, self.loss_scale)
+        return StepResult(objective_sums, self._zero.outcome)
 
     # Gradients
 
@@ -280,6 +284,7 @@ class Engine(ABC):
 
     def scalar_state(self) -> dict[str, Any]:
         """Adam's step count and the loss scaler, as JSON values."""
+        self._zero.outcome()  # it adapts the loss scale
         first = next(iter(self._zero.optimizer.state.values()))
         scaler = self._zero.loss_scaler
         values = {key: getattr(scaler, key) for key in SCALER_STATE if hasattr(scaler, key)}

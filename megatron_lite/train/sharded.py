@@ -17,9 +17,11 @@ Source: ZeRO, arXiv:1910.02054; buckets of equal parts as in Megatron-LM's distr
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,6 +143,32 @@ class Bucket:
         return self.summed
 
 
+class Outcome(NamedTuple):
+    """What the ranks agree on about a step."""
+
+    grad_norm: float  # of all gradients before clipping; inf when skipped
+    skipped: bool  # non-finite gradients: all ranks left their weights unchanged
+    loss_scale: float  # of the next step
+
+
+class ToHost:
+    """Values on their way from the device to the host."""
+
+    def __init__(self, values: torch.Tensor):
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        self._arrived = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, but not for what the device computes after them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
 class ShardedOptimizer:
     """AdamW on this rank's parts of all buckets, with the interface that DeepSpeed's engine expects of its own."""
 
@@ -182,13 +210,17 @@ class ShardedOptimizer:
         groups = [{"params": flats, "weight_decay": decay} for decay, flats in masters.items()]
         self.optimizer = make_optimizer(groups)
         allocate_moments(self.optimizer, (bucket.master for bucket in self.buckets))
-        self._norm = self._skipped = torch.zeros((), device=context.device)
+        self._skipped = torch.zeros((), device=context.device)
+        # Of the last step. Waits for its norm, and adapts the loss scale.
+        self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
         self.begin(1)
 
     # The backward passes of a step
 
     def begin(self, micro_batches: int) -> None:
-        """Before the first backward pass of a step with this number of them."""
+        """Before the first forward pass of a step with this number of micro-batches."""
+        if self.loss_scaler.dynamic:
+            self.outcome()  # the next loss scale depends on it
         for bucket in self.buckets:
             bucket.part = None
             bucket.await_gradients(micro_batches if self._stage == 1 else 1)
@@ -255,11 +287,12 @@ class ShardedOptimizer:
         ]
         total = torch.stack(squares).sum() if squares else parts[0].new_zeros((), dtype=torch.float64)
         scale = float(self.loss_scaler.cur_scale)
-        self._norm = self._context.sum(total).sqrt().float() / scale
-        self._skipped = (~self._norm.isfinite()).float()
-        factor = torch.full_like(self._norm, 1 / scale)
+        norm = self._context.sum(total).sqrt().float() / scale
+        self._skipped = (~norm.isfinite()).float()
+        self.outcome = self._on_the_host(ToHost(torch.stack([norm, self._skipped])))
+        factor = torch.full_like(norm, 1 / scale)
         if self._clip_grad_norm > 0:
-            factor /= ((self._norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
+            factor /= ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
         factor.masked_fill_(self._skipped.bool(), 0.0)  # what lies between the parameters stays 0
         torch._foreach_mul_(parts, factor)
         self._update(parts)
@@ -307,11 +340,14 @@ class ShardedOptimizer:
         """Whether the step under way leaves the weights unchanged. Waits for the device."""
         return bool(self._skipped)
 
-    def outcome(self) -> tuple[float, bool]:
-        """The last step's gradient norm, and whether it was skipped. Waits for the device; adapts the loss scale."""
-        norm, skipped = torch.stack([self._norm, self._skipped]).tolist()
-        self.loss_scaler.update_scale(bool(skipped))
-        return norm, bool(skipped)
+    def _on_the_host(self, values: ToHost) -> Callable[[], Outcome]:
+        @functools.cache  # the scale changes once per step
+        def outcome() -> Outcome:
+            norm, skipped = values.read()
+            self.loss_scaler.update_scale(bool(skipped))
+            return Outcome(math.inf if skipped else norm, bool(skipped), float(self.loss_scaler.cur_scale))
+
+        return outcome
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_lite.parallel.collectives import Group
-from megatron_lite.train.sharded import MOMENTS, allocate_moments
+from megatron_lite.train.sharded import MOMENTS, Outcome, allocate_moments
 
 
 class Zero3:
@@ -40,10 +41,13 @@ class Zero3:
     def begin(self, micro_batches: int) -> None:
         """DeepSpeed counts them itself."""
 
-    def outcome(self) -> tuple[float, bool]:
-        """The last step's gradient norm, infinite if it was skipped, and whether it was."""
+    @property
+    def outcome(self) -> Callable[[], Outcome]:
+        """Of the last step, which DeepSpeed has waited for."""
         skipped = bool(self._deepspeed.overflow)
-        return math.inf if skipped else float(self._deepspeed._global_grad_norm), skipped
+        norm = math.inf if skipped else float(self._deepspeed._global_grad_norm)
+        outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
+        return lambda: outcome
 
     def is_skipping(self) -> bool:
         """DeepSpeed calls the inner optimizer only for gradients that are finite."""

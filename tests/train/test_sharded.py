@@ -152,7 +152,7 @@ def waits_of_a_step(context, zero_stage):
             engine._engine.backward(engine._engine(batch)[0] * micro.loss_factor, scale_wrt_gas=False)
             engine._engine.step()
         before = list(waits)
-        engine._result(None)
+        engine._result(None).outcome()
     return before, waits
 
 
