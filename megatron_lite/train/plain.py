@@ -8,28 +8,30 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.model.glm import build_model
+from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
-from megatron_lite.train.engine import Engine, MicroBatch, StepResult
+from megatron_lite.train.engine import Engine, StepResult
 
 
 class PlainEngine(Engine):
     """Every process holds all layers: data parallelism, ZeRO and tensor parallelism."""
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
-        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        parallel = TensorParallel(
+            context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
+        )
         self.model = build_model(config, num_losses, parallel)
         super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        self._set_lr(lr)
+        self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
         for micro in micro_batches:
             batch = self._input(micro.batch, micro.dropout_seed)
             loss_sum, per_objective = self._engine(batch)
-            # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
-            self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
+            self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
             self._engine.step()
             sums += per_objective
         return self._result(sums)
@@ -42,14 +44,7 @@ class PlainEngine(Engine):
         return sums
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
-        return ModelInput.from_batch(
-            batch,
-            self.context.device,
-            self.model.config,
-            dropout_seed=dropout_seed,
-            # Sequence parallelism splits the tokens evenly, which only whole rows allow.
-            keep_padding=self.model.parallel.sequence_parallel,
-        )
+        return self.prepared(batch, dropout_seed).to(self.context.device)
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(self.model.num_losses, 2, dtype=torch.float64, device=self.context.device)
