@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -38,24 +39,18 @@ def _plain(value: Any) -> Any:
 
 
 def extended(first: Any, second: Any, steps: float) -> Any:
-    """`first` + `steps` x (`second` - `first`) for every number of two trees of one form."""
-    if isinstance(first, dict):
-        return {
-            key: extended(first.get(key, _zero(second, key)), second.get(key, _zero(first, key)), steps)
-            for key in first.keys() | second.keys()
-        }
-    return first + steps * (second - first)
-
-
-def _zero(tree: dict[str, Any], key: str) -> Any:
-    return {} if isinstance(tree[key], dict) else 0
+    """`first` + `steps` x (`second` - `first`) for every number of two trees; what one of them lacks is 0."""
+    return _combined(first, second, lambda less, more: less + steps * (more - less))
 
 
 def difference(more: Any, less: Any) -> Any:
-    """`more` - `less` for every number of two trees of one form."""
-    if isinstance(more, dict):
-        return {
-            key: difference(more.get(key, _zero(less, key)), less.get(key, _zero(more, key)))
-            for key in more.keys() | less.keys()
-        }
-    return more - less
+    """`more` - `less` for every number of two trees; what one of them lacks is 0."""
+    return _combined(more, less, lambda a, b: a - b)
+
+
+def _combined(first: Any, second: Any, combine: Callable[[float, float], float]) -> Any:
+    if not isinstance(first, dict):
+        return combine(first, second)
+    return {
+        key: _combined(first.get(key, 0), second.get(key, 0), combine) for key in first.keys() | second.keys()
+    }

@@ -160,9 +160,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
         expected_mfu=flops / (max(host_ms, roofline_ms) / 1e3) / (gpu.peak_tflops * 1e12),
     )
     details = Details(
-        places={
-            key: _most_of_micro_batch(ranks, key) for key in ("waits", "pinned", "pageable", "unaligned")
-        },
+        places={key: _most_of_micro_batch(ranks, key) for key in PLACES},
         step_places=max(
             (rank.phases["step"]["waits"] for rank in ranks), key=lambda places: sum(places.values())
         ),

@@ -22,7 +22,6 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.model import glm
 from megatron_lite.model.model_input import MicroBatch
-from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile import guards

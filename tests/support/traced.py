@@ -30,7 +30,6 @@ CASES = {
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
     "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
     "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),
-    "bert at ZeRO 3": (BERT, 64, 2, ("parallel.zero_stage=3",), None, 1),
 }
 
 
