@@ -21,11 +21,12 @@ from torch import nn
 
 from data_utils.base.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train import nvidia_apex
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,19 @@ def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> 
 
 def _without_decay(name: str) -> bool:
     return name.endswith("bias") or "layernorm" in name
+
+
+def make_adamw(named: Mapping[str, nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW of torch or apex."""
+    groups = parameter_groups(named, settings.weight_decay)
+    common: dict[str, Any] = {
+        "lr": 0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+    }
+    if settings.kernel == "apex":
+        return nvidia_apex.make_adamw(groups, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)
 
 
 @contextlib.contextmanager
@@ -113,13 +127,9 @@ class Engine(ABC):
         if context.device.type == "cpu":
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
-        optimizer = torch.optim.AdamW(
-            parameter_groups(named, config.optimizer.weight_decay),
-            lr=0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
-            betas=(config.optimizer.beta1, config.optimizer.beta2),
-            eps=config.optimizer.eps,
-            fused=True,
-        )
+        if config.training.layernorm == "apex":
+            nvidia_apex.use_layernorm(module, context.device)
+        optimizer = make_adamw(named, config.optimizer)
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             self._engine, self._zero, _, _ = deepspeed.initialize(
