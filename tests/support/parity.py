@@ -98,7 +98,7 @@ def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def reference_of(case: Case) -> Record:
     """The record a case is compared with; without dropout it only depends on the number of layers."""
-    plain = Case(pipeline=case.num_layers if case.num_layers > 4 else 1)
+    plain = type(case)(pipeline=case.num_layers if case.num_layers > 4 else 1)
     if not (case.dropout or case.attention_dropout):
         return _one_process(plain, SAMPLES, False)
     plain = replace(plain, dropout=case.dropout, attention_dropout=case.attention_dropout)
@@ -163,7 +163,7 @@ class Outcome:
         if not got.numel():
             return
         largest = scale.double().abs().max().clamp(min=1e-30)  # biases start as zeros
-        difference = ((got.double() - expected.double()).abs().max() / largest).item()
+        difference = ((got.cpu().double() - expected.double()).abs().max() / largest).item()
         if not difference <= self.largest[kind]:  # also if it is no number
             self.largest[kind] = difference if math.isfinite(difference) else math.inf
             self.where[kind] = where
@@ -196,7 +196,7 @@ def check_cover(
             counts[fragment.name][
                 box.row : box.row_stop, box.column : box.column_stop
             ] += not fragment.is_copy
-    total = context.sum(torch.cat([part.flatten() for part in counts.values()]))
+    total = context.sum(torch.cat([part.flatten() for part in counts.values()]).to(context.device)).cpu()
     parts = total.split([part.numel() for part in counts.values()])
     wrong = [name for name, part in zip(counts, parts, strict=True) if (part != 1).any()]
     assert not wrong, f"not every element is owned by exactly one rank: {wrong}"
@@ -238,7 +238,7 @@ def run_step(
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
     sums = context.sum(
         result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-    )
+    ).cpu()
     assert torch.equal(sums[:, 1], record.objective_sums[step][:, 1]), "every loss token counts once"
     for got, expected in zip(sums[:, 0], record.objective_sums[step][:, 0], strict=True):
         outcome.add("loss", f"step {step + 1}", got, expected, expected)
