@@ -60,7 +60,7 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if "gpu" in item.keywords]
+    marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and gpus.count() == 0:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=gpus.NONE))

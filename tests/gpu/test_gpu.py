@@ -52,7 +52,7 @@ def test_training_is_that_of_plain_torch_on_the_cpu(visible_gpus, case):
 
 
 def test_the_check_of_training_works():
-    outcomes = gpu_checks.outcomes_of(GpuCase(data=2, zero_stage=3))
+    outcomes = gpu_checks.outcomes_of(GpuCase(zero_stage=3))
     assert gpu_checks.beyond(outcomes, gpu_checks.TOLERANCES["fp32"]) == []
     assert "gradients" in " ".join(gpu_checks.beyond(outcomes, dict.fromkeys(gpu_checks.KINDS, 0.0)))
 
@@ -135,6 +135,7 @@ def test_a_deterministic_run_resumes_bit_for_bit(visible_gpus, settings):
     assert_resume_is_exact(settings)
 
 
+@pytest.mark.slow
 def test_the_check_of_resume_works(settings):
     assert_resume_is_exact(settings)
 
