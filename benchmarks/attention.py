@@ -37,7 +37,7 @@ from data_utils.base.memory import keep_freed_memory
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
-from megatron_lite.model.attention import CallPlan, plan_attention
+from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch
 
 HEAD_DIM = 64
@@ -92,20 +92,19 @@ class Step:
 
     def __init__(self, batch: np.ndarray, kernel: str, heads: int, dtype: torch.dtype):
         self.batch, self.kernel = batch, kernel
-        shape = (len(batch), batch.shape[2], 3, heads, HEAD_DIM)
+        shape = (batch[:, DOC].size, 3, heads, HEAD_DIM)
         if kernel != "dense":
-            shape = (1, int((batch[:, DOC] >= 0).sum()), 3, heads, HEAD_DIM)
+            shape = (int((batch[:, DOC] >= 0).sum()), 3, heads, HEAD_DIM)
         generator = torch.Generator().manual_seed(0)
         self.qkv = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        self.grad = torch.randn((*shape[:2], heads, HEAD_DIM), generator=generator).to(dtype)
+        self.grad = torch.randn((shape[0], heads, HEAD_DIM), generator=generator).to(dtype)
 
     def plan(self) -> None:
         plan = plan_attention(Batch(self.batch).layout, torch.device("cpu"), self.kernel)
-        self.made = plan.laid_out() if isinstance(plan, CallPlan) else plan
+        self.made = plan.on_device([], torch.device("cpu"))
 
     def run(self) -> None:
-        q, k, v = self.qkv.unbind(2)
-        out = self.made.attend(0, q, k, v, 0.0)
+        out = self.made.attend(0, self.qkv, None)
         torch.autograd.grad(out, self.qkv, self.grad)
 
 

@@ -41,9 +41,9 @@ from data_utils.base.settings import build  # noqa: E402
 from data_utils.objectives.planes import DOC, WEIGHTS  # noqa: E402
 from megatron_lite.config.tree import Config, ParallelConfig  # noqa: E402
 from megatron_lite.model.batch import Batch  # noqa: E402
+from megatron_lite.model.model_input import MicroBatch  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
-from megatron_lite.train.engine import MicroBatch  # noqa: E402
 from megatron_lite.train.plain import make_engine  # noqa: E402
 from megatron_lite.train.reports import peak_tflops, step_flops  # noqa: E402
 

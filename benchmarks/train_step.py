@@ -42,8 +42,9 @@ from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import cross_entropy
+from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.train.reports import known_peak_tflops, step_flops
 
@@ -147,7 +148,7 @@ def glm_variants(
     def dense() -> torch.Tensor:
         i = inputs["dense"]
         hidden = model.hidden_states(i.tokens, i.ids, i.plan)
-        losses = cross_entropy(model.logits(hidden.flatten(0, 1)), targets)
+        losses = cross_entropy(model.logits(hidden), targets)
         return (losses * weights).sum() / loss_rows
 
     tokens = rows * SEQUENCE_LENGTH

@@ -106,3 +106,13 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if mounted:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture
+def emulated_kernel(monkeypatch):
+    """Lets a VarlenPlan run on CPU."""
+    from support.attention import EmulatedKernel
+
+    monkeypatch.setattr("megatron_lite.model.varlen.varlen_kernel", lambda dtype: EmulatedKernel)
+    monkeypatch.setattr(EmulatedKernel, "calls", 0)
+    return EmulatedKernel

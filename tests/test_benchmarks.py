@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import attend
 from support.project import ROOT
 
 from benchmarks import attention, padding, parallel, train_step
@@ -26,7 +27,8 @@ from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")
 
@@ -330,7 +332,7 @@ def test_plans_follow_the_rule_and_give_padding_zero(arrays, kernel):
     rows, length = doc.shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, rows, length, 2, 4, generator=generator)
-    out = plan_attention(make_layout(doc, order, grp), CPU, kernel).attend(0, q, k, v, 0.0)
+    out = attend(plan_attention(make_layout(doc, order, grp), CPU, kernel), (q, k, v))
     for b in range(rows):
         for i in range(length):
             seen = [j for j in range(length) if rule(doc[b], order[b], grp[b], i, j)]
@@ -355,13 +357,13 @@ def test_dropping_padding_changes_nothing(dtype):
     initialize_parameters(model.named_parameters(), model.config, 1)
     model.to(dtype).eval()
     results = []
-    for keep_padding in (True, False):
-        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, keep_padding=keep_padding)
+    for multiple in (batch[:, DOC].size, 1):
+        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, multiple=multiple)
         model.zero_grad()
         loss, _ = model(inputs)
         loss.backward()
         results.append((loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}))
-    assert inputs.tokens.shape == (1, int((batch[:, DOC] >= 0).sum()))
+    assert inputs.tokens.shape == (int((batch[:, DOC] >= 0).sum()),)
     # Matmuls of another row count may sum in another order: a few units in the last place of the dtype.
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     (padded, padded_grads), (dropped, dropped_grads) = results

@@ -17,7 +17,9 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.model.attention import attend_all
-from megatron_lite.model.glm import GLM, ID_PLANES
+from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.glm import GLM
+from megatron_lite.model.model_input import ID_PLANES
 
 MAX_BEAM_BYTES = 16 << 30  # of all beams: cached keys and values, and logits
 LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts
@@ -31,14 +33,14 @@ class CachedPlan:
         self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
         self.values: list[torch.Tensor] = [_EMPTY] * num_layers
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
+        """qkv [rows, new tokens, 3, H, D] -> [rows, new tokens, H, D]; there is no dropout."""
+        q, k, v = qkv.unbind(2)
         if self.keys[layer] is not _EMPTY:
             k = torch.cat([self.keys[layer], k], dim=1)
             v = torch.cat([self.values[layer], v], dim=1)
         self.keys[layer], self.values[layer] = k, v
-        return attend_all(q, k, v, dropout)
+        return attend_all(q, k, v)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep the given rows of the batch, some of them several times: int64 [new rows]."""

@@ -107,7 +107,7 @@ def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """fp32 [B, S, vocab_size] of our training model, on padding too."""
     inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    return model.logits(hidden).float()
+    return model.logits(hidden).float().unflatten(0, (len(batch), -1))
 
 
 @torch.no_grad()

@@ -136,6 +136,13 @@ def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
     )
 
 
+def padded_order(layout: Layout, length: int) -> np.ndarray:
+    """The layout's tokens and padding after them: int64 [length], indices into the flattened batch, -1 = padding."""
+    order = np.full(length, -1, np.int64)
+    order[: len(layout.rows)] = layout.rows
+    return order
+
+
 def allowed(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> np.ndarray:
     """The rule as a mask: int [B, S] arrays -> bool [B, S queries, S keys], False everywhere on padding."""
     columns = make_layout(doc, order, grp).in_place()
@@ -198,10 +205,12 @@ class Batch:
 
     Args:
         planes: int32 [B, fields, S] (data_utils/objectives/planes.py), not changed from here on.
+        samples: int64 [B], their numbers, from which dropout follows; None = 0, 1, ...
     """
 
-    def __init__(self, planes: np.ndarray):
+    def __init__(self, planes: np.ndarray, samples: np.ndarray | None = None):
         self.planes = planes
+        self.samples = np.arange(len(planes)) if samples is None else samples
         self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
 
     @cached_property

@@ -2,26 +2,29 @@
 
 FlexAttention works on blocks of queries and keys. Which pairs of blocks hold a visible pair, and which no other, is
 decided without a mask of all pairs: by the smallest and largest (key_time, query_bound, grp) of each stretch of a
-block that belongs to one document. Tokens are put into the order of the layout, where those ranges are narrow. Padding
-goes to the end, so all batches have one shape and the kernel is compiled once.
+block that belongs to one document. The tokens are in the order of the layout, where those ranges are narrow; padding is
+at the end.
 
-FlexAttention has no backward pass on CPU, and no dropout.
+FlexAttention has no backward pass on CPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron_lite.model.batch import Layout, may_see
+from data_utils.objectives.planes import PADDING_DOC
+from megatron_lite.model.batch import Layout, may_see, padded_order
+from megatron_lite.model.dropout import AttentionDropout, pairs_formula, stays
 
 BLOCK = 128  # rows and keys; FlexAttention's own default
+_NEVER = np.iinfo(np.int32).max  # key_time of a query-stream token, as int32
 
 
 @dataclass(frozen=True)
@@ -89,67 +92,64 @@ def _kernel(compiled: bool) -> Any:
 class FlexPlan:
     """One FlexAttention call over the tokens of the batch in the order of the layout, padding at the end.
 
-    Args:
-        with_dropout: makes the plan that is used with dropout.
-        compiled: false = the plain reference, which computes every pair.
+    Args: compiled: false = the plain reference, which computes every pair.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        device: torch.device,
-        with_dropout: Callable[[], Any],
-        *,
-        compiled: bool = True,
-    ):
-        self.with_dropout = with_dropout
-        tokens = layout.shape[0] * layout.shape[1]  # padding included
-        rows = np.concatenate([layout.rows, np.setdiff1d(np.arange(tokens), layout.rows)])
-        self.compiled = compiled
-        self.rows = None if (rows == np.arange(tokens)).all() else torch.from_numpy(rows).to(device)
-        self.inverse = None if self.rows is None else torch.from_numpy(np.argsort(rows)).to(device)
-        columns = torch.from_numpy(layout.in_place().reshape(4, -1)[:, rows]).to(device)
-        self.block_mask = self._block_mask(layout, columns)
+    block_mask: BlockMask
+    _columns: torch.Tensor
 
-    @staticmethod
-    def _block_mask(layout: Layout, columns: torch.Tensor) -> BlockMask:
-        numbers, tokens = columns.unbind(0), columns.shape[1]
+    def __init__(self, layout: Layout, length: int, *, compiled: bool = True):
+        self.compiled = compiled
+        self.length = length
+        self.order = padded_order(layout, length)
+        self.tokens = len(layout.rows)
+        self.lists = block_lists(layout, -(-length // BLOCK))
+        # What `may_see` compares, as int32: padding sees nothing and is not seen.
+        columns = np.empty((4, length), np.int64)
+        columns[:] = np.array([[PADDING_DOC], [_NEVER], [-1], [0]])
+        columns[:, : self.tokens] = np.minimum(layout.columns, _NEVER)
+        self.columns = columns.astype(np.int32)
+
+    def arrays(self) -> list[np.ndarray]:
+        return [self.columns, *(getattr(self.lists, field.name) for field in fields(self.lists))]
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> FlexPlan:
+        self._columns, *lists = arrays
+        numbers = self._columns.unbind(0)
 
         def rule(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             return may_see([x[q] for x in numbers], [x[k] for x in numbers])
 
-        lists = block_lists(layout, -(-tokens // BLOCK))
-        arrays = (lists.partial_counts, lists.partial, lists.full_counts, lists.full)
-        counts, entries, full_counts, full = (
-            torch.from_numpy(array)[None, None].to(columns.device) for array in arrays
+        counts, entries, full_counts, full = (x[None, None] for x in lists)
+        self.block_mask = BlockMask.from_kv_blocks(
+            *(counts, entries, full_counts, full, BLOCK, rule), seq_lengths=(self.length, self.length)
         )
-        return BlockMask.from_kv_blocks(
-            *(counts, entries, full_counts, full, BLOCK, rule),
-            seq_lengths=(tokens, tokens),
-        )
+        return self
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
+        heads = [x.transpose(0, 1)[None] for x in qkv.unbind(1)]
+        run = functools.partial(_kernel(self.compiled), *heads, block_mask=self.block_mask)
+        if dropout is None:
+            return run()[0].transpose(0, 1)
+        # The kernel has no dropout. It is the attention over the weights that stay, times their share of the sum of
+        # exponentials, over 1 - p. Both calls return the log of that sum.
+        aux = AuxRequest(lse=True)
+        out, kept = run(score_mod=_dropped(dropout), return_aux=aux)
+        _, every = run(return_aux=aux)
+        # A row whose weights are all dropped, or that sees nothing, has no sum: its share is 0.
+        share = torch.where(kept.lse.isinf(), 0.0, (kept.lse - every.lse).exp())
+        scaled = out * (share * (1.0 / (1.0 - dropout.p))).to(out.dtype)[..., None]
+        return scaled[0].transpose(0, 1)
+
+
+def _dropped(dropout: AttentionDropout) -> Callable[..., torch.Tensor]:
+    """A score modification that leaves out the weights that are dropped."""
+    keys, salt, first_head, p = dropout.keys, dropout.salt, dropout.first_head, dropout.p
+
+    def modify(
+        score: torch.Tensor, _b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor:
-        if dropout:
-            return self.with_dropout().attend(layer, q, k, v, dropout)
-        heads = (_reorder(x.flatten(0, 1), self.rows, self.inverse).transpose(0, 1)[None] for x in (q, k, v))
-        out = _kernel(self.compiled)(*heads, block_mask=self.block_mask)[0].transpose(0, 1)
-        return _reorder(out, self.inverse, self.rows).view(q.shape)
+        hashes = pairs_formula(keys[q], keys[k], salt, h.to(torch.int32) + first_head)
+        return torch.where(stays(hashes, p), score, float("-inf"))
 
-
-class _Permutation(torch.autograd.Function):
-    """x[rows]. The backward pass gathers as well, where that of indexing would add row by row."""
-
-    @staticmethod
-    def forward(ctx, x, rows, inverse):  # type: ignore[no-untyped-def]
-        ctx.inverse = inverse
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.index_select(0, ctx.inverse), None, None
-
-
-def _reorder(x: torch.Tensor, rows: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
-    return x if rows is None else _Permutation.apply(x, rows, inverse)
+    return modify

@@ -3,11 +3,11 @@
 Pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding without a bias
 (arXiv:2103.10360). docs/architecture.md compares the module names with those of released checkpoints.
 
-Between layers the hidden state is a token matrix [T, D], T = B x S; under sequence parallelism each tensor-parallel
-rank holds T / size of its tokens. Dropout is a pure function of a seed per micro-batch, the layer and the place in it,
-so recomputing a block, or moving it to another pipeline stage, gives the same dropout.
+Between layers the hidden state is a token matrix [T, D]; under sequence parallelism each tensor-parallel rank holds
+T / size of its tokens. Dropout is a pure function of each token and the place in the model (dropout.py), so every
+layout gives the same, and so does a block that is computed again.
 
-Shapes: B rows, S row length, T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
 V vocabulary (unpadded); K, P, M as in heads.py.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.planes import (
-    BLOCK_POSITION_IDS,
-    OBJECTIVE,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TARGETS,
-    TOKENS,
-)
 from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
-from megatron_lite.model.attention import AttentionPlan, CallPlan, plan_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.heads import Heads, Linear, LossRows, find_loss_rows, row_losses, sum_losses
+from megatron_lite.model.attention import AttentionPlan
+from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
+from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -48,56 +41,6 @@ from megatron_lite.model.tensor_parallel import (
     whole_shape,
 )
 from megatron_lite.parallel.collectives import SINGLE
-
-ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
-
-
-@dataclass
-class ModelInput:
-    """A batch on the device, ready for the model."""
-
-    tokens: torch.Tensor  # int32 [B, S]; without padding [1, T], the tokens of all rows
-    ids: torch.Tensor  # int32 [len(ID_PLANES), B, S] or [.., 1, T]: for the other embeddings
-    plan: AttentionPlan
-    loss_rows: LossRows
-    targets: torch.Tensor  # int64 [K + P + M], see LossRows
-    weights: torch.Tensor  # fp32 [K + P + M]
-    dropout_seed: int | None  # of this micro-batch; None = no dropout
-
-    @staticmethod
-    def from_batch(
-        batch: Batch,
-        device: torch.device,
-        config: ModelConfig,
-        *,
-        dropout_seed: int | None = None,
-        kernel: str = "auto",
-        keep_padding: bool = False,
-    ) -> ModelInput:
-        """The parts of a batch that the model needs, on its device.
-
-        With a CallPlan, padding is dropped and the tokens are in the order of its calls, unless `keep_padding` is set,
-        which gives every batch the same shape.
-        """
-        plan = plan_attention(batch.layout, device, kernel)
-        planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
-        weights = batch.weights
-        if isinstance(plan, CallPlan) and not keep_padding and plan.units:
-            rows, plan = batch.layout.rows, plan.laid_out()
-            planes, weights = planes.reshape(len(planes), 1, -1)[:, :, rows], weights.reshape(-1)[rows]
-        inputs = torch.from_numpy(planes[:-1]).to(device)
-        losses = (weights, planes[1 + ID_PLANES.index(OBJECTIVE)], planes[-1])
-        weights_T, objectives_T, targets_T = (torch.from_numpy(plane.reshape(-1)) for plane in losses)
-        loss_rows = find_loss_rows(weights_T, objectives_T, config)
-        return ModelInput(
-            tokens=inputs[0],
-            ids=inputs[1:],
-            plan=plan,
-            loss_rows=loss_rows.to(device),
-            targets=targets_T[loss_rows.labelled].long().to(device),
-            weights=weights_T[loss_rows.labelled].to(device),
-            dropout_seed=dropout_seed,
-        )
 
 
 class _ShrinkGradient(torch.autograd.Function):
@@ -115,22 +58,27 @@ class _ShrinkGradient(torch.autograd.Function):
 class Flow:
     """What the layers need of a micro-batch beside the hidden state."""
 
-    rows: int
-    length: int
+    shape: tuple[int, ...]  # of the tokens: [T] in training
     plan: AttentionPlan
-    dropout_seed: int | None
-    rank: int = 0  # this process's place among the tensor-parallel ranks
+    dropout: Dropout | None  # of all tokens
+    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
 
-    def seed_dropout(self, layer: int, place: str, is_split: bool) -> None:
-        """Seed torch's generator for one dropout: equal on all tensor-parallel ranks, or one seed for each."""
-        assert self.dropout_seed is not None
-        torch.manual_seed(derive_seed(self.dropout_seed, layer, place, self.rank if is_split else 0))
+    @staticmethod
+    def of(
+        shape: tuple[int, ...], plan: AttentionPlan, dropout: Dropout | None, parallel: TensorParallel
+    ) -> Flow:
+        own = dropout
+        if dropout is not None and parallel.sequence_parallel:
+            own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
+        return Flow(shape, plan, dropout, own)
 
-    def dropout(self, x: torch.Tensor, p: float, layer: int, place: str, is_split: bool) -> torch.Tensor:
-        if p == 0.0 or self.dropout_seed is None:
-            return x
-        self.seed_dropout(layer, place, is_split)
-        return F.dropout(x, p)
+    def drop(
+        self, x: torch.Tensor, residual: torch.Tensor | None, p: float, layer: int, place: str
+    ) -> torch.Tensor:
+        """`residual` plus x [T, D] after dropout. Args: layer: -1 for the embedding. place: see dropout.py."""
+        if p == 0.0 or self.own_dropout is None:
+            return x if residual is None else residual + x
+        return self.own_dropout.hidden(x, residual, p, layer, place)
 
 
 class PositionEmbeddings(nn.Module):
@@ -167,7 +115,7 @@ class PositionEmbeddings(nn.Module):
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
-        return flow.dropout(hidden, self.dropout, -1, "embedding", self.parallel.sequence_parallel)
+        return flow.drop(hidden, None, self.dropout, -1, "embedding")
 
 
 class Embedding(PositionEmbeddings):
@@ -196,23 +144,18 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        qkv = self.query_key_value(self.parallel.enter(hidden))
-        q, k, v = qkv.view(flow.rows, flow.length, 3, -1, self.head_dim).unbind(2)
+        qkv = self.query_key_value(self.parallel.enter(hidden)).view(*flow.shape, 3, -1, self.head_dim)
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(
-                self._attend, q, k, v, flow, layer, use_reentrant=False, preserve_rng_state=False
-            )
+            out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self._attend(q, k, v, flow, layer)
-        return self.dense(out.reshape(flow.rows * flow.length, -1))
+            out = self._attend(qkv, flow, layer)
+        return self.dense(out.reshape(math.prod(flow.shape), -1))
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flow: Flow, layer: int
-    ) -> torch.Tensor:
-        dropout = 0.0 if flow.dropout_seed is None else self.dropout
-        if dropout:
-            flow.seed_dropout(layer, "attention", is_split=True)
-        return flow.plan.attend(layer, q, k, v, dropout)
+    def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        dropout = None
+        if self.dropout and flow.dropout is not None:
+            dropout = flow.dropout.attention(self.dropout, layer)
+        return flow.plan.attend(layer, qkv, dropout)
 
 
 class MLP(nn.Module):
@@ -239,7 +182,6 @@ class Block(nn.Module):
         self.post_attention_layernorm = LayerNorm(hidden, epsilon, parallel)
         self.mlp = MLP(config, parallel)
         self.dropout = config.output_dropout
-        self.is_split = parallel.sequence_parallel
         self.recompute = recompute == "full"
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
@@ -251,9 +193,9 @@ class Block(nn.Module):
 
     def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         attended = self.attention(self.input_layernorm(hidden), flow, layer)
-        hidden = hidden + flow.dropout(attended, self.dropout, layer, "attended", self.is_split)
+        hidden = flow.drop(attended, hidden, self.dropout, layer, "attended")
         expanded = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + flow.dropout(expanded, self.dropout, layer, "expanded", self.is_split)
+        return flow.drop(expanded, hidden, self.dropout, layer, "expanded")
 
 
 def final_layernorm(config: ModelConfig) -> LayerNorm:
@@ -283,19 +225,18 @@ class GLM(nn.Module):
         self.heads = Heads(config, self.parallel)
 
     def _run(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout_seed: int | None
+        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
     ) -> torch.Tensor:
-        rows, length = tokens.shape
-        flow = Flow(rows, length, plan, dropout_seed, self.parallel.group.rank)
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
         for layer in range(self.config.num_layers):
             hidden = self.layers[layer % len(self.layers)](hidden, flow, layer)
         return hidden
 
     def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Output of the last block, before the final LayerNorm, without dropout: [B, S, D]. One process only.
+        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process only.
 
-        Args: tokens: int [B, S]. ids: int [len(ID_PLANES), B, S].
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
         """
         return self._run(tokens, ids, plan, None).view(*tokens.shape, -1)
 
@@ -308,7 +249,7 @@ class GLM(nn.Module):
 
         Both are equal on all tensor-parallel ranks.
         """
-        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout_seed)
+        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         words = self.embedding.word_embeddings
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
         losses = row_losses(self.heads.vocabulary_logits(vectors, words), classes, batch.targets, words)

@@ -13,8 +13,10 @@ token, P of them once more from the borders of their span, M loss rows of CLS th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,60 +34,51 @@ _SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 @dataclass(frozen=True)
 class LossRows:
-    """Loss rows by the head that predicts them, and what they predict: int64, indices into [T]."""
+    """Loss rows by the head that predicts them, and what they predict: indices into [T].
 
-    tokens: torch.Tensor  # [K]
-    borders: torch.Tensor  # [P, 3]: the token before a span, the token after it, place in it from 0
-    sentences: torch.Tensor  # [M]
-    labelled: (
-        torch.Tensor
-    )  # [K + P + M]: where target and weight are, in the order tokens, borders, sentences
-    objectives: torch.Tensor  # [K + P + M]: which loss each belongs to
+    On the host int64 arrays, on the device int32 tensors.
+    """
 
-    def to(self, device: torch.device) -> LossRows:
-        return LossRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+    tokens: Any  # [K]
+    borders: Any  # [P, 3]: the token before a span, the token after it, place in it from 0
+    sentences: Any  # [M]
+    objectives: Any  # [K + P + M]: which loss each belongs to
 
 
-def find_loss_rows(weights: torch.Tensor, objectives: torch.Tensor, config: ModelConfig) -> LossRows:
-    """From the flattened planes fp32 [T] and int [T] of a batch, or of its tokens without padding."""
-    rows = weights.nonzero().squeeze(1)
-    objective = objectives[rows].long()
+def find_loss_rows(
+    weights: np.ndarray, objectives: np.ndarray, config: ModelConfig
+) -> tuple[LossRows, np.ndarray]:
+    """The loss rows of a batch, and where their targets and weights are: int64 [K + P + M], indices into [T].
+
+    Args: weights: fp32 [T]. objectives: int [T].
+    """
+    rows = np.flatnonzero(weights)
     empty = rows[:0]
-    sentences, borders, spans = empty, torch.stack([empty] * 3, dim=1), empty
+    sentences, borders, spans = empty, np.stack([empty] * 3, axis=1), empty
     if config.sentence_head:
-        is_sentence = torch.isin(objective, torch.tensor(_SENTENCE_LEVEL, device=rows.device))
+        is_sentence = np.isin(objectives[rows], _SENTENCE_LEVEL)
         sentences, rows = rows[is_sentence], rows[~is_sentence]
     if config.span_boundary_places:
         predicted = (weights != 0) & (objectives == MASKED_SPANS.number)
         borders, spans = _span_borders(predicted, config.span_boundary_places)
-    return LossRows(
-        tokens=rows,
-        borders=borders,
-        sentences=sentences,
-        labelled=torch.cat([rows, spans, sentences]),
-        objectives=torch.cat(
-            [
-                objectives[rows].long(),
-                torch.full_like(spans, SPAN_BOUNDARY.number),
-                objectives[sentences].long(),
-            ]
-        ),
+    losses = (objectives[rows], np.full_like(spans, SPAN_BOUNDARY.number), objectives[sentences])
+    return LossRows(rows, borders, sentences, np.concatenate(losses)), np.concatenate(
+        [rows, spans, sentences]
     )
 
 
-def _span_borders(predicted: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _span_borders(predicted: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
     """For each True in [T]: its borders, int64 [P, 3] as in LossRows, and its own index [P].
 
     On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Places beyond the
     table take its last row.
     """
-    index = torch.arange(len(predicted), device=predicted.device)
-    outside = ~predicted
-    before = torch.where(outside, index, -1).cummax(0).values
-    after = torch.where(outside, index, len(predicted)).flip(0).cummin(0).values.flip(0)
-    rows = predicted.nonzero().squeeze(1)
-    place = (rows - before[rows] - 1).clamp(max=places - 1)
-    return torch.stack([before[rows], after[rows], place], dim=1), rows
+    index = np.arange(len(predicted))
+    before = np.maximum.accumulate(np.where(predicted, -1, index))
+    after = np.minimum.accumulate(np.where(predicted, len(predicted), index)[::-1])[::-1]
+    rows = np.flatnonzero(predicted)
+    place = np.minimum(rows - before[rows] - 1, places - 1)
+    return np.stack([before[rows], after[rows], place], axis=1), rows
 
 
 class Linear(nn.Module):
@@ -240,9 +233,9 @@ def row_losses(
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V]. classes: [M, 2]. targets: int64 [K + P + M].
+    Args: logits: [K + P, local V]. classes: [M, 2]. targets: int [K + P + M].
     """
-    vocabulary, sentence = targets.split([len(logits), len(classes)])
+    vocabulary, sentence = targets.long().split([len(logits), len(classes)])
     losses = cross_entropy(logits, vocabulary, embedding.parallel.group, embedding.first)
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero

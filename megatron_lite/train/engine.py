@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import nvidia_apex
@@ -84,15 +85,6 @@ def memory_advice(config: Config) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward pass of a step."""
-
-    batch: Batch
-    dropout_seed: int
-    loss_factor: float  # multiplies its loss sum into its share of the step's loss
-
-
-@dataclass(frozen=True)
 class StepResult:
     """Outcome of one optimizer step."""
 
@@ -136,6 +128,7 @@ class Engine(ABC):
                 model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
             )
         self.context = context
+        self._config = config
         self.named_parameters = named
         self._clip_grad_norm = config.optimizer.clip_grad_norm
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
@@ -149,6 +142,24 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
+
+    def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
+        """A batch as the model takes it in this layout."""
+        parallel = self._config.parallel
+        multiple = 1
+        if self.context.pp.size > 1:
+            multiple = batch.layout.shape[0] * batch.layout.shape[1]  # what stages send has one shape
+        elif parallel.sequence_parallel:
+            multiple = self.context.tp.size  # the tokens are split evenly
+        return prepare(
+            batch,
+            self.context.device,
+            self._config.model,
+            dropout_seed=dropout_seed,
+            multiple=multiple,
+            tensor_parallel_rank=self.context.tp.rank,
+            tensor_parallel_size=self.context.tp.size,
+        )
 
     def _allocate_moments(self) -> None:
         """Allocate Adam's moments before the first step, so that saving and loading always find them."""

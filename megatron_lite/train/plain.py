@@ -8,10 +8,11 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.model.glm import build_model
+from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
-from megatron_lite.train.engine import Engine, MicroBatch, StepResult
+from megatron_lite.train.engine import Engine, StepResult
 
 
 class PlainEngine(Engine):
@@ -42,14 +43,7 @@ class PlainEngine(Engine):
         return sums
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
-        return ModelInput.from_batch(
-            batch,
-            self.context.device,
-            self.model.config,
-            dropout_seed=dropout_seed,
-            # Sequence parallelism splits the tokens evenly, which only whole rows allow.
-            keep_padding=self.model.parallel.sequence_parallel,
-        )
+        return self.prepared(batch, dropout_seed).to(self.context.device)
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(self.model.num_losses, 2, dtype=torch.float64, device=self.context.device)

@@ -27,10 +27,11 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.control import Phase, Requests, RunControl
-from megatron_lite.train.engine import Engine, MicroBatch, StepResult
+from megatron_lite.train.engine import Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.metrics import Metrics, keep_aside
@@ -222,8 +223,8 @@ class Trainer:
             batches = [batch.as_means(factors, loss_weights) for batch in batches]
         loss_weight = sum(loss_weights)
         micro_batches = [
-            MicroBatch(batch, self._dropout_seed(micro), self._loss_factor(batch, loss_weight))
-            for micro, batch in enumerate(batches)
+            MicroBatch(batch, self._dropout_seed(), self._loss_factor(batch, loss_weight))
+            for batch in batches
         ]
         self.watchdog.at("forward, backward and optimizer")
         result = self._engine_step(micro_batches)
@@ -313,9 +314,9 @@ class Trainer:
         )
         return self.config.events.learning_rate_at(step, scheduled)
 
-    def _dropout_seed(self, micro: int) -> int:
-        seed = derive_seed(self.config.training.seed, "dropout", self.step, micro, self.context.dp.rank)
-        return seed >> 1  # pipeline stages send it as int64
+    def _dropout_seed(self) -> int:
+        """Of the step: each token's dropout follows from it and the number of its sample."""
+        return derive_seed(self.config.training.seed, "dropout", self.step)
 
     def _count_skip(self, result: StepResult) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
@@ -420,7 +421,7 @@ class Trainer:
 def _read(data: SampleLoader, samples: np.ndarray) -> Batch:
     """A batch. An error of this rank's samples is marked, because no other rank meets it."""
     try:
-        return Batch(data.batch(samples))
+        return Batch(data.batch(samples), samples)
     except UserError as error:
         error.only_here = True
         raise

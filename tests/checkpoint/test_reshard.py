@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import parameter_shapes
-from megatron_lite.train.engine import MicroBatch
+from megatron_lite.model.model_input import MicroBatch
 
 MAX_RANKS = 8
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter

@@ -17,8 +17,8 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.tree import CheckpointConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import MicroBatch
 
 ALONE = ParallelContext.alone()
 

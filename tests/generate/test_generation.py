@@ -16,7 +16,8 @@ from megatron_lite.generate.filling import (
     insert_spans,
 )
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]
@@ -49,7 +50,7 @@ def uncached_logits(model, context, spans):
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
     inputs = ModelInput.from_batch(Batch(row), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    return model.logits(hidden[0, len(context) :])
+    return model.logits(hidden[len(context) :])
 
 
 @torch.no_grad()

@@ -37,11 +37,27 @@ def test_attention_is_softmax_over_the_rule(visible_gpus, dtype):
     assert {name: value for name, value in found.items() if not value <= TOLERANCES[dtype]} == {}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_the_check_of_attention_works(dtype):
-    (found,) = run_ranks(gpu_checks.attention_differences, 1, dtype, ["mass", "unilmv2"], 60)
+def test_both_passes_drop_the_same_attention_weights(visible_gpus, dtype):
+    arguments = (dtype, list(RECIPES), 512)
+    (found,) = run_ranks(gpu_checks.dropout_faults, 1, *arguments, fresh=True, limit_seconds=240)
+    assert_dropout(found, TOLERANCES[dtype])
+
+
+def assert_dropout(found, tolerance):
+    for name, (error, change, repeats) in found.items():
+        assert error <= tolerance and change > 0.1 and repeats, (name, error, change, repeats)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_checks_of_attention_work(dtype):
+    arguments = (dtype, ["mass", "unilmv2"], 60)
+    (found,) = run_ranks(gpu_checks.attention_differences, 1, *arguments)
     assert len(found) == 4
     assert 0 < max(found.values()) <= TOLERANCES[dtype]
+    (found,) = run_ranks(gpu_checks.dropout_faults, 1, *arguments)
+    assert_dropout(found, TOLERANCES[dtype])
 
 
 @pytest.mark.gpu

@@ -24,8 +24,9 @@ from megatron_lite.hf.modeling_glm import (
 from megatron_lite.hf.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import write_tokenizer
+from megatron_lite.model import dropout
 from megatron_lite.model.batch import Batch, allowed
-from megatron_lite.model.glm import ModelInput
+from megatron_lite.model.model_input import ModelInput
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
@@ -86,23 +87,35 @@ def test_packed_documents_go_through_a_mask_of_pairs(made):
 
 @torch.no_grad()
 def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
-    """With dropout replaced by a factor of 1 + p, the models agree only if each has its place and rate."""
+    """With all elements kept, but divided by 1 - p, the models agree only if each has its place and rate."""
     ours, theirs, *_ = made
     batch = prefix_batch(6, rows=2, length=32, vocab=60, documents=1)
     attention = F.scaled_dot_product_attention
 
     def scaled_attention(q, k, v, attn_mask=None, dropout_p=0.0):
-        return attention(q, k, v, attn_mask=attn_mask) * (1 + dropout_p)
+        return attention(q, k, v, attn_mask=attn_mask) / (1 - dropout_p)
 
     def scaled(x, p=0.5, training=True, inplace=False):
-        return x * (1 + p) if training else x
+        return x / (1 - p) if training else x
 
     without = proof.training_logits(ours, batch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_attention)
     monkeypatch.setattr(F, "dropout", scaled)
-    inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), ours.config, kernel="dense")
-    hidden = ours._run(inputs.tokens, inputs.ids, inputs.plan, 1)
-    expected = ours.logits(hidden.view(*inputs.tokens.shape, -1))
+    inputs = ModelInput.from_batch(
+        Batch(batch), torch.device("cpu"), ours.config, kernel="dense", dropout_seed=1
+    )
+    monkeypatch.setattr(
+        dropout,
+        "keep_features",
+        lambda keys, salt, width, p: torch.ones(len(keys), width, dtype=torch.bool),
+    )
+    monkeypatch.setattr(
+        dropout.AttentionDropout,
+        "keep",
+        lambda self, queries, keys, heads: torch.ones(heads, len(queries), len(keys), dtype=torch.bool),
+    )
+    hidden = ours._run(inputs.tokens, inputs.ids, inputs.plan, inputs.dropout)
+    expected = ours.logits(hidden).view(*batch[:, DOC].shape, -1)
     theirs.train()
     actual = run(theirs, batch)
     theirs.eval()

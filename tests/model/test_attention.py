@@ -1,19 +1,32 @@
 """Every plan computes softmax over the rule, forward and backward, for every objective."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mask_rule
-from support.attention import CPU, arrays_of, draw, mask_of, random_arrays, recipe_arrays, reference_attention
-from support.batches import prefix_batch
+from support.attention import (
+    CPU,
+    attend,
+    draw,
+    dropout_of,
+    mask_of,
+    random_arrays,
+    recipe_arrays,
+    reference_attention,
+)
 from support.recipes import RECIPES
 
 from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
 from megatron_lite.model.batch import make_layout
+from megatron_lite.model.flex import FlexPlan
+from megatron_lite.model.varlen import VarlenPlan
 
+WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
@@ -29,7 +42,7 @@ def assert_equals_reference(arrays, plan, tolerance=1e-10):
     """Output and gradients in fp64: only the order of summation differs."""
     *qkv, grad = draw((*arrays[0].shape, 2, 8))
     qkv = [x.requires_grad_() for x in qkv]
-    ours, expected = plan.attend(0, *qkv, 0.0), reference_attention(arrays, *qkv)
+    ours, expected = attend(plan, qkv), reference_attention(arrays, *qkv)
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     gradients = (torch.autograd.grad(out, qkv, grad) for out in (ours, expected))
     for mine, theirs in zip(*gradients, strict=True):
@@ -89,32 +102,53 @@ def test_the_dense_plan_equals_softmax_over_the_rule(recipe):
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU, "dense"))
 
 
-@EACH
-def test_the_calls_for_cuda_equal_softmax_over_the_rule(recipe):
-    """As few calls as the structure allows, under autograd: what CUDA and dropout run."""
-    arrays = recipe_arrays(recipe, 60, 4, 4)
-    layout = attention_layout.make_layout(*arrays)
-    units = attention_layout.make_units(layout, square_causal_only=False)
-    rows = torch.from_numpy(layout.rows)
-
-    class UnderAutograd(CallPlan):
-        def attend(self, layer, q, k, v, dropout):
-            # A probability that drops nothing chooses the path.
-            return super().attend(layer, q, k, v, 1e-300)
-
-    assert_equals_reference(arrays, UnderAutograd(layout, units, rows, CPU))
+@pytest.mark.parametrize("recipe", WITHOUT_MASKS.values(), ids=WITHOUT_MASKS)
+def test_two_calls_for_cuda_equal_softmax_over_the_rule(recipe, emulated_kernel):
+    """The kernel is written out here; its place, queries and keys are the product's."""
+    for seed, multiple in ((4, 1), (5, 64)):
+        arrays = recipe_arrays(recipe, 60, 4, seed)
+        plan = plan_attention(make_layout(*arrays), CPU, "varlen", multiple)
+        assert_equals_reference(arrays, plan)
+        assert len(plan.calls) <= 2 and len(plan.order) % multiple == 0
 
 
 @EACH
-def test_laid_out_plans_compute_the_same_without_padding(recipe):
+def test_two_calls_compute_exactly_the_pairs_of_the_rule(recipe):
+    """Each pair that may be seen once, no other: also a proof that no call is made for nothing."""
+    arrays = recipe_arrays(recipe, 200, 4, 6)
+    plan = plan_attention(make_layout(*arrays), torch.device("cuda"))
+    if recipe.name == "unilmv2":
+        assert isinstance(plan, FlexPlan)
+        return
+    assert isinstance(plan, VarlenPlan)
+    tokens = arrays[0].size
+    rows = np.where(plan.order < 0, tokens, plan.order)  # all padding is one more token
+    pairs = np.zeros((tokens + 1, tokens + 1), int)
+    for call in plan.calls:
+        queries, keys = rows[call.queries], rows[call.gathered if call.keys is None else call.keys]
+        for (q, q_stop), (k, k_stop) in zip(
+            itertools.pairwise(call.query_ends), itertools.pairwise(call.key_ends), strict=True
+        ):
+            shape = (q_stop - q, k_stop - k)
+            seen = np.tril(np.ones(shape, int), shape[1] - shape[0]) if call.causal else np.ones(shape, int)
+            np.add.at(pairs, np.ix_(queries[q:q_stop], keys[k:k_stop]), seen)
+    mask = mask_of(arrays).numpy()
+    expected = np.zeros((tokens, tokens), int)
+    for row, length in enumerate([mask.shape[1]] * len(mask)):
+        here = slice(row * length, (row + 1) * length)
+        expected[here, here] = mask[row]
+    np.testing.assert_array_equal(pairs[:tokens, :tokens], expected)
+    assert not pairs[tokens, :tokens].any() and not pairs[:tokens, tokens].any()
+
+
+@EACH
+def test_padding_does_not_change_what_tokens_see(recipe):
     arrays = recipe_arrays(recipe, 100, 3, 6)
-    q, k, v, _ = draw((*arrays[0].shape, 2, 8))
-    plan = plan_attention(make_layout(*arrays), CPU)
-    rows = torch.from_numpy(plan.layout.rows)
-    whole = plan.attend(0, q, k, v, 0.0)
-    alone = plan.laid_out().attend(0, *(x.flatten(0, 1)[rows][None] for x in (q, k, v)), 0.0)
-    assert (alone[0] == whole.flatten(0, 1)[rows]).all()
-    assert len(rows) < arrays[0].size
+    *qkv, _ = draw((*arrays[0].shape, 2, 8))
+    outs = [
+        attend(plan_attention(make_layout(*arrays), CPU, multiple=multiple), qkv) for multiple in (1, 128)
+    ]
+    assert (outs[0] == outs[1]).all()
 
 
 @pytest.mark.parametrize("kernel", ["calls", "dense"])
@@ -125,7 +159,7 @@ def test_half_precision_stays_close_to_fp64(recipe, kernel):
     qkv = [x.requires_grad_() for x in qkv]
     exact = [x.detach().double().requires_grad_() for x in qkv]
     ours, expected = (
-        plan_attention(make_layout(*arrays), CPU, kernel).attend(0, *qkv, 0.0),
+        attend(plan_attention(make_layout(*arrays), CPU, kernel), qkv),
         reference_attention(arrays, *exact),
     )
     assert ours.dtype == torch.bfloat16
@@ -137,25 +171,39 @@ def test_half_precision_stays_close_to_fp64(recipe, kernel):
         assert (mine.double() - theirs).abs().max() <= 2e-2 * theirs.abs().max()
 
 
-def test_dropout_is_seeded_and_keeps_padding_zero():
-    arrays = arrays_of(prefix_batch(seed=3))
-    q, k, v, _ = draw((*arrays[0].shape, 2, 8))
-    outs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        outs.append(plan_attention(make_layout(*arrays), CPU).attend(0, q, k, v, 0.5))
-    assert (outs[0] == outs[1]).all() and (outs[0] != outs[2]).any()
-    assert not outs[0][torch.from_numpy(arrays[0] < 0)].any()
+@EACH
+def test_dropout_of_weights_is_that_of_the_formula(recipe):
+    """The calls of the CPU and the dense plan drop the same weights, as softmax over the rule written out does."""
+    arrays = recipe_arrays(recipe, 60, 3, 3)
+    *qkv, grad = draw((*arrays[0].shape, 2, 8))
+    qkv = [x.requires_grad_() for x in qkv]
+    dropout = dropout_of(arrays, 0.3)
+    keys = dropout.keys.view(arrays[0].shape)
+    stays = torch.stack([dropout.keep(row, row, 2) for row in keys])
+    scores = torch.einsum("bqhd,bkhd->bhqk", *qkv[:2]) / 8**0.5
+    weights = scores.masked_fill(~mask_of(arrays)[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights * stays / 0.7, qkv[2])
+    for kernel in ("calls", "dense"):
+        plan = plan_attention(make_layout(*arrays), CPU, kernel, multiple=1 if kernel == "dense" else 32)
+        ours = attend(plan, qkv, dropout_of(arrays, 0.3, plan=plan))
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+        gradients = (torch.autograd.grad(x, qkv, grad, retain_graph=True) for x in (ours, expected))
+        for mine, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    other = dropout_of(arrays, 0.3, seed=1, plan=plan)
+    assert (attend(plan, qkv, other) != ours).any()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_batch_of_padding_gives_zeros(dropout):
     arrays = (np.full((2, 5), -1, np.int32), *np.zeros((2, 2, 5), np.int32))
     for kernel in ("auto", "dense"):
-        out = plan_attention(make_layout(*arrays), CPU, kernel).attend(
-            0, *draw((2, 5, 2, 8), count=3), dropout
+        plan = plan_attention(make_layout(*arrays), CPU, kernel, multiple=10)
+        qkv = torch.stack(draw((10, 2, 8), count=3), dim=1)
+        out = plan.on_device([], CPU).attend(
+            0, qkv, dropout_of(arrays, dropout, plan=plan) if dropout else None
         )
-        assert out.shape == (2, 5, 2, 8) and not out.any()
+        assert out.shape == (10, 2, 8) and not out.any()
 
 
 @EACH
@@ -176,11 +224,12 @@ def test_memory_grows_linearly_with_the_row_length(recipe):
 def test_plans_save_no_masks_for_the_backward_pass():
     """Beside q, k, v and the output, a number for each row and head."""
     arrays = recipe_arrays(RECIPES["unilmv2"], 600, 1, 9)
-    q, k, v, _ = (x.requires_grad_() for x in draw((*arrays[0].shape, 2, 8)))
+    layout = make_layout(*arrays)
+    qkv = torch.stack(draw((len(layout.rows), 2, 8), count=3), dim=1).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        plan = plan_attention(make_layout(*arrays), CPU)
-        plan.attend(0, q, k, v, 0.0)
+        plan = plan_attention(layout, CPU)
+        plan.on_device([], CPU).attend(0, qkv, None)
     tokens = len(plan.layout.rows)
     assert sum(saved) <= 4 * tokens * 2 * 8 + tokens * 2
 

@@ -5,7 +5,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import CPU, draw, mask_of, random_arrays, recipe_arrays, reference_attention
+from support.attention import (
+    CPU,
+    attend,
+    draw,
+    dropout_of,
+    mask_of,
+    random_arrays,
+    recipe_arrays,
+    reference_attention,
+)
 from support.mask_rule import allowed
 from support.recipes import RECIPES
 
@@ -80,23 +89,26 @@ def test_flex_attention_equals_softmax_over_the_rule(recipe):
     """Forward only, in its plain form: there is no backward pass on CPU. The plain form computes every pair."""
     arrays = recipe_arrays(recipe, 60, 2, 1)
     q, k, v, _ = draw((*arrays[0].shape, 2, 8))
-    plan = plan_attention(make_layout(*arrays), CPU, "flex")
+    plan = plan_attention(make_layout(*arrays), CPU, "flex", multiple=128)
     assert isinstance(plan, FlexPlan)
     with torch.no_grad():
-        ours = plan.attend(0, q, k, v, 0.0)
+        ours = attend(plan, (q, k, v))
     # fp64, but FlexAttention's plain form may hold sums of exponentials in fp32.
     torch.testing.assert_close(ours, reference_attention(arrays, q, k, v), rtol=1e-6, atol=1e-6)
     assert not ours[~mask_of(arrays).any(-1)].any()
 
 
-def test_dropout_falls_back_to_the_dense_plan():
-    arrays = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1)
-    q, k, v, _ = draw((*arrays[0].shape, 2, 8))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@EACH
+def test_flex_attention_drops_the_weights_that_the_dense_plan_drops(recipe):
+    arrays = recipe_arrays(recipe, 60, 2, 1)
+    *qkv, _ = draw((*arrays[0].shape, 2, 8))
     outs = []
     for kernel in ("flex", "dense"):
-        torch.manual_seed(0)
-        outs.append(plan_attention(make_layout(*arrays), CPU, kernel).attend(0, q, k, v, 0.5))
-    assert (outs[0] == outs[1]).all()
+        plan = plan_attention(make_layout(*arrays), CPU, kernel)
+        with torch.no_grad():
+            outs.append(attend(plan, qkv, dropout_of(arrays, 0.5, plan=plan, heads_first=3)))
+    torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)  # as above
 
 
 @pytest.mark.slow
@@ -104,8 +116,8 @@ def test_compiled_flex_attention_skips_blocks_and_equals_the_reference():
     """Compiled for the CPU (half a minute), where blocks that are not listed are not computed."""
     arrays = recipe_arrays(RECIPES["unilmv2"], 300, 2, 1)
     q, k, v, _ = draw((*arrays[0].shape, 2, 16), torch.float32)
-    plan = FlexPlan(make_layout(*arrays), CPU, lambda: None)
+    plan = FlexPlan(make_layout(*arrays), 640)
     with torch.no_grad():
-        ours = plan.attend(0, q, k, v, 0.0)
+        ours = attend(plan, (q, k, v))
     # fp32: a few units in the last place of sums over 400 keys.
     torch.testing.assert_close(ours, reference_attention(arrays, q, k, v), rtol=1e-4, atol=1e-5)

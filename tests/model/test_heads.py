@@ -27,9 +27,9 @@ from data_utils.samples.loader import collate
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import find_loss_rows
-from megatron_lite.train.engine import MicroBatch
+from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.plain import make_engine
 
@@ -70,9 +70,9 @@ def make_model(seed: int = 3, **options) -> GLM:
 
 def test_rows_are_sorted_by_the_head_that_predicts_them():
     batch = mixed_batch(0)
-    weights = torch.from_numpy(batch[:, WEIGHTS].copy()).flatten().view(torch.float32)
-    objectives = torch.from_numpy(batch[:, OBJECTIVE].copy()).flatten()
-    found = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
+    weights = batch[:, WEIGHTS].copy().view(np.float32).reshape(-1)
+    objectives = batch[:, OBJECTIVE].reshape(-1)
+    found, labelled = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
     names = [LOSS_NAMES[i] for i in objectives]
     rows = [i for i in range(len(weights)) if weights[i]]
     sentences = [i for i in rows if names[i] in ("next_sentence", "sentence_order")]
@@ -87,7 +87,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
             borders[:, :3] += number * row.shape[1]
             expected += borders.tolist()
     assert len(expected) > 5
-    spans = found.labelled[len(found.tokens) : len(found.tokens) + len(found.borders)]
+    spans = labelled[len(found.tokens) : len(found.tokens) + len(found.borders)]
     assert spans.tolist() == [row for row, *_ in expected]
     # Places count from 1 there; the table has four.
     assert found.borders.tolist() == [[a, b, min(place - 1, 3)] for _, a, b, place in expected]
@@ -100,7 +100,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     """The losses of one row without padding, each head written out from its paper on the model's own weights."""
     p = dict(model.named_parameters())
     inputs = ModelInput.from_batch(
-        Batch(row[None]), torch.device("cpu"), model.config, keep_padding=True
+        Batch(row[None]), torch.device("cpu"), model.config, kernel="dense"
     )  # in row order
     ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
     embedded = (
@@ -113,7 +113,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     hidden = F.linear(embedded, p["embedding.projection.weight"], p["embedding.projection.bias"])
     captured = []
     handle = model.layers[0].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
-    last = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[0]
+    last = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     handle.remove()
     torch.testing.assert_close(captured[0], hidden)
     last = F.layer_norm(last, (32,), p["final_layernorm.weight"], p["final_layernorm.bias"], 1e-5)

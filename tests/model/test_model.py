@@ -12,7 +12,8 @@ from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
@@ -77,16 +78,16 @@ def test_plans_give_the_same_loss_and_gradients():
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_objective_gives_the_same_with_and_without_padding(recipe):
-    """Dense; calls with one shape (sequence and pipeline parallelism); calls without padding, tokens reordered."""
+def test_every_objective_gives_the_same_with_and_without_padding(recipe, emulated_kernel):
+    """Dense, in the order of the batch; calls, in their own order, with more and less padding; CUDA's two calls."""
     batch = collate(make_objective(recipe.name, 60, **recipe.config), windows(4, 60, 1))
     model = make(dataclasses.replace(CONFIG, vocab_size=4096)).double()
     model.num_losses = len(LOSS_NAMES)
     results = []
-    for kernel, keep_padding in (("dense", True), ("calls", True), ("calls", False)):
-        inputs = ModelInput.from_batch(
-            Batch(batch), CPU, model.config, kernel=kernel, keep_padding=keep_padding
-        )
+    kernels = [("dense", 1), ("calls", 1), ("calls", 256)]
+    kernels += [] if recipe.name == "unilmv2" else [("varlen", 256)]
+    for kernel, multiple in kernels:
+        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, kernel=kernel, multiple=multiple)
         loss, per_objective = model(inputs)
         results.append((loss, per_objective, torch.autograd.grad(loss, list(model.parameters()))))
     for loss, per_objective, grads in results[1:]:
@@ -115,12 +116,12 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     model, batch = make(), prefix_batch(0)
     weights = batch[:, WEIGHTS].view(np.float32)
     weights *= np.random.default_rng(0).uniform(0.5, 2.0, weights.shape).astype(np.float32)
-    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, keep_padding=True)
+    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, kernel="dense")
     loss, per_objective = model(inputs)
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
     each = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), torch.from_numpy(batch[:, TARGETS]).flatten().long(), reduction="none"
+        logits, torch.from_numpy(batch[:, TARGETS]).flatten().long(), reduction="none"
     )
     expected = (each * torch.from_numpy(weights).flatten()).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -154,8 +155,8 @@ def test_no_loss_row_sees_the_token_it_predicts():
     changed[0, TOKENS, rows[1] :] = (changed[0, TOKENS, rows[1] :] + 1) % 100
     inputs = ModelInput.from_batch(Batch(changed), CPU, model.config)
     other = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    assert torch.equal(base[0, : rows[1]], other[0, : rows[1]])
-    assert not torch.equal(base[0, rows[1]], other[0, rows[1]])
+    assert torch.equal(base[: rows[1]], other[: rows[1]])
+    assert not torch.equal(base[rows[1]], other[rows[1]])
 
 
 def test_embedding_gradient_shrink_scales_only_the_input_side():

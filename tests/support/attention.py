@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
 from data_utils.objectives.planes import DOC, GRP, ORD
 from megatron_lite.model.batch import allowed
+from megatron_lite.model.compat import VarlenKernel
+from megatron_lite.model.dropout import Dropout, salts, token_keys
 from support.recipes import collate, make, windows
 
 CPU = torch.device("cpu")
@@ -45,3 +49,61 @@ def reference_attention(arrays, q, k, v):
 def draw(shape, dtype=torch.float64, count=4):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for _ in range(count)]
+
+
+def attend(plan, qkv, dropout=None, device=CPU):
+    """What a plan of `plan_attention` computes for q, k, v [B, S, H, D], in the order of the batch; padding gives 0.
+
+    Arguments and result are on the CPU.
+    """
+    order = torch.from_numpy(plan.order)
+    real = order >= 0
+    packed = torch.stack([x.flatten(0, 1) for x in qkv], dim=1)
+    # Padding takes values that would be seen in the output.
+    ordered = torch.where(real[:, None, None, None], packed[order.clamp(min=0)], 3.0)
+    arrays = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in plan.arrays()]
+    out = plan.on_device(arrays, device).attend(0, ordered.to(device), dropout).cpu()
+    whole = torch.zeros_like(packed[:, 0])
+    return whole.index_copy(0, order[real], out[real]).view_as(qkv[0])
+
+
+def dropout_of(arrays, p, seed=0, plan=None, heads_first=0, device=CPU):
+    """Dropout of attention weights in layer 0, for tokens in the order of the plan, or of the batch."""
+    keys = token_keys(seed, np.arange(len(arrays[0])), arrays[0].shape[1]).reshape(-1)
+    if plan is not None:
+        keys = keys[plan.order]
+    on_device = (torch.from_numpy(x).to(device) for x in (keys, salts(1)))
+    return Dropout(*on_device, seed, heads_first).attention(p, 0)
+
+
+class EmulatedKernel(VarlenKernel):
+    """What CUDA's kernels compute, written out, sequence by sequence; no dropout."""
+
+    calls = 0
+
+    @classmethod
+    def forward(cls, q, k, v, call, dropout):
+        assert not dropout and len(q) == call.query_ends[-1] and len(k) == call.key_ends[-1]
+        cls.calls += 1
+        outs = []
+        for (first, stop), (first_key, stop_key) in zip(
+            itertools.pairwise(call.query_ends.tolist()),
+            itertools.pairwise(call.key_ends.tolist()),
+            strict=True,
+        ):
+            assert 0 < stop - first <= call.longest_queries and 0 < stop_key - first_key <= call.longest_keys
+            queries, keys, values = q[first:stop], k[first_key:stop_key], v[first_key:stop_key]
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) / q.shape[-1] ** 0.5
+            if call.causal:
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(keys) - len(queries) + 1)
+                scores = scores.masked_fill(hidden, float("-inf"))
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        return torch.cat(outs), [torch.zeros(1)]
+
+    @classmethod
+    def backward(cls, grad, q, k, v, out, state, call, dropout):
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            again, _ = cls.forward(*inputs, call, dropout)
+        torch.testing.assert_close(again, out)
+        return torch.autograd.grad(again, inputs, grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_lite.config.sections import TrainingConfig
@@ -14,7 +15,7 @@ from megatron_lite.model.batch import make_layout
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.numerics import set_numerics
 from support import parity
-from support.attention import draw, recipe_arrays, reference_attention
+from support.attention import attend, draw, dropout_of, recipe_arrays, reference_attention
 from support.distributed import run_ranks
 from support.parity_cases import KINDS, Case
 from support.recipes import RECIPES
@@ -24,7 +25,7 @@ HEADS, HEAD_DIM = 4, 64
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference over the largest element."""
-    return ((got.cpu().double() - expected).abs().max() / expected.abs().max()).item()
+    return ((got.detach().cpu().double() - expected).abs().max() / expected.abs().max()).item()
 
 
 def attention_differences(
@@ -33,18 +34,55 @@ def attention_differences(
     """By recipe and kernel, how far output and gradients are from softmax over the rule, in fp64 on the CPU."""
     found = {}
     for name in recipes:
-        arrays = recipe_arrays(RECIPES[name], sequence_length, rows=2, seed=1)
-        *inputs, grad = (x.to(dtype) for x in draw((*arrays[0].shape, HEADS, HEAD_DIM)))
-        wide = [x.double().requires_grad_() for x in inputs]
+        arrays, inputs, grad = attention_inputs(name, dtype, sequence_length)
+        wide = [x.detach().double().requires_grad_() for x in inputs]
         expected = reference_attention(arrays, *wide)
         expected_gradients = torch.autograd.grad(expected, wide, grad.double())
         for kernel in ("auto", "dense"):
-            plan = plan_attention(make_layout(*arrays), context.device, kernel)
-            qkv = [x.to(context.device).requires_grad_() for x in inputs]
-            out = plan.attend(0, *qkv, 0.0)
-            gradients = torch.autograd.grad(out, qkv, grad.to(context.device))
+            out = attend(
+                plan_attention(make_layout(*arrays), context.device, kernel), inputs, device=context.device
+            )
+            gradients = torch.autograd.grad(out, inputs, grad)
             pairs = [(out, expected.detach()), *zip(gradients, expected_gradients, strict=True)]
             found[f"{name}, {kernel}"] = max(difference(got, right) for got, right in pairs)
+    return found
+
+
+def attention_inputs(
+    recipe: str, dtype: torch.dtype, sequence_length: int
+) -> tuple[tuple[np.ndarray, ...], list[torch.Tensor], torch.Tensor]:
+    arrays = recipe_arrays(RECIPES[recipe], sequence_length, rows=2, seed=1)
+    *inputs, grad = (x.to(dtype) for x in draw((*arrays[0].shape, HEADS, HEAD_DIM)))
+    return arrays, [x.requires_grad_() for x in inputs], grad
+
+
+def dropout_faults(
+    context: ParallelContext, dtype: torch.dtype, recipes: list[str], sequence_length: int
+) -> dict[str, tuple[float, float, bool]]:
+    """By recipe: how far the backward pass of dropout is from its forward pass, the change by dropout, and repetition.
+
+    The output is linear in the values, so its product with a gradient is that of the values with theirs, if both passes
+    drop the same weights.
+    """
+    found = {}
+    for name in recipes:
+        arrays, inputs, grad = attention_inputs(name, dtype, sequence_length)
+        plan = plan_attention(make_layout(*arrays), context.device)
+        plain = attend(plan, inputs, device=context.device)
+        outs = [
+            attend(
+                plan,
+                inputs,
+                dropout_of(arrays, 0.3, seed=5, plan=plan, device=context.device),
+                context.device,
+            )
+            for _ in range(2)
+        ]
+        (of_values,) = torch.autograd.grad(outs[0], inputs[2], grad)
+        sums = [(a.double() * b.double()).sum() for a, b in ((outs[0], grad), (inputs[2], of_values))]
+        scale = outs[0].double().norm() * grad.double().norm()
+        error = ((sums[0] - sums[1]).abs() / scale).item()
+        found[name] = (error, difference(outs[0], plain.double()), torch.equal(*outs))
     return found
 
 

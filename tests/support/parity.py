@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,10 +37,11 @@ from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import ModelInput, build_model
+from megatron_lite.model.glm import build_model
+from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import Engine, MicroBatch, parameter_groups
+from megatron_lite.train.engine import Engine, parameter_groups
 from megatron_lite.train.plain import make_engine
 from megatron_lite.train.trainer import DTYPES
 from support.batches import prefix_batch
@@ -82,8 +83,10 @@ def samples_of(step: int) -> np.ndarray:
     return prefix_batch(step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2)
 
 
-def dropout_seed(step: int, micro_batch: int) -> int:
-    return 1000 * step + micro_batch
+def micro_batch(step: int, first: int, size: int) -> MicroBatch:
+    samples = samples_of(step)
+    batch = Batch(samples[first : first + size], np.arange(first, first + size))
+    return MicroBatch(batch, dropout_seed=step, loss_factor=1.0 / np.count_nonzero(samples[:, WEIGHTS]))
 
 
 def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,17 +100,16 @@ def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def reference_of(case: Case) -> Record:
-    """The record a case is compared with; without dropout it only depends on the number of layers."""
-    plain = type(case)(pipeline=case.num_layers if case.num_layers > 4 else 1)
-    if not (case.dropout or case.attention_dropout):
-        return _one_process(plain, SAMPLES, False)
-    plain = replace(plain, dropout=case.dropout, attention_dropout=case.attention_dropout)
-    return _one_process(plain, case.micro_batch_size, case.keeps_padding)
+    """The record a case is compared with; it only depends on the number of layers and on dropout."""
+    pipeline = case.num_layers if case.num_layers > 4 else 1
+    return _one_process(
+        type(case)(pipeline=pipeline, dropout=case.dropout, attention_dropout=case.attention_dropout)
+    )
 
 
 @functools.cache
-def _one_process(case: Case, rows: int, keep_padding: bool) -> Record:
-    """Plain torch on passes of `rows` samples."""
+def _one_process(case: Case) -> Record:
+    """Plain torch on all samples of a step at once."""
     config = case.config()
     model = build_model(config, OBJECTIVES)
     named = dict(model.named_parameters())
@@ -120,21 +122,12 @@ def _one_process(case: Case, rows: int, keep_padding: bool) -> Record:
     )
     record = Record(as_matrices(named))
     for step in range(STEPS):
-        samples = samples_of(step)
-        sums = torch.zeros(OBJECTIVES, 2, dtype=torch.float64)
         optimizer.zero_grad()
-        for index in range(SAMPLES // rows):
-            batch = ModelInput.from_batch(
-                Batch(samples[index * rows :][:rows]),
-                torch.device("cpu"),
-                config.model,
-                dropout_seed=dropout_seed(step, index),
-                keep_padding=keep_padding,
-            )
-            loss_sum, per_objective = model(batch)
-            (loss_sum / np.count_nonzero(samples[:, WEIGHTS])).backward()
-            sums += per_objective
-        record.objective_sums.append(sums)
+        micro = micro_batch(step, 0, SAMPLES)
+        data = ModelInput.from_batch(micro.batch, torch.device("cpu"), config.model, dropout_seed=step)
+        loss_sum, sums = model(data)
+        (loss_sum * micro.loss_factor).backward()
+        record.objective_sums.append(sums.double())
         record.gradients.append(as_matrices({name: p.grad for name, p in named.items()}))
         record.norms.append(
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm).item()
@@ -221,11 +214,9 @@ def compare_fragment(
 
 def micro_batches_of(case: Case, context: ParallelContext, step: int) -> list[MicroBatch]:
     """This rank's share of a step."""
-    samples = samples_of(step)
-    factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
-    return [MicroBatch(Batch(samples[i * size :][:size]), dropout_seed(step, i), factor) for i in indices]
+    return [micro_batch(step, index * size, size) for index in indices]
 
 
 def run_step(

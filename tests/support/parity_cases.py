@@ -62,11 +62,6 @@ class Case:
         return max(4, self.pipeline)
 
     @property
-    def keeps_padding(self) -> bool:
-        """Where dropout's masks are drawn for whole rows."""
-        return self.sequence_parallel or self.pipeline > 1
-
-    @property
     def parallel(self) -> dict[str, Any]:
         return {
             "tensor_parallel_size": self.tensor,
@@ -118,8 +113,7 @@ def matrix() -> list[Case]:
     ]
 
 
-# Half precision against one process in fp32; offloading; dropout, where one process draws the same masks: within each
-# tensor-parallel region the ranks draw their own (so no attention dropout, no sequence parallelism at tensor > 1).
+# Half precision against one process in fp32; offloading; dropout, which is the same in every layout.
 HALF = [
     *(Case(1, 1, 2, zero, accumulation=4, precision=p) for zero in (1, 2, 3) for p in ("bf16", "fp16")),
     *(Case(2, 1, 1, 1, True, precision=precision) for precision in ("bf16", "fp16")),
@@ -137,8 +131,9 @@ DROPOUT = [
     Case(1, 1, 4, 3, dropout=0.1, attention_dropout=0.1),
     Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
     Case(1, 4, 2, 1, dropout=0.1, attention_dropout=0.1),
-    Case(2, 1, 1, 2, accumulation=4, dropout=0.1),
-    Case(2, 2, 1, 1, recompute="full", dropout=0.1),
+    Case(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
+    Case(4, 1, 2, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1),
+    Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
 ]
 
 

@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.train.engine import MicroBatch
+from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.train.plain import make_engine
 
 

@@ -12,7 +12,8 @@ from support.project import ROOT
 from data_utils.base.settings import build, merge
 from megatron_lite.config.tree import Config, ParallelConfig, load_config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, ModelInput, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
 from megatron_lite.train.estimate import LOGIT_BYTES, _block_bytes, estimate, stages
 from megatron_lite.train.plain import make_engine
 
@@ -82,7 +83,7 @@ def kept_bytes(config, layers):
         return tensor
 
     batch = prefix_batch(0, rows=2, length=config.row_length, vocab=300)
-    data = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model_config, keep_padding=True)
+    data = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model_config, multiple=batch[:, 0].size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(data)
     return sum(size for size, _ in kept.values())

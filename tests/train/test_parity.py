@@ -99,7 +99,9 @@ def with_a_factor(context, case, record):
     """A fault: one rank's gradients are a thousandth too large."""
     micro_batch = parity.MicroBatch
     factor = 1.001 if context.rank == 1 else 1.0
-    parity.MicroBatch = lambda batch, seed, loss_factor: micro_batch(batch, seed, factor * loss_factor)
+    parity.MicroBatch = lambda batch, dropout_seed, loss_factor: micro_batch(
+        batch, dropout_seed, factor * loss_factor
+    )
     return parity.run_case(context, case, record)
 
 

@@ -1,0 +1,146 @@
+"""A micro-batch as the model takes it: prepared on the host, sent to the device in one copy.
+
+`prepare` chooses the attention plan, puts the tokens in its order, finds the rows with loss, and lays all of it side by
+side in one buffer. It needs no device, so it can run ahead of the step in another thread. `HostInput.to` sends the
+buffer: one asynchronous copy from pinned memory. On CPU the tensors are views of the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from data_utils.base.random_streams import derive_seed
+from data_utils.objectives.planes import (
+    BLOCK_POSITION_IDS,
+    OBJECTIVE,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+)
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.dropout import Dropout, salts, token_keys
+from megatron_lite.model.heads import LossRows, find_loss_rows
+
+ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a step."""
+
+    batch: Batch
+    dropout_seed: int | None  # of the step; None = no dropout
+    loss_factor: float  # multiplies its loss sum into its share of the step's loss
+
+
+@dataclass
+class ModelInput:
+    """A batch on the device, ready for the model. T tokens, padding included, in the order of the plan."""
+
+    tokens: torch.Tensor  # int32 [T]
+    ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings
+    plan: AttentionPlan
+    loss_rows: LossRows
+    targets: torch.Tensor  # int32 [K + P + M], see LossRows
+    weights: torch.Tensor  # fp32 [K + P + M]
+    dropout: Dropout | None
+
+    @staticmethod
+    def from_batch(
+        batch: Batch,
+        device: torch.device,
+        config: ModelConfig,
+        *,
+        dropout_seed: int | None = None,
+        kernel: str = "auto",
+        multiple: int = 1,
+    ) -> ModelInput:
+        """`prepare` and `to` in one."""
+        prepared = prepare(batch, device, config, dropout_seed=dropout_seed, kernel=kernel, multiple=multiple)
+        return prepared.to(device)
+
+
+@dataclass(frozen=True)
+class HostInput:
+    """A prepared batch."""
+
+    buffer: (
+        torch.Tensor
+    )  # int32, pinned where the device is a GPU: the arrays of the fields below, one after another
+    shapes: Sequence[tuple[int, ...]]
+    plan: HostPlan
+    kernel_seed: int | None  # see Dropout; None = no dropout
+    first_head: int
+
+    def to(self, device: torch.device) -> ModelInput:
+        """The input on its device. On a GPU the copy is asynchronous: nothing waits for it."""
+        sent = self.buffer.to(device, non_blocking=True)
+        parts = sent.split([math.prod(shape) for shape in self.shapes])
+        arrays = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
+        dropout = None
+        if self.kernel_seed is not None:
+            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head)
+        return ModelInput(
+            tokens=tokens,
+            ids=ids,
+            plan=self.plan.on_device(arrays[10:], device),
+            loss_rows=LossRows(*loss_rows),
+            targets=targets,
+            weights=weights.view(torch.float32),
+            dropout=dropout,
+        )
+
+
+def prepare(
+    batch: Batch,
+    device: torch.device,
+    config: ModelConfig,
+    *,
+    dropout_seed: int | None = None,
+    kernel: str = "auto",
+    multiple: int = 1,
+    tensor_parallel_rank: int = 0,
+    tensor_parallel_size: int = 1,
+) -> HostInput:
+    """What the model needs of a batch.
+
+    Args:
+        device: where it will be sent; decides the kernel.
+        dropout_seed: of the step; None = no dropout.
+        multiple: of the number of tokens T, see `plan_attention`.
+    """
+    plan = plan_attention(batch.layout, device, kernel, multiple)
+    is_padding = plan.order < 0
+    planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
+    planes = planes.reshape(len(planes), -1)[:, plan.order]
+    planes[:, is_padding] = 0
+    weights = batch.weights.reshape(-1)[plan.order]
+    weights[is_padding] = 0.0
+    loss_rows, labelled = find_loss_rows(weights, planes[1 + ID_PLANES.index(OBJECTIVE)], config)
+    first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
+    kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
+    if dropout_seed is not None:
+        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
+        keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
+        place_salts = salts(config.num_layers)
+    arrays = [
+        *(planes[0], planes[1:-1], keys, place_salts),
+        weights[labelled].view(np.int32),
+        planes[-1][labelled],
+        *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
+        *plan.arrays(),
+    ]
+    joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
+    buffer = torch.from_numpy(joined)
+    if device.type == "cuda":
+        buffer = buffer.pin_memory()
+    return HostInput(buffer, [array.shape for array in arrays], plan, kernel_seed, first_head)

@@ -1,0 +1,203 @@
+"""Attention on CUDA as at most two calls of a fused kernel for the whole batch, without a mask.
+
+The calls of `make_units` that need no mask are of two kinds: queries that see all their keys, and causal ones, whose
+last query sees all keys (aligned at the bottom right). The kernels of CUDA compute many pairs of (queries, keys) of
+different lengths in one call, so all calls of a kind become one. The tokens are ordered [queries of the full call |
+queries of the causal call | tokens that see nothing], so queries and outputs are slices. Keys are a slice too where
+they are the call's queries, and gathered otherwise: for GLM those of the causal call, parts A and B of each document.
+
+bf16 and fp16 take FlashAttention (arXiv:2307.08691), fp32 the memory-efficient kernel (arXiv:2112.05682). Dropout of
+attention weights happens within the kernel, from torch's generator of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.model.batch import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
+from megatron_lite.model.compat import VarlenKernel, varlen_kernel
+from megatron_lite.model.dropout import AttentionDropout
+
+# Padding is computed as documents of so many tokens, because zeros would need a launch of their own.
+_PADDING_DOCUMENT = 64
+_HEAD_DIM_MULTIPLE, _LARGEST_HEAD_DIM = 8, 256  # of FlashAttention
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """One call of the kernel: sequences of queries, each with its keys. Arrays are on the host or the device."""
+
+    causal: bool
+    queries: slice  # of the ordered tokens
+    keys: slice | None  # of the ordered tokens; None: those of `gathered`
+    gathered: Any  # int32 [keys]
+    query_ends: (
+        Any  # int32 [sequences + 1], from 0: where each sequence of queries begins and the last one ends
+    )
+    key_ends: Any  # int32 [sequences + 1]
+    longest_queries: int
+    longest_keys: int
+
+
+class VarlenPlan:
+    """The calls of a batch.
+
+    Args: units: with calls of any kind but masked ones. length: T, the tokens of the batch and padding after them.
+    """
+
+    def __init__(self, layout: Layout, units: Sequence[Unit], length: int):
+        pieces: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {FULL: [], CAUSAL: []}
+        blind = [np.empty(0, np.int64)]
+        for unit in units:
+            for call in unit.calls:
+                assert call.kind != MASKED
+                queries = np.arange(unit.start + call.start, unit.start + call.stop)
+                if call.kind == BLIND:
+                    blind.append(queries)
+                    continue
+                keys = [np.arange(unit.start + start, unit.start + stop) for start, stop in call.keys]
+                pieces[call.kind].append((queries, np.concatenate(keys)))
+        kind_of_padding = FULL if pieces[FULL] or not pieces[CAUSAL] else CAUSAL
+        for start in range(len(layout.rows), length, _PADDING_DOCUMENT):
+            padding = np.arange(start, min(start + _PADDING_DOCUMENT, length))
+            pieces[kind_of_padding].append((padding, padding))
+        place = np.concatenate([*(queries for kind in pieces.values() for queries, _ in kind), *blind])
+        self.length = length
+        self.blind = slice(length - sum(map(len, blind)), length)
+        self.order = padded_order(layout, length)[place]
+        moved = np.empty(length, np.int64)
+        moved[place] = np.arange(length)
+        self.calls: list[VarlenCall] = []
+        first = 0
+        for kind, kind_pieces in pieces.items():
+            if kind_pieces:
+                self.calls.append(_call(kind == CAUSAL, kind_pieces, moved, first))
+                first = self.calls[-1].queries.stop
+
+    def arrays(self) -> list[np.ndarray]:
+        return [array for call in self.calls for array in (call.gathered, call.query_ends, call.key_ends)]
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> VarlenPlan:
+        parts = iter(arrays)
+        self.calls = [
+            replace(call, gathered=next(parts), query_ends=next(parts), key_ends=next(parts))
+            for call in self.calls
+        ]
+        return self
+
+    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
+        _require_head_dim(qkv)
+        if dropout is not None:
+            dropout.seed_kernel(qkv.device)
+        return _VarlenCalls.apply(qkv, self, 0.0 if dropout is None else dropout.p)
+
+
+def _call(
+    causal: bool, pieces: list[tuple[np.ndarray, np.ndarray]], moved: np.ndarray, first: int
+) -> VarlenCall:
+    """Args: pieces: (queries, keys) of each sequence, in the layout. moved: the place of each token. first: query."""
+    query_lengths = np.array([len(queries) for queries, _ in pieces])
+    key_lengths = np.array([len(keys) for _, keys in pieces])
+    queries = slice(first, first + int(query_lengths.sum()))
+    gathered = moved[np.concatenate([keys for _, keys in pieces])].astype(np.int32)
+    is_slice = (np.diff(gathered) == 1).all()
+    return VarlenCall(
+        causal,
+        queries,
+        slice(int(gathered[0]), int(gathered[-1]) + 1) if is_slice else None,
+        gathered[:0] if is_slice else gathered,
+        np.r_[0, np.cumsum(query_lengths)].astype(np.int32),
+        np.r_[0, np.cumsum(key_lengths)].astype(np.int32),
+        int(query_lengths.max()),
+        int(key_lengths.max()),
+    )
+
+
+def _require_head_dim(qkv: torch.Tensor) -> None:
+    size = qkv.shape[-1]
+    if size % _HEAD_DIM_MULTIPLE or size > _LARGEST_HEAD_DIM:
+        raise ConfigError(
+            f"model.hidden_size over model.num_attention_heads is {size}; CUDA's attention kernels need a multiple of "
+            f"{_HEAD_DIM_MULTIPLE} up to {_LARGEST_HEAD_DIM}: change one of them."
+        )
+
+
+class _VarlenCalls(torch.autograd.Function):
+    """All calls as one autograd node: [T, 3, H, D] -> [T, H, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, plan: VarlenPlan, dropout: float) -> torch.Tensor:
+        kernel = varlen_kernel(qkv.dtype)
+        outs, states = [], []
+        for call in plan.calls:
+            q, k, v = _inputs(qkv, call)
+            out, state = kernel.forward(q, k, v, call, dropout)
+            outs.append(out)
+            states.append(state)
+        if plan.blind.start < plan.blind.stop:
+            outs.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
+        whole = outs[0] if len(outs) == 1 else torch.cat(outs)
+        ctx.plan, ctx.dropout, ctx.lengths = plan, dropout, [len(state) for state in states]
+        ctx.save_for_backward(qkv, whole, *(tensor for state in states for tensor in state))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        plan: VarlenPlan = ctx.plan
+        qkv, whole, *saved = ctx.saved_tensors
+        kernel = varlen_kernel(qkv.dtype)
+        grads = []
+        for call, count in zip(plan.calls, ctx.lengths, strict=True):
+            state, saved = saved[:count], saved[count:]
+            # The keys are gathered again: kept, they would be two thirds of q, k and v once more.
+            inputs = (grad[call.queries], *_inputs(qkv, call), whole[call.queries])
+            grads.append(kernel.backward(*inputs, state, call, ctx.dropout))
+        return _joined(qkv, plan, grads), None, None
+
+
+def _inputs(qkv: torch.Tensor, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if call.keys is not None:
+        k, v = qkv[call.keys, 1:].unbind(1)
+    else:
+        k, v = qkv[:, 1:].index_select(0, call.gathered).unbind(1)
+    return qkv[call.queries, 0], k, v
+
+
+def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[VarlenKernel.Gradients]) -> torch.Tensor:
+    """The gradient of qkv from those of the calls."""
+    total = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    of_queries = [dq for dq, _, _ in grads]
+    if plan.blind.start < plan.blind.stop:
+        of_queries.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
+    torch.cat(of_queries, out=total[:, 0])
+    # The first call's keys are written if they are a slice, all others added to zeros.
+    call, (_, dk, dv) = plan.calls[0], grads[0]
+    written = 0
+    if call.keys is not None:
+        torch.stack([dk, dv], dim=1, out=total[call.keys, 1:])
+        written = 1
+    if len(plan.calls) > written or call.keys != slice(0, plan.length):
+        _clear_others(total[:, 1:], plan.calls[0].keys)
+    for call, (_, dk, dv) in zip(plan.calls[written:], grads[written:], strict=True):
+        for of_keys, part in zip(total[:, 1:].unbind(1), (dk, dv), strict=True):
+            if call.keys is not None:
+                of_keys[call.keys] += part
+            else:
+                of_keys.index_add_(0, call.gathered, part)
+    return total
+
+
+def _clear_others(of_keys: torch.Tensor, written: slice | None) -> None:
+    """Zero the gradients of all keys but the written ones."""
+    if written is None:
+        of_keys.zero_()
+        return
+    for part in (of_keys[: written.start], of_keys[written.stop :]):
+        if len(part):
+            part.zero_()

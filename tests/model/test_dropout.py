@@ -1,0 +1,100 @@
+"""Dropout: one hash on every device, the right shares, no pattern, and the same for a token wherever it is computed."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.model.dropout import (
+    PLACES,
+    Dropout,
+    features_formula,
+    keep_features,
+    pairs_formula,
+    salts,
+    stays,
+    token_keys,
+)
+
+KEYS = torch.from_numpy(token_keys(7, np.arange(8), 500).reshape(-1))
+SALTS = torch.from_numpy(salts(24))
+GOLDEN_KEYS = [[1118792275, 746058198], [335574981, 36048486]]
+GOLDEN_SALTS = [-1638510160, -1364241666, 143069886, 1358259325]
+GOLDEN_KEPT = ["111101000100010011111010", "110010011000111010001111"]
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.999])
+def test_compiled_loops_equal_the_formula_for_compilers(p):
+    ours = keep_features(KEYS, SALTS[3, 2], 64, p)
+    assert torch.equal(ours, features_formula(KEYS, SALTS[3, 2], 64, p))
+    dropout = Dropout(KEYS, SALTS, 0, first_head=2).attention(p, 5)
+    pairs = dropout.keep(KEYS[:70], KEYS[50:150], 3)
+    heads = torch.arange(2, 5, dtype=torch.int32)[:, None, None]
+    hashes = pairs_formula(KEYS[None, :70, None], KEYS[None, None, 50:150], dropout.salt, heads)
+    assert torch.equal(pairs, stays(hashes, p))
+
+
+def test_golden_values():
+    """They must not change: a resumed run would no longer repeat the unbroken one."""
+    assert token_keys(1234, np.array([0, 10**12]), 2).tolist() == GOLDEN_KEYS
+    assert salts(2)[-1].tolist() == GOLDEN_SALTS
+    kept = keep_features(KEYS[:2], SALTS[0, 2], 24, 0.5)
+    assert ["".join(str(int(x)) for x in row) for row in kept] == GOLDEN_KEPT
+
+
+def test_the_share_that_stays_and_its_independence():
+    """4,000 tokens x 256 features; 5 standard deviations everywhere, 6.5 for the largest of many correlations."""
+    p = 0.1
+    dropped = 1.0 - keep_features(KEYS, SALTS[0, 2], 256, p).double()
+    deviation = (p * (1 - p)) ** 0.5
+    assert abs(dropped.mean() - p) < 5 * deviation / dropped.numel() ** 0.5
+    for dim in (0, 1):
+        count = dropped.shape[dim]
+        assert (dropped.mean(dim) - p).abs().max() < 5.5 * deviation / count**0.5
+    centred = (dropped - p) / deviation
+    features = (centred.T @ centred / len(centred)).fill_diagonal_(0)
+    assert features.abs().max() < 6.5 / len(centred) ** 0.5
+    other = (1.0 - keep_features(KEYS, SALTS[1, 2], 256, p).double() - p) / deviation
+    assert abs((centred * other).mean()) < 5 / centred.numel() ** 0.5
+
+
+def test_pairs_differ_by_query_key_and_head():
+    stays = Dropout(KEYS, SALTS, 0).attention(0.5, 1).keep(KEYS[:200], KEYS[:200], 4).double() * 2 - 1
+    assert abs(stays.mean()) < 5 / stays.numel() ** 0.5
+    for other in (stays.transpose(1, 2), stays.roll(1, 0), stays.roll(1, 1), stays.roll(1, 2)):
+        assert abs((stays * other).mean()) < 6 / stays.numel() ** 0.5
+
+
+def test_a_token_drops_the_same_in_any_batch_and_order():
+    samples = np.array([5, 900, 2**40])
+    whole = token_keys(3, samples, 40)
+    assert (token_keys(3, samples[1:2], 25)[0] == whole[1, :25]).all()
+    order = np.random.default_rng(0).permutation(whole.size)
+    kept = keep_features(torch.from_numpy(whole.reshape(-1)), SALTS[2, 1], 16, 0.3)
+    again = keep_features(torch.from_numpy(whole.reshape(-1)[order]), SALTS[2, 1], 16, 0.3)
+    assert torch.equal(again, kept[order])
+    assert len(np.unique(whole)) == whole.size and (token_keys(4, samples, 40) != whole).all()
+
+
+def test_a_rank_with_half_of_the_heads_drops_its_half():
+    whole = Dropout(KEYS, SALTS, 0).attention(0.3, 1).keep(KEYS[:9], KEYS[:9], 8)
+    half = Dropout(KEYS, SALTS, 0, first_head=4).attention(0.3, 1).keep(KEYS[:9], KEYS[:9], 4)
+    assert torch.equal(whole[4:], half)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, residual, grad = (torch.randn(4000, 8, generator=generator).to(dtype) for _ in range(3))
+    x.requires_grad_(), residual.requires_grad_()
+    dropout = Dropout(KEYS, SALTS, 0)
+    kept = keep_features(KEYS, SALTS[1, PLACES.index("attended")], 8, 0.25)
+    out = dropout.hidden(x, residual, 0.25, 1, "attended")
+    expected = residual.double() + x.double() * kept / 0.75
+    # One rounding of the result; inputs are exact.
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-6)
+    gradients = torch.autograd.grad(out, (x, residual), grad)
+    torch.testing.assert_close(gradients[0].double(), grad.double() * kept / 0.75, rtol=tolerance, atol=1e-6)
+    assert torch.equal(gradients[1], grad)
+    alone = dropout.hidden(x, None, 0.25, 1, "attended")
+    torch.testing.assert_close(alone.double(), x.double() * kept / 0.75, rtol=tolerance, atol=1e-6)
