@@ -211,8 +211,3 @@ def test_an_apex_without_kernels_is_refused(tmp_path, kernels):
     (section,) = kernels
     assert message.startswith(f"{section}.{next(iter(kernels[section]))} is apex, which does not work here (")
     assert "or set it to torch." in message and "\n" not in message
-
-
-def test_offloading_needs_torchs_kernel():
-    with pytest.raises(ConfigError, match=r"optimizer\.kernel is apex, .* parallel\.offload_optimizer"):
-        build(Config, tree(optimizer={"kernel": "apex"}, parallel={"offload_optimizer": True}))
