@@ -69,7 +69,7 @@ def stages(config: Config) -> list[Stage]:
         embedding = count(PositionEmbeddings(model, parallel))
         readout = count(final_layernorm(model)) + count(Heads(model, parallel))
     stages = []
-    for blocks, first, last in _shares(config):
+    for blocks, first, last in stage_shares(config):
         own_blocks = min(blocks, 1) if model.share_layers else blocks
         # The first and the last stage each have a copy of the tied word embedding.
         total = own_blocks * block + words * (first or last) + embedding * first + readout * last
@@ -77,7 +77,7 @@ def stages(config: Config) -> list[Stage]:
     return stages
 
 
-def _shares(config: Config) -> list[tuple[int, bool, bool]]:
+def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
     """Blocks of each stage, and whether it begins with the embedding and ends with the head."""
     layers, size = config.model.num_layers, config.parallel.pipeline_parallel_size
     if size == 1:

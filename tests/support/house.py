@@ -25,15 +25,18 @@ ROOMS = (
     "megatron_lite.model",
     "megatron_lite.checkpoint",
     "megatron_lite.train",
+    "megatron_lite.profile",
     "megatron_lite.generate",
     "megatron_lite.hf",
     "pretrain_glm",
     "scripts",
 )
-# Not part of what every GLM run passes: conversion, generation, our encoders, the other systems' objectives, commands.
+# Not part of what every GLM run passes: conversion, generation, the profile, our encoders, the other systems'
+# objectives, commands.
 BESIDE_THE_CORE = (
     "megatron_lite.hf",
     "megatron_lite.generate",
+    "megatron_lite.profile",
     "data_utils.text.fast",
     "scripts",
 )

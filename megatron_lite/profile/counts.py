@@ -1,0 +1,62 @@
+"""What one phase of a traced step did, as numbers that can be added, extended over layers, and written as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# input: a micro-batch on its way to the device. sums: what follows a backward pass, until the next micro-batch. The
+# last micro-batch has phases of its own, because gradients may be summed over ranks in it alone. step: the optimizer.
+PHASES = ("input", "forward", "backward", "sums", "last_backward", "last_sums", "step")
+
+
+@dataclass
+class Counts:
+    """Numbers of one phase over all micro-batches of the traced step. Keys of places are `file:line`."""
+
+    launches: float = 0  # operations that start at least one kernel
+    attention: float = 0  # of them, forward calls of an attention kernel
+    matmuls: float = 0
+    waits: Counter[str] = field(default_factory=Counter)  # the host waits for the device: place -> times
+    pinned: Counter[str] = field(default_factory=Counter)  # asynchronous copies to the device
+    pageable: Counter[str] = field(default_factory=Counter)  # other copies to the device
+    unaligned: Counter[str] = field(default_factory=Counter)  # matmuls whose rows do not begin at 16 bytes
+    collectives: Counter[str] = field(default_factory=Counter)  # group -> calls
+    collective_bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor
+    collective_micros: Counter[str] = field(
+        default_factory=Counter
+    )  # group -> microseconds, if nothing overlaps
+    micros: Counter[str] = field(default_factory=Counter)  # kind of kernel -> microseconds by the roofline
+    peak: float = 0  # bytes
+
+    def tree(self) -> dict[str, Any]:
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Counter) else value
+
+
+def extended(first: Any, second: Any, steps: float) -> Any:
+    """`first` + `steps` x (`second` - `first`) for every number of two trees of one form."""
+    if isinstance(first, dict):
+        return {
+            key: extended(first.get(key, _zero(second, key)), second.get(key, _zero(first, key)), steps)
+            for key in first.keys() | second.keys()
+        }
+    return first + steps * (second - first)
+
+
+def _zero(tree: dict[str, Any], key: str) -> Any:
+    return {} if isinstance(tree[key], dict) else 0
+
+
+def difference(more: Any, less: Any) -> Any:
+    """`more` - `less` for every number of two trees of one form."""
+    if isinstance(more, dict):
+        return {
+            key: difference(more.get(key, _zero(less, key)), less.get(key, _zero(more, key)))
+            for key in more.keys() | less.keys()
+        }
+    return more - less

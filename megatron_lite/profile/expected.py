@@ -1,0 +1,191 @@
+"""The numbers of a whole step from those of traced ranks: extended to all layers and micro-batches, and put together.
+
+Equal layers cost the same, so two traces with different numbers of layers give the numbers of all; so with the
+micro-batches of a step. Memory is extended phase by phase, because its peak may move from one phase to another. Of a
+pipeline the first, the fullest inner and the last stage are traced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from data_utils.base.settings import build
+from megatron_lite.config.tree import Config
+from megatron_lite.profile.counts import difference, extended
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.request import Details, Expected, Request
+from megatron_lite.profile.trace import Case
+from megatron_lite.train.estimate import stage_shares
+from megatron_lite.train.reports import step_flops
+
+TRACED_MICRO_BATCHES = 2
+# Phases that every micro-batch has, those of all but the last one, and those of a step.
+_EVERY, _OTHERS, _ONCE = ("input", "forward"), ("backward", "sums"), ("last_backward", "last_sums", "step")
+_WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
+Run = Callable[[Case], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Numbers of one rank with all its layers."""
+
+    phases: dict[str, Any]
+    layer: dict[str, Any]  # what one layer adds to `phases`
+    traced: int  # micro-batches
+    micro_batches: int
+    result: dict[str, Any]
+
+    def of_step(self, key: str) -> Any:
+        """A number, or numbers by name, of a whole step."""
+        others = (self.micro_batches - 1) / (self.traced - 1) if self.traced > 1 else 0.0
+        factors = dict.fromkeys(_EVERY, self.micro_batches / self.traced) | dict.fromkeys(_ONCE, 1.0)
+        return _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others))
+
+    def of_micro_batch(self, key: str) -> Any:
+        """The same of one micro-batch, on average over those of the traced step."""
+        return _weighted(self.phases, key, dict.fromkeys(_WITHIN, 1.0 / self.traced))
+
+    def of_layer(self, key: str, *phases: str) -> float:
+        """Of one layer and micro-batch."""
+        return _weighted(self.layer, key, dict.fromkeys(phases, 1.0 / self.traced))
+
+    @property
+    def launches(self) -> float:
+        return self.of_step("launches") + sum(self.of_step("collectives").values())
+
+    @property
+    def roofline_ms(self) -> float:
+        return sum(self.of_step("micros").values()) / 1e3
+
+    @property
+    def peak_gib(self) -> float:
+        return max(counts["peak"] for counts in self.phases.values()) / 2**30
+
+
+def _weighted(phases: dict[str, Any], key: str, factors: dict[str, float]) -> Any:
+    values = [(phases[phase][key], factor) for phase, factor in factors.items()]
+    if not isinstance(values[0][0], dict):
+        return sum(value * factor for value, factor in values)
+    total: Counter[str] = Counter()
+    for tree, factor in values:
+        for name, value in tree.items():
+            total[name] += value * factor
+    return {name: value for name, value in total.items() if value}
+
+
+def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
+    """{"expected": .., "details": ..} of a layout, or what `run` answers for a rank that fails.
+
+    Args: run: traces a case, see `run_case`.
+    """
+    config = build(Config, request.tree)
+    ranks, sent = [], None
+    for stage, layers in _traced_stages(config):
+        depth = layers if request.layers == 0 else min(layers, request.layers)
+        less, more = (run(case) for case in _cases(request, config, stage, depth, sent))
+        for result in (less, more):
+            if "phases" not in result:
+                return result
+        sent = sent or less["sent"]
+        ranks.append(_rank(request, config, less, more, layers - depth))
+    return _answer(config, request, launch_us, ranks)
+
+
+def _traced_stages(config: Config) -> Iterator[tuple[int, int]]:
+    """Number and blocks of the stages to trace."""
+    blocks = [share[0] for share in stage_shares(config)]
+    inner = range(1, len(blocks) - 1)
+    chosen = {0, len(blocks) - 1, *([max(inner, key=lambda i: (blocks[i], -i))] if inner else [])}
+    return ((stage, blocks[stage]) for stage in sorted(chosen))
+
+
+def _micro_batches(request: Request, config: Config) -> tuple[int, int]:
+    """Micro-batches that are traced, and those of a step. In a pipeline as many are under way as there are stages."""
+    count = config.batch.accumulation_steps(config.parallel.data_parallel_size(request.processes))
+    return min(count, max(TRACED_MICRO_BATCHES, config.parallel.pipeline_parallel_size)), count
+
+
+def _cases(request: Request, config: Config, stage: int, depth: int, sent: Any) -> Iterator[Case]:
+    """The first rank of a stage with `depth` layers, and with one more."""
+    rank = stage * request.processes // config.parallel.pipeline_parallel_size
+    traced, _ = _micro_batches(request, config)
+    for more in (0, 1):
+        yield Case(request.tree, request.processes, rank, depth + more, traced, request.gpu, sent)
+
+
+def _rank(request: Request, config: Config, less: dict[str, Any], more: dict[str, Any], layers: int) -> _Rank:
+    first, second = less["phases"], more["phases"]
+    fullest = extended(less["rank_parameters"], more["rank_parameters"], layers)
+    return _Rank(
+        extended(first, second, layers),
+        difference(second, first),
+        *_micro_batches(request, config),
+        {**less, "rank_parameters": fullest},
+    )
+
+
+def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Rank]) -> dict[str, Any]:
+    gpu, micro_batches = gpu_named(request.gpu), ranks[0].micro_batches
+    parallel = config.parallel
+    bubble = 1 + (parallel.pipeline_parallel_size - 1) / micro_batches
+    slowest = max(ranks, key=lambda rank: max(rank.launches * launch_us / 1e3, rank.roofline_ms))
+    host_ms = max(rank.launches for rank in ranks) * launch_us / 1e3 * bubble
+    roofline_ms = max(rank.roofline_ms for rank in ranks) * bubble
+    work = [
+        ranks[0].result[key] / ranks[0].traced * micro_batches
+        for key in ("tokens", "loss_rows", "visible_keys")
+    ]
+    dp = parallel.data_parallel_size(request.processes)
+    flops = step_flops(config.model, *map(int, work)) * dp / request.processes
+    expected = Expected(
+        attention_calls_per_layer=max(rank.of_layer("attention", "forward") for rank in ranks),
+        launches_per_layer_forward=max(rank.of_layer("launches", "forward") for rank in ranks),
+        launches_per_layer_backward=max(
+            rank.of_layer("launches", "backward", "last_backward") for rank in ranks
+        ),
+        waits_per_micro_batch=max(sum(rank.of_micro_batch("waits").values()) for rank in ranks),
+        copies_per_micro_batch=max(
+            sum(rank.of_micro_batch("pinned").values()) + sum(rank.of_micro_batch("pageable").values())
+            for rank in ranks
+        ),
+        unaligned_matmuls=max(sum(rank.of_micro_batch("unaligned").values()) for rank in ranks),
+        collective_mb={name: size / 1e6 for name, size in _most(ranks, "collective_bytes").items()},
+        peak_gib=max(rank.peak_gib for rank in ranks),
+        host_ms=host_ms,
+        roofline_ms=roofline_ms,
+        expected_mfu=flops / (max(host_ms, roofline_ms) / 1e3) / (gpu.peak_tflops * 1e12),
+    )
+    details = Details(
+        places={
+            key: _most_of_micro_batch(ranks, key) for key in ("waits", "pinned", "pageable", "unaligned")
+        },
+        step_places=max(
+            (rank.phases["step"]["waits"] for rank in ranks), key=lambda places: sum(places.values())
+        ),
+        kinds={kind: micros / 1e3 for kind, micros in slowest.of_step("micros").items()},
+        communication_ms={name: micros / 1e3 for name, micros in _most(ranks, "collective_micros").items()},
+        collectives=_most(ranks, "collectives"),
+        launches=max(rank.launches for rank in ranks),
+        launch_us=launch_us,
+        bubble=bubble,
+        stage_gib=[rank.peak_gib for rank in ranks],
+        rank_parameters=max(rank.result["rank_parameters"] for rank in ranks),
+        tokens=work[0] * dp,
+    )
+    return {"expected": asdict(expected), "details": asdict(details)}
+
+
+def _most(ranks: list[_Rank], key: str) -> dict[str, float]:
+    """Numbers of a step by name, each of the rank that has most of it."""
+    found = [rank.of_step(key) for rank in ranks]
+    return {
+        name: max(numbers.get(name, 0.0) for numbers in found)
+        for name in sorted({n for f in found for n in f})
+    }
+
+
+def _most_of_micro_batch(ranks: list[_Rank], key: str) -> dict[str, float]:
+    return max((rank.of_micro_batch(key) for rank in ranks), key=lambda places: sum(places.values()))

@@ -1,0 +1,330 @@
+"""A dispatch mode that keeps host tensors real and device tensors fake, and records what every operation costs.
+
+Operations on the host run. Operations on `cuda` have shapes and memory but no values, except small tensors that came
+from the host: these keep their values, so that what a program reads back decides as on a GPU. A number that nobody
+knows (a norm, a loss) reads as 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed._tools.fake_collectives import collective_ops
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_lite.profile.counts import PHASES, Counts
+from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.roofline import Members, collective_micros, cost_of
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device
+COPIED_ELEMENTS = 1 << 23  # of the largest copy whose values are kept
+ALLOCATION = 512  # bytes, to which torch's allocator rounds
+aten = torch.ops.aten
+
+_WITHOUT_KERNEL = {
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach", "alias"),
+    *("_reshape_alias", "lift_fresh", "lift", "set_", "resize_", "record_stream", "is_pinned", "device"),
+    *("_local_scalar_dense", "sym_size", "sym_stride", "sym_numel", "is_same_size"),
+}  # fmt: skip
+_FACTORIES = {"arange", "full", "zeros", "ones", "scalar_tensor", "zeros_like", "ones_like", "full_like"}
+_EMPTY = {"empty", "new_empty", "empty_strided", "empty_like"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full"} | _EMPTY
+_WITHOUT_VALUES = {"record_stream", "device"}
+_VALUES_DECIDE_SHAPES = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "repeat_interleave",
+    "bincount",
+}
+_ATTENTION = (
+    "attention_forward",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flex_attention",
+)
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+def place() -> str:
+    """file:line of the code of this project, or of DeepSpeed, that runs; "autograd" in the backward pass."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(str(ROOT)) and "/profile/" not in path and "site-packages" not in path:
+            return f"{path.removeprefix(str(ROOT)).lstrip('/')}:{frame.f_lineno}"
+        if "/deepspeed/" in path and "/accelerator/" not in path:
+            return f"deepspeed/{path.rpartition('/deepspeed/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
+
+
+class Memory:
+    """Bytes of the live storages of fake tensors; workspaces of libraries and fragmentation are left out."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+        self._seen[storage] = size
+        self.now += size
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+class Recorder(TorchDispatchMode):
+    """Counts by phase; to be entered after the fake mode.
+
+    Args: group_of: the group of a collective call, None for one without other ranks.
+    """
+
+    def __init__(self, gpu: Gpu, group_of: Callable[[Any, Any], Members | None]):
+        super().__init__()
+        self.gpu = gpu
+        self.group_of = group_of
+        self.memory = Memory()
+        self.phase = "input"
+        self.counts: dict[str, Counts] = {}
+        self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()  # storages of page-locked memory
+        self.reset()
+
+    def reset(self) -> None:
+        self.counts = {phase: Counts() for phase in PHASES}
+
+    @property
+    def now(self) -> Counts:
+        return self.counts[self.phase]
+
+    def wait(self, what: str) -> None:
+        """The host waits until the device has done all work so far."""
+        self.now.waits[f"{place()} {what}"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        to = None if device is None else torch.device(device).type
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not on_device and to != "cuda":
+            return self._on_host(func, args, kwargs)
+        name = func.overloadpacket.__name__
+        if func is aten._to_copy.default and not on_device:
+            return self._to_device(args[0], kwargs)
+        if func is aten.copy_.default and args[0].device != args[1].device:
+            return self._copied(
+                args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            )
+        if on_device and to == "cpu":
+            return self._to_host(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            self.wait("item()")
+            with unset_fake_temporarily():
+                return _value(args[0]).item()
+        values = self._values(func, name, args, kwargs, tensors)
+        if (values is not None and name in _VALUES_DECIDE_SHAPES) or (name == "index" and _has_mask(args)):
+            self.wait(f"{name}()")
+            if values is None:
+                raise NotImplementedError(f"{place()}: {name} of values that only a device knows")
+            out = tree_map_only(torch.Tensor, self._fake, values)
+        else:
+            out = func(*args, **kwargs)
+            _keep(func, args, out, values)
+        self._count(func, name, args, kwargs, out)
+        return out
+
+    # Values
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        pinned = kwargs.pop("pin_memory", False) if "pin_memory" in kwargs else False
+        with unset_fake_temporarily():
+            out = func(*args, **kwargs)
+        if pinned:
+            self.pinned.add(out.untyped_storage())
+        return out
+
+    def _values(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """The operation's results on the host, where all its inputs are known there and they are small."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return None
+        if any(isinstance(t, FakeTensor) and _known(t) is None for t in tensors):
+            return None
+        if (
+            name in _FACTORIES and _size_of(args) > KEPT_ELEMENTS
+        ) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if not func.is_view and max((t.numel() for t in tensors), default=0) > KEPT_ELEMENTS:
+            return None
+        if not (tensors or name in _FACTORIES) or name in _WITHOUT_VALUES:
+            return None
+        host_args, host_kwargs = tree_map_only(FakeTensor, _known, (args, kwargs))
+        if "device" in host_kwargs:
+            host_kwargs = host_kwargs | {"device": torch.device("cpu")}
+        with unset_fake_temporarily():
+            out = func(*host_args, **host_kwargs)
+            return out.zero_() if name in _EMPTY else out  # so that its parts can be written one by one
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        """A device tensor of the same shape that knows its values."""
+        out = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cuda:0")
+        self.memory.add(out)
+        if real.numel() <= COPIED_ELEMENTS:
+            out.host_values = real  # type: ignore[attr-defined]
+        return out
+
+    # Copies between host and device
+
+    def _to_device(self, source: torch.Tensor, kwargs: Any) -> torch.Tensor:
+        self._count_copy(source, kwargs.get("non_blocking", False))
+        with unset_fake_temporarily():
+            real = source.detach().to(kwargs.get("dtype") or source.dtype, copy=True)
+        out = self._fake(real)
+        self._peak()
+        return out
+
+    def _count_copy(self, source: torch.Tensor, non_blocking: bool) -> None:
+        if non_blocking and source.untyped_storage() in self.pinned:
+            self.now.pinned[place()] += 1
+            return
+        self.now.pageable[place()] += 1
+        self.wait("copy to the device")
+
+    def _to_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Results on the host are real; unknown values are 1."""
+        source = args[0]
+        if func is aten._to_copy.default:
+            self.wait("copy to the host")
+            values = _value(source)
+            with unset_fake_temporarily():
+                return values.to(kwargs.get("dtype") or source.dtype, copy=True)
+        out = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+        with unset_fake_temporarily():
+            real = torch.zeros(out.shape, dtype=out.dtype)
+        if kwargs.get("pin_memory"):
+            self.pinned.add(real.untyped_storage())
+        return real
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        if isinstance(target, FakeTensor):
+            self._count_copy(source, non_blocking)
+            with unset_fake_temporarily():
+                real = source.detach().to(target.dtype, copy=True).expand(target.shape)
+            if _known(target) is not None:
+                with unset_fake_temporarily():
+                    _known(target).copy_(real)  # type: ignore[union-attr]
+            elif real.numel() <= COPIED_ELEMENTS:
+                target.host_values = real  # type: ignore[attr-defined]
+            return target
+        if not (non_blocking and target.untyped_storage() in self.pinned):
+            self.wait("copy to the host")
+        with unset_fake_temporarily():
+            return target.copy_(_value(source))
+
+    # Counting
+
+    def _peak(self) -> None:
+        self.now.peak = max(self.now.peak, self.memory.now)
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor):
+                self.memory.add(leaf)
+        self._peak()
+        if func in collective_ops:
+            self._count_collective(func, args, kwargs)
+            return
+        if func.is_view or name in _WITHOUT_KERNEL or func.namespace == "prim":
+            return
+        now = self.now
+        now.launches += 1
+        if name in _MATMULS:
+            now.matmuls += 1
+            rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
+            if rows:
+                now.unaligned[f"{place()} {name}, rows of {rows[0]}"] += 1
+        if any(part in name for part in _ATTENTION) and "backward" not in name and self.phase == "forward":
+            now.attention += 1
+        kind, micros = cost_of(func, name, args, kwargs, out, self.gpu, self.phase)
+        now.micros[kind] += micros  # type: ignore[assignment]
+
+    def _count_collective(self, func: Any, args: Any, kwargs: Any) -> None:
+        group = self.group_of(func, args)
+        if group is None:
+            return
+        size = max((t.nbytes for t in _tensors((args, kwargs))), default=0)
+        self.now.collectives[group.name] += 1
+        self.now.collective_bytes[group.name] += size
+        micros = collective_micros(func, size, group, self.gpu)
+        self.now.collective_micros[group.name] += micros  # type: ignore[assignment]
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor | None:
+    return getattr(tensor, "host_values", None)
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    """What a device tensor holds, on the host; ones where nobody knows."""
+    known = _known(tensor)
+    if known is not None:
+        return known
+    with unset_fake_temporarily():
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _keep(func: Any, args: Any, out: Any, values: Any) -> None:
+    """Give results the values that they have on the host; a tensor that was written with unknown ones loses its own."""
+    if func.namespace in ("c10d", "_c10d_functional"):  # as if all ranks had equal values
+        return
+    if values is not None:
+        for fake, real in zip(tree_leaves(out), tree_leaves(values), strict=True):
+            if isinstance(fake, FakeTensor):
+                fake.host_values = real  # type: ignore[attr-defined]
+        return
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in _tensors(value):
+                if _known(tensor) is not None:
+                    del tensor.host_values  # type: ignore[attr-defined]
+    if isinstance(out, FakeTensor) and out.numel() == 1 and out.dtype.is_floating_point and not func.is_view:
+        with unset_fake_temporarily():
+            out.host_values = torch.ones(out.shape, dtype=out.dtype)  # type: ignore[attr-defined]
+
+
+def _size_of(args: Any) -> int:
+    """Elements that a factory makes, about."""
+    first = args[0] if args else 0
+    if isinstance(first, torch.Tensor):
+        return first.numel()
+    if isinstance(first, (list, tuple)):
+        return int(torch.Size(first).numel())
+    return int(args[1] - first) if len(args) > 1 and isinstance(args[1], (int, float)) else int(first)
+
+
+def _has_mask(args: Any) -> bool:
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    return max(tensor.stride()) * tensor.element_size() % 16 == 0

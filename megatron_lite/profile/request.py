@@ -1,0 +1,115 @@
+"""What a profile is asked for and what it answers; the tracing runs in a process of its own. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import to_tree
+from megatron_lite.config.tree import Config
+from megatron_lite.profile.gpus import Gpu
+
+# Assumed: microseconds that cudaLaunchKernel and the caching allocator take beyond an operation on the CPU.
+CUDA_LAUNCH_US = 2.5
+TRACED_LAYERS = 2  # and one more: equal layers cost the same
+
+
+@dataclass(frozen=True)
+class Request:
+    """One layout of a configuration."""
+
+    tree: dict[str, Any]  # of the configuration, see `to_tree`; with model.vocab_size
+    processes: int
+    gpu: str
+    layers: int = TRACED_LAYERS  # that are traced of a model, or of a pipeline stage; 0 = all
+
+    @staticmethod
+    def of(config: Config, processes: int, gpu: Gpu, layers: int = TRACED_LAYERS) -> Request:
+        """Raises ConfigError if the processes do not fit the layout or the batch."""
+        config.deepspeed_options(config.parallel.data_parallel_size(processes))
+        return Request(to_tree(config), processes, gpu.name, layers)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A training step on one rank, of a pipeline on the rank that has most. Times are of a step."""
+
+    attention_calls_per_layer: float
+    launches_per_layer_forward: float
+    launches_per_layer_backward: float
+    waits_per_micro_batch: float
+    copies_per_micro_batch: float
+    unaligned_matmuls: float  # of a micro-batch
+    collective_mb: dict[str, float]  # of a step: the largest tensor of each call, by group
+    peak_gib: float
+    host_ms: float
+    roofline_ms: float
+    expected_mfu: float
+
+
+@dataclass(frozen=True)
+class Details:
+    """Where the numbers come from."""
+
+    places: dict[
+        str, dict[str, float]
+    ]  # waits, pinned, pageable, unaligned -> place -> times per micro-batch
+    step_places: dict[str, float]  # waits of a step beside those of its micro-batches
+    kinds: dict[str, float]  # kind of kernel -> ms of a step, of the slowest rank
+    communication_ms: dict[str, float]  # group -> ms of a step, if nothing overlaps
+    collectives: dict[str, float]  # group -> calls of a step
+    launches: float  # of a step
+    launch_us: float  # of the host
+    bubble: float  # factor of both times: a pipeline's fill and drain
+    stage_gib: list[float]  # peak of each traced pipeline stage
+    rank_parameters: float  # of the fullest rank
+    tokens: float  # of a step of all ranks, without padding
+
+
+@dataclass(frozen=True)
+class Profile:
+    expected: Expected
+    details: Details
+
+
+def profiles(requests: Sequence[Request]) -> list[Profile | str]:
+    """The profile of each request, or why a rank refused it: one line.
+
+    Raises: ConfigError where torch or the machine are unknown to fake devices.
+    """
+    path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
+    environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "megatron_lite.profile.worker"]
+    text = json.dumps([asdict(request) for request in requests])
+    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode or len(answers) != len(requests):
+        reason = (done.stderr.strip().splitlines() or ["without a message"])[-1]
+        raise ConfigError(
+            f"the process that traces ended with status {done.returncode}: {reason}; see whether the packages are "
+            "those of requirements.txt."
+        )
+    return [read_answer(answer) for answer in answers]
+
+
+def read_answer(answer: dict[str, Any]) -> Profile | str:
+    """A line of the worker. Raises RuntimeError with the traceback of a rank that failed."""
+    if "failed" in answer:
+        raise RuntimeError(answer["failed"])
+    if "refused" in answer:
+        return str(answer["refused"])
+    return Profile(Expected(**answer["expected"]), Details(**answer["details"]))
+
+
+def profile(request: Request) -> Profile:
+    """The profile of one request. Raises ConfigError for what a rank refuses, and as `profiles`."""
+    (found,) = profiles([request])
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found

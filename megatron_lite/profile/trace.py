@@ -1,0 +1,200 @@
+"""One rank's training step on fake devices: the product's own engine, on batches of the configuration's objectives.
+
+`run_case` changes its process for good; worker.py gives every case a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fake_collectives import CollectiveOp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from data_utils.base.settings import build
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.tree import Config
+from megatron_lite.model import glm
+from megatron_lite.parallel.context import ParallelContext, initialize
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.profile import guards
+from megatron_lite.profile.batches import random_batches
+from megatron_lite.profile.fake_cuda import patch
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.pipes import Sent, connect_stages
+from megatron_lite.profile.record import Recorder
+from megatron_lite.profile.roofline import Members
+from megatron_lite.train import plain
+from megatron_lite.train.engine import Engine, MicroBatch
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a layout, to be traced."""
+
+    tree: dict[str, Any]  # of the configuration, see `to_tree`
+    processes: int
+    rank: int
+    layers: int  # of the traced model, or of the rank's pipeline stage
+    micro_batches: int  # of the traced step
+    gpu: str
+    received: Sent | None = None  # by a later stage of a pipeline: what the first stage sends
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Trace one step in this process: numbers by phase (counts.py), and what describes the rank and its work."""
+    guards.install()
+    warnings.filterwarnings("ignore")
+    config = _reduced(build(Config, case.tree), case)
+    gpu = gpu_named(case.gpu)
+    groups = _Groups()
+    recorder = Recorder(gpu, groups.of)
+    patch(recorder, gpu)
+    batches = random_batches(config, case.micro_batches)
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        context = _context(config, case)
+        groups.context = context
+        sent = connect_stages(context, case.layers, case.received) if context.pp.size > 1 else []
+        engine = _engine(config, context, recorder)
+        static = recorder.memory.now
+        micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
+        steps = _Steps(engine, recorder, micro_batches)
+        if context.pp.size > 1:
+            steps.run()  # in the first step stages tell each other what they will send
+        _begin_timers(engine)
+        steps.run()
+    return {
+        "phases": {phase: counts.tree() for phase, counts in recorder.counts.items()},
+        "static_bytes": static,
+        "sent": sent,
+        "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
+        "tokens": sum(batch.tokens for batch in batches),
+        "loss_rows": sum(batch.loss_rows for batch in batches),
+        "visible_keys": sum(batch.visible_keys for batch in batches),
+    }
+
+
+def _reduced(config: Config, case: Case) -> Config:
+    """The configuration with the traced number of layers and micro-batches."""
+    dp = config.parallel.data_parallel_size(case.processes)
+    batch = replace(config.batch, global_batch_size=config.batch.micro_batch_size * dp * case.micro_batches)
+    model = config.model
+    if config.parallel.pipeline_parallel_size == 1:
+        model = replace(model, num_layers=case.layers)
+    return replace(config, batch=batch, model=model)
+
+
+def _context(config: Config, case: Case) -> ParallelContext:
+    """This rank among the others, which exist only as numbers."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK=str(case.rank), LOCAL_RANK="0")
+    os.environ.update(WORLD_SIZE=str(case.processes))
+    dist.init_process_group("fake", rank=case.rank, world_size=case.processes, store=FakeStore())
+    return initialize(Launch(case.rank, case.processes, 0), config.parallel, 600.0)
+
+
+class _Groups:
+    """Names the group of a collective by its members."""
+
+    context: ParallelContext | None = None
+
+    def of(self, func: Any, args: Any) -> Members | None:
+        context = self.context
+        if context is None:
+            return None
+        ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
+        if func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
+            return Members("pp", context.pp.ranks[:2])
+        if len(ranks) == 1:
+            return None
+        names = [name for name in ("tp", "dp", "pp") if ranks == getattr(context, name).ranks]
+        whole = "world" if len(ranks) == context.world_size else "other"
+        return Members(names[0] if names else whole, ranks)
+
+
+def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Engine:
+    """The engine, with parameters that begin on the device in the training precision.
+
+    The product makes them on the host and moves them, which neither fake tensors nor the host's memory allow.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    # Compares what ranks have seen; the fake group brings no values.
+    coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
+    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.bfloat16 = torch.nn.Module.half = lambda self: self  # type: ignore[method-assign]
+    glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
+    plain.build_model = _on_device(plain.build_model, config)
+    if context.pp.size > 1:
+        from megatron_lite.train import pipeline
+
+        pipeline.initialize_parameters = glm.initialize_parameters
+        pipeline._Stages.__init__ = _on_device(pipeline._Stages.__init__, config)  # type: ignore[method-assign]
+    return plain.make_engine(config, context, len(LOSS_NAMES))
+
+
+def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """A function whose parameters are made on the device, in the training precision."""
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        torch.set_default_dtype(PRECISIONS[config.training.precision])
+        try:
+            with torch.device("cuda:0"):
+                return build(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return built
+
+
+def _begin_timers(engine: Engine) -> None:
+    """DeepSpeed's timer of throughput begins after some steps, as if they had been."""
+    timer = getattr(engine._engine, "tput_timer", None)
+    if timer is not None:
+        timer.global_step_count = max(timer.global_step_count, timer.start_step)
+
+
+class _Steps:
+    """Training steps that tell the recorder where they are."""
+
+    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[MicroBatch]):
+        self.engine, self.recorder, self.micro_batches = engine, recorder, micro_batches
+        self.backwards = 0
+        engine._engine.module.register_forward_pre_hook(lambda *_: self._enter("forward"))
+        engine.before_update = lambda: self._enter("step")
+        torch.autograd.backward = self._backward(torch.autograd.backward)
+        step = engine._engine.step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            if self.backwards < len(self.micro_batches):
+                self._enter("input")
+            return result
+
+        engine._engine.step = stepped
+
+    def run(self) -> None:
+        self.recorder.reset()
+        self.backwards = 0
+        self._enter("input")
+        self.engine.train_step(self.micro_batches, 1e-4)
+
+    def _enter(self, phase: str) -> None:
+        self.recorder.phase = phase
+
+    def _backward(self, backward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            last = "last_" if self.backwards == len(self.micro_batches) else ""
+            self._enter(f"{last}backward")
+            backward(*args, **kwargs)
+            self._enter(f"{last}sums")
+
+        return run

@@ -1,0 +1,69 @@
+"""Show what a training step does on a GPU, for a layout of any size, without one.
+
+    python scripts/profile_step.py --config configs/glm-large.yaml --processes 64 --gpu h100
+
+The step is the product's own, on fake devices: nothing is computed. Attention calls and launches are those of a layer,
+waits and copies those of a micro-batch, collectives and times those of a step on one rank. The roofline leaves out
+communication. Expected MFU is that of the longer of host and roofline.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.files import require_writable
+from megatron_lite.config.tree import Config, load_config
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.report import report
+from megatron_lite.profile.request import TRACED_LAYERS, Request, profile
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--config", action="append", default=[], metavar="FILE", help="YAML file; repeatable, later ones win")
+    add("--processes", type=int, required=True, metavar="N", help="GPUs of the layout, one process each")
+    add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
+    add("--json", metavar="FILE", help="also write the numbers")
+    add("--all-layers", action="store_true", help="trace every layer, not two and three (slower)")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.config:
+        raise ConfigError("no configuration given; pass --config FILE (see configs/).")
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
+    if arguments.json:
+        require_writable(Path(arguments.json), "--json")
+    config = with_vocabulary(load_config(arguments.config, arguments.overrides))
+    gpu = gpu_named(arguments.gpu)
+    layers = 0 if arguments.all_layers else TRACED_LAYERS
+    found = profile(Request.of(config, arguments.processes, gpu, layers))
+    print(report(config, arguments.processes, gpu, found))
+    if arguments.json:
+        numbers = json.dumps(asdict(found.expected), indent=2)
+        Path(arguments.json).write_text(f"{numbers}\n", encoding="utf-8")
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with the size of its vocabulary, the tokenizer's if it has none."""
+    if config.model.vocab_size is not None:
+        return config
+    if config.tokenizer is None:
+        raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+    from data_utils.text.tokenizers import load_tokenizer
+
+    return config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+
+
+def command() -> None:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
