@@ -31,6 +31,7 @@ from megatron_lite.parallel.collectives import Group, all_gather_parts, all_redu
 from megatron_lite.parallel.context import ParallelContext
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
+MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -104,8 +105,12 @@ class Bucket:
     def await_gradients(self, count: int) -> None:
         """Begin a sum of `count` gradients of each parameter."""
         self.awaited = count
-        self.additions: dict[nn.Parameter, int] = {}  # gradients in `summed`
+        self.arrived: dict[nn.Parameter, int] = {}  # gradients of each parameter so far
         self.incomplete = len(self.starts)  # parameters with fewer
+        self.arrivals = 0
+        self.waiting: dict[nn.Parameter, None] = {}  # whose gradient is not in `summed` yet
+        self.waiting_elements = 0
+        self.begun: set[nn.Parameter] = set()  # which have a gradient in `summed`
 
     def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's elements of a tensor [size]."""
@@ -121,24 +126,35 @@ class Bucket:
         return start - self.starts[parameter], slice(start - self.own.start, stop - self.own.start)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Move the parameter's gradient into the sum."""
-        assert parameter.grad is not None
+        """Take in the parameter's gradient, which stays where it is until enough have arrived to move them at once."""
+        self.waiting[parameter] = None
+        self.waiting_elements += parameter.numel()
+        count = self.arrived[parameter] = self.arrived.get(parameter, 0) + 1
+        self.incomplete -= count == self.awaited
+        self.arrivals += 1
+        is_pass_over = self.arrivals % len(self.starts) == 0
+        if is_pass_over or self.waiting_elements >= MOVED_AT_ONCE:
+            self._move()
+
+    def _move(self) -> None:
+        """Move the waiting gradients into the sums, with few kernels."""
         if self.summed is None:
             self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        count = self.additions[parameter] = self.additions.get(parameter, 0) + 1
-        view = self.view(self.summed, parameter)
-        if count == 1:
-            view.copy_(parameter.grad)
-        else:
-            view.add_(parameter.grad)
-        parameter.grad = None
-        self.incomplete -= count == self.awaited
+        for is_first, move in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+            moved = [p for p in self.waiting if (p not in self.begun) == is_first]
+            if moved:
+                move([self.view(self.summed, p) for p in moved], [p.grad for p in moved])
+        self.begun.update(self.waiting)
+        for parameter in self.waiting:
+            parameter.grad = None
+        self.waiting.clear()
+        self.waiting_elements = 0
 
     def complete(self) -> torch.Tensor:
         """The sums; zeros for parameters that took no part."""
-        if self.summed is None:
-            self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        for parameter in self.starts.keys() - self.additions.keys():
+        self._move()
+        assert self.summed is not None
+        for parameter in self.starts.keys() - self.begun:
             self.view(self.summed, parameter).zero_()
         return self.summed
 
