@@ -23,9 +23,10 @@ from data_utils.base.settings import describe, to_tree
 from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import CheckpointConfig, Config, load_config
-from megatron_lite.parallel.launch import Launch, is_first_of_node, report_status
+from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
+from megatron_lite.train.nvidia_apex import require_apex
 from megatron_lite.train.watchdog import Section, Watchdog
 
 
@@ -90,6 +91,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
+    require_apex(config)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -109,9 +111,11 @@ def train_with(
     config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
+    prepare_environment(config.training.deterministic)
     from data_utils.base.memory import keep_freed_memory
     from megatron_lite.parallel.context import initialize
     from megatron_lite.train.engine import memory_advice
+    from megatron_lite.train.numerics import set_numerics
     from megatron_lite.train.plain import make_engine
     from megatron_lite.train.resume import check_beginning
     from megatron_lite.train.trainer import Trainer
@@ -123,6 +127,7 @@ def train_with(
     watchdog.at("joining the process group")
     context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
     watchdog.joined()
+    set_numerics(config.training, context.device)
     if context.device.type == "cpu":
         keep_freed_memory()
     watchdog.at("building the model")

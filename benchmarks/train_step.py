@@ -46,7 +46,7 @@ from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import cross_entropy
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.train.reports import GPU_PEAK_TFLOPS, step_flops
+from megatron_lite.train.reports import known_peak_tflops, step_flops
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop
@@ -376,12 +376,10 @@ def mfu_lines(rows: list[Row], device: torch.device) -> list[str]:
     if device.type != "cuda":
         return []
     name = torch.cuda.get_device_name(device)
-    peaks = [peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name]
-    if not peaks:
+    peak = known_peak_tflops(name)
+    if peak is None:
         return [f"no data-sheet peak is known for {name}: no MFU"]
-    return [
-        f"{row.shape} GLM: MFU {row.tflops / peaks[0]:.1%} of {name}" for row in rows if row.variant == "GLM"
-    ]
+    return [f"{row.shape} GLM: MFU {row.tflops / peak:.1%} of {name}" for row in rows if row.variant == "GLM"]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -6,11 +6,15 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
+from support import gpus
 from support.project import small_run
+
+gpus.hide()
 
 # A busy machine may take its time over one example.
 hypothesis.settings.register_profile("project", deadline=None)
@@ -53,6 +57,26 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokenizers")
     write_all(root)
     return root
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and gpus.count() == 0:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=gpus.NONE))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if gpus.NONE in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: {gpus.NONE}")
+
+
+@pytest.fixture
+def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Shows the GPUs to the processes that a test starts; their number."""
+    gpus.show(monkeypatch)
+    return gpus.count()
 
 
 @pytest.fixture

@@ -111,5 +111,6 @@ def test_every_script_has_a_command():
     targets = {
         target.partition(":")[0].removeprefix("glm_scripts.") for target in PROJECT["scripts"].values()
     }
-    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__", "entry"}
+    without = {"__init__", "entry", "gpu_day"}  # the last one runs the tests of a checkout
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - without
     assert targets == scripts | {"pretrain_glm"}

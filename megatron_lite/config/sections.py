@@ -197,6 +197,19 @@ class TrainingConfig:
         "what the backward pass recomputes: none, selective (attention) or full (whole blocks)",
         one_of=("none", "selective", "full"),
     )
+    deterministic: bool = setting(
+        False,
+        "one order for every sum, so that runs on equal GPUs repeat each other bit for bit (CPUs do anyway); slower",
+    )
+    tf32: bool = setting(
+        False,
+        "on GPUs, multiply fp32 numbers as TF32, which keeps 10 bits of them: faster, but not what a CPU computes",
+    )
+    layernorm: str = setting(
+        "torch",
+        "whose LayerNorm kernel: torch's or that of NVIDIA apex, which must be installed",
+        one_of=("torch", "apex"),
+    )
     loss_normalization: str = setting(
         "global_tokens",
         "global_tokens: sum over loss tokens / their number in the whole step; mean_of_means: the "
@@ -253,6 +266,11 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("optimizer")
 class OptimizerConfig:
+    kernel: str = setting(
+        "torch",
+        "whose AdamW kernel: torch's or that of NVIDIA apex (FusedAdam), which must be installed",
+        one_of=("torch", "apex"),
+    )
     lr: float = setting(1e-4, "peak learning rate of AdamW", above=0)
     beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     beta2: float = setting(0.98, "decay of the second moment", at_least=0, below=1)

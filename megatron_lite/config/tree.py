@@ -205,6 +205,11 @@ class Config:
             "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
             "embedding of the first and last stage drift apart; use bf16.",
         )
+        check(
+            self.optimizer.kernel == "torch" or not parallel.offload_optimizer,
+            f"optimizer.kernel is {self.optimizer.kernel}, which runs on GPUs only, with parallel.offload_optimizer; "
+            "set the kernel to torch, or do not offload.",
+        )
         tokens = self.batch.micro_batch_size * self.row_length
         check(
             not parallel.sequence_parallel or tokens % tp == 0,

@@ -16,6 +16,7 @@ Source: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -246,7 +247,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm between tensor-parallel regions."""
+    """LayerNorm between tensor-parallel regions. `normalize` may be another kernel with F.layer_norm's arguments."""
 
     def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel):
         super().__init__()
@@ -255,10 +256,11 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
         self.parallel = parallel
         parallel.mark_replicated(self.weight, self.bias)
+        self.normalize: Callable[..., torch.Tensor] = F.layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.parallel.replicated(self.weight), self.parallel.replicated(self.bias)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+        return self.normalize(x, weight.shape, weight, bias, self.epsilon)
 
 
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:

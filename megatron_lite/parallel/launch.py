@@ -1,4 +1,4 @@
-"""What the launcher told this process, and how the process reports the end of a run.
+"""What the launcher told this process, what its libraries read, and how the process reports the end of a run.
 
 Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun itself started the process, from
 SLURM_*. Imports no torch, so that wrong numbers of processes are refused at once.
@@ -96,6 +96,17 @@ def _share_of_cores() -> int | None:
         return None
     ranks = _ranks_of_node(1)
     return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
+
+
+def prepare_environment(deterministic: bool) -> None:
+    """Set what CUDA's libraries read when torch loads them, unless the user did. Call it before torch is imported."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the next one
+        # Batches differ in their number of tokens; blocks of fixed sizes would leave gaps between them.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # one of the two values that torch accepts
 
 
 class LauncherWatch:

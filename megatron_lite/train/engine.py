@@ -22,12 +22,13 @@ from torch import nn
 from data_utils.base.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train import nvidia_apex
 from megatron_lite.train.deepspeed_engines import deepspeed_engine
 from megatron_lite.train.sharded import Outcome, ShardedOptimizer, Treatment
 from megatron_lite.train.zero3 import Zero3
@@ -48,6 +49,18 @@ def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> 
 
 def _without_decay(name: str) -> bool:
     return name.endswith("bias") or "layernorm" in name
+
+
+def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW of torch or apex."""
+    common: dict[str, Any] = {
+        "lr": 0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+    }
+    if settings.kernel == "apex":
+        return nvidia_apex.make_adamw(groups, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)
 
 
 @contextlib.contextmanager
@@ -119,6 +132,8 @@ class Engine(ABC):
         if context.device.type == "cpu":
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
+        if config.training.layernorm == "apex":
+            nvidia_apex.use_layernorm(module, context.device)
         self.context = context
         self._config = config
         self.named_parameters = named
@@ -133,20 +148,11 @@ class Engine(ABC):
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
 
-    def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        settings = self._config.optimizer
-        return torch.optim.AdamW(
-            groups,
-            lr=0.0,  # set at every step
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
-
     def _stage_3(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
         import deepspeed
 
-        optimizer = self._adamw(parameter_groups(self.named_parameters, self._config.optimizer.weight_decay))
+        settings = self._config.optimizer
+        optimizer = make_adamw(parameter_groups(self.named_parameters, settings.weight_decay), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
@@ -164,7 +170,7 @@ class Engine(ABC):
             clip_grad_norm=self._config.optimizer.clip_grad_norm,
             communication_type=COMMUNICATION_TYPES[options["communication_data_type"]],
             loss_scaler=loss_scaler,
-            make_optimizer=self._adamw,
+            make_optimizer=lambda groups: make_adamw(groups, self._config.optimizer),
             offload=self._config.parallel.offload_optimizer,
         )
 

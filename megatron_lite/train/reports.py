@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -21,15 +22,24 @@ from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 
-# Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by a part of torch's device name.
+# Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by words of torch's device name. The first
+# entry whose words all occur counts: cards of the same chip with less power come before the usual form.
 GPU_PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
+    "GH200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
+    "H800 PCIe": 756.0,
     "H800": 989.0,
     "A100": 312.0,
     "A800": 312.0,
+    "L40S": 362.0,
     "L40": 181.0,
-    "V100": 125.0,
+    "V100": 125.0,  # fp16: it has no bf16
 }
 
 
@@ -64,16 +74,21 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3
     return 2 * size**3 / best / 1e12
 
 
+def known_peak_tflops(device_name: str) -> float | None:
+    """The data sheet's peak of a GPU by torch's name of it; None if it is unknown, or a part of a GPU (MIG)."""
+    words = set(re.split(r"[\s-]+", device_name))
+    if "MIG" in words:
+        return None
+    known = (peak for name, peak in GPU_PEAK_TFLOPS.items() if words.issuperset(name.split()))
+    return next(known, None)
+
+
 def peak_tflops(configured: float | None, dtype: torch.dtype, device: torch.device) -> float:
     """Peak for MFU: the configured one, a known GPU's, or that of a measured matmul."""
     if configured is not None:
         return configured
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for part, peak in GPU_PEAK_TFLOPS.items():
-            if part in name:
-                return peak
-    return matmul_tflops(dtype, device)
+    known = known_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return matmul_tflops(dtype, device) if known is None else known
 
 
 @dataclass

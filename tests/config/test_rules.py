@@ -115,6 +115,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("training.recompute=some"),
         ("training.recompute is 'some'", "one of none, selective, full"),
     ),
+    "layernorm": (
+        over("training.layernorm=triton"),
+        ("training.layernorm is 'triton'", "one of torch, apex"),
+    ),
+    "kernel on GPUs only": (
+        over("optimizer.kernel=apex", "parallel.offload_optimizer=true"),
+        ("optimizer.kernel is apex", "GPUs only", "parallel.offload_optimizer; set the kernel to torch"),
+    ),
     "normalization": (
         over("training.loss_normalization=mean"),
         ("training.loss_normalization is 'mean'", "one of global_tokens, per_objective, mean_of_means"),

@@ -51,25 +51,29 @@ def draw(shape, dtype=torch.float64, count=4):
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for _ in range(count)]
 
 
-def attend(plan, qkv, dropout=None):
-    """What a plan of `plan_attention` computes for q, k, v [B, S, H, D], in the order of the batch; padding gives 0."""
+def attend(plan, qkv, dropout=None, device=CPU):
+    """What a plan of `plan_attention` computes for q, k, v [B, S, H, D], in the order of the batch; padding gives 0.
+
+    Arguments and result are on the CPU.
+    """
     order = torch.from_numpy(plan.order)
     real = order >= 0
     packed = torch.stack([x.flatten(0, 1) for x in qkv], dim=1)
     # Padding takes values that would be seen in the output.
     ordered = torch.where(real[:, None, None, None], packed[order.clamp(min=0)], 3.0)
-    device_plan = plan.on_device([torch.from_numpy(np.ascontiguousarray(x)) for x in plan.arrays()], CPU)
-    out = device_plan.attend(0, ordered, dropout)
+    arrays = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in plan.arrays()]
+    out = plan.on_device(arrays, device).attend(0, ordered.to(device), dropout).cpu()
     whole = torch.zeros_like(packed[:, 0])
     return whole.index_copy(0, order[real], out[real]).view_as(qkv[0])
 
 
-def dropout_of(arrays, p, seed=0, plan=None, heads_first=0):
+def dropout_of(arrays, p, seed=0, plan=None, heads_first=0, device=CPU):
     """Dropout of attention weights in layer 0, for tokens in the order of the plan, or of the batch."""
     keys = token_keys(seed, np.arange(len(arrays[0])), arrays[0].shape[1]).reshape(-1)
     if plan is not None:
         keys = keys[plan.order]
-    return Dropout(torch.from_numpy(keys), torch.from_numpy(salts(1)), seed, heads_first).attention(p, 0)
+    on_device = (torch.from_numpy(x).to(device) for x in (keys, salts(1)))
+    return Dropout(*on_device, seed, heads_first).attention(p, 0)
 
 
 class EmulatedKernel(VarlenKernel):

@@ -27,7 +27,7 @@ from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
 
-_FORK = multiprocessing.get_context("fork")
+_FORK, _SPAWN = (multiprocessing.get_context(method) for method in ("fork", "spawn"))
 
 
 def free_port() -> int:
@@ -62,13 +62,14 @@ def _rank_main(
 
 
 def _start(
-    function: Callable, world_size: int, args: tuple, parallel: ParallelConfig | None
+    function: Callable, world_size: int, args: tuple, parallel: ParallelConfig | None, fresh: bool = False
 ) -> tuple[list[Connection], list[Any]]:
     port = free_port()
+    methods: Any = _SPAWN if fresh else _FORK
     connections, processes = [], []
     for rank in range(world_size):
-        ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(
+        ours, theirs = methods.Pipe(duplex=False)
+        process = methods.Process(
             target=_rank_main,
             args=(theirs, function, rank, world_size, port, parallel or ParallelConfig(), args),
             daemon=True,
@@ -93,12 +94,14 @@ def run_ranks(
     *args: Any,
     parallel: ParallelConfig | None = None,
     limit_seconds: float = 120.0,
+    fresh: bool = False,
 ) -> list[Any]:
     """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.
 
+    Args: fresh: in new interpreters, each of which imports everything. CUDA does not work in forked processes.
     Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
     """
-    connections, processes = _start(function, world_size, args, parallel)
+    connections, processes = _start(function, world_size, args, parallel, fresh)
     try:
         return _collect(connections, time.monotonic() + limit_seconds)
     finally:

@@ -103,7 +103,7 @@ def reference_of(case: Case) -> Record:
     """The record a case is compared with; it only depends on the number of layers and on dropout."""
     pipeline = case.num_layers if case.num_layers > 4 else 1
     return _one_process(
-        Case(pipeline=pipeline, dropout=case.dropout, attention_dropout=case.attention_dropout)
+        type(case)(pipeline=pipeline, dropout=case.dropout, attention_dropout=case.attention_dropout)
     )
 
 
@@ -156,7 +156,7 @@ class Outcome:
         if not got.numel():
             return
         largest = scale.double().abs().max().clamp(min=1e-30)  # biases start as zeros
-        difference = ((got.double() - expected.double()).abs().max() / largest).item()
+        difference = ((got.cpu().double() - expected.double()).abs().max() / largest).item()
         if not difference <= self.largest[kind]:  # also if it is no number
             self.largest[kind] = difference if math.isfinite(difference) else math.inf
             self.where[kind] = where
@@ -189,7 +189,7 @@ def check_cover(
             counts[fragment.name][
                 box.row : box.row_stop, box.column : box.column_stop
             ] += not fragment.is_copy
-    total = context.sum(torch.cat([part.flatten() for part in counts.values()]))
+    total = context.sum(torch.cat([part.flatten() for part in counts.values()]).to(context.device)).cpu()
     parts = total.split([part.numel() for part in counts.values()])
     wrong = [name for name, part in zip(counts, parts, strict=True) if (part != 1).any()]
     assert not wrong, f"not every element is owned by exactly one rank: {wrong}"
@@ -229,7 +229,7 @@ def run_step(
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
     sums = context.sum(
         result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-    )
+    ).cpu()
     assert torch.equal(sums[:, 1], record.objective_sums[step][:, 1]), "every loss token counts once"
     for got, expected in zip(sums[:, 0], record.objective_sums[step][:, 0], strict=True):
         outcome.add("loss", f"step {step + 1}", got, expected, expected)

@@ -1,7 +1,8 @@
-"""Where the project is, and the configuration of a very small run."""
+"""Where the project is, a copy of it, and the configuration of a very small run."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,3 +38,11 @@ def small_run(corpus: Path, directory: Path) -> dict:
             "peak_tflops": 1.0,
         },
     }
+
+
+def copied_project(directory: Path) -> Path:
+    """A copy of the program, with what is compiled already."""
+    for room in ("data_utils", "megatron_lite"):
+        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("*.tmp*"))
+    shutil.copy2(ROOT / "pretrain_glm.py", directory)
+    return directory

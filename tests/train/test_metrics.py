@@ -2,12 +2,14 @@ import json
 import time
 
 import numpy as np
+import pytest
 from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.train.metrics import Metrics
 from megatron_lite.train.reports import (
     format_duration,
+    known_peak_tflops,
     objective_losses,
     step_flops,
     train_line,
@@ -19,6 +21,32 @@ def test_flops_of_a_hand_counted_model():
     # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
     assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("NVIDIA H20", None),
+        ("NVIDIA L4", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks_of_gpus_are_found_by_whole_words(name, peak):
+    assert known_peak_tflops(name) == peak
 
 
 def test_losses_per_objective_are_weighted_means():

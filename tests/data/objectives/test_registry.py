@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from support.project import ROOT
+from support.project import ROOT, copied_project
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
 
 from data_utils.base.settings import merge
@@ -122,14 +120,6 @@ def test_a_section_is_read_as_numbers(name):
     section = OBJECTIVES[name].config_class()
     made = make_one(name, section, vocabulary(), 1, 24)
     assert made._settings.dtype == make_one(name, section, vocabulary(), 2**64 - 1, 48)._settings.dtype
-
-
-def copied_project(directory: Path) -> Path:
-    """A copy of the program, with what is compiled already."""
-    for room in ("data_utils", "megatron_lite"):
-        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("*.tmp*"))
-    shutil.copy2(ROOT / "pretrain_glm.py", directory)
-    return directory
 
 
 def documented_objective() -> tuple[str, dict]:

@@ -1,0 +1,167 @@
+"""On GPUs, what the CPU computes: attention, ZeRO and all layouts, every objective, resumed runs, apex.
+
+Each check runs on CPU ranks too, in a reduced form, so that it is known to work before a GPU is there. On GPUs, ranks
+are new interpreters: forked processes cannot use CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support import gpu_checks, gpus
+from support.commands import pretrain
+from support.distributed import run_ranks
+from support.gpu_checks import GpuCase
+from support.recipes import RECIPES
+
+from data_utils.base.settings import merge
+from data_utils.objectives import OBJECTIVES
+
+TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.02,
+}  # bf16 has 8 bits: 0.004, and gradients add several terms
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_attention_is_softmax_over_the_rule(visible_gpus, dtype):
+    (found,) = run_ranks(
+        gpu_checks.attention_differences, 1, dtype, list(RECIPES), 512, fresh=True, limit_seconds=240
+    )
+    assert {name: value for name, value in found.items() if not value <= TOLERANCES[dtype]} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_both_passes_drop_the_same_attention_weights(visible_gpus, dtype):
+    arguments = (dtype, list(RECIPES), 512)
+    (found,) = run_ranks(gpu_checks.dropout_faults, 1, *arguments, fresh=True, limit_seconds=240)
+    assert_dropout(found, TOLERANCES[dtype])
+
+
+def assert_dropout(found, tolerance):
+    for name, (error, change, repeats) in found.items():
+        assert error <= tolerance and change > 0.1 and repeats, (name, error, change, repeats)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_checks_of_attention_work(dtype):
+    arguments = (dtype, ["mass", "unilmv2"], 60)
+    (found,) = run_ranks(gpu_checks.attention_differences, 1, *arguments)
+    assert len(found) == 4
+    assert 0 < max(found.values()) <= TOLERANCES[dtype]
+    (found,) = run_ranks(gpu_checks.dropout_faults, 1, *arguments)
+    assert_dropout(found, TOLERANCES[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_checks.cases(gpus.count()), ids=str)
+def test_training_is_that_of_plain_torch_on_the_cpu(visible_gpus, case):
+    outcomes = gpu_checks.outcomes_of(case)
+    assert gpu_checks.beyond(outcomes, gpu_checks.TOLERANCES[case.precision]) == []
+
+
+def test_the_check_of_training_works():
+    outcomes = gpu_checks.outcomes_of(GpuCase(zero_stage=3))
+    assert gpu_checks.beyond(outcomes, gpu_checks.TOLERANCES["fp32"]) == []
+    assert "gradients" in " ".join(gpu_checks.beyond(outcomes, dict.fromkeys(gpu_checks.KINDS, 0.0)))
+
+
+def test_cases_use_all_gpus_that_layouts_can():
+    assert {case.ranks for case in gpu_checks.cases(1)} == {1}
+    assert {case.ranks for case in gpu_checks.cases(3)} == {1, 2}
+    assert {case.ranks for case in gpu_checks.cases(8)} == {1, 8}
+    assert {case.zero_stage for case in gpu_checks.cases(8) if case.ranks == 8} == {1, 2, 3}
+
+
+@pytest.mark.gpu
+def test_fp32_products_are_not_rounded_to_tf32(visible_gpus):
+    """TF32 has 11 bits, which is 5e-4."""
+    errors = [run_ranks(gpu_checks.product_error, 1, {"tf32": tf32}, fresh=True)[0] for tf32 in (False, True)]
+    assert errors[0] < 1e-5 < errors[1]
+
+
+def losses_of(settings: dict, name: str, *changes: dict, starts: tuple[str, ...] = ("",)) -> dict:
+    """Train in the directory `name` and return {step: loss by name, gradient norm}."""
+    run = Path(settings["run"]["directory"]).parent / name
+    for change in (*changes, {"run": {"directory": str(run)}}):
+        settings = merge(settings, change)
+    file = run.parent / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    for override in starts:
+        done = pretrain("--config", str(file), *override.split())
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {
+        record["step"]: {k: v for k, v in record.items() if k.startswith("loss") or k == "grad_norm"}
+        for record in records
+        if record["kind"] == "train"
+    }
+
+
+MIXTURE = {
+    "objectives": {name: 1.0 for name in OBJECTIVES},
+    "masked_lm": {"next_sentence": True},
+    "model": {
+        "hidden_size": 128,
+        "max_position": 80,
+        "sentence_head": True,
+        "span_boundary_places": 10,
+        "segments": 6,
+    },
+    "training": {"steps": 4},
+    "batch": {"micro_batch_size": 26, "global_batch_size": 52},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 0.03)])
+def test_every_objective_has_the_losses_of_the_cpu(visible_gpus, monkeypatch, settings, precision, tolerance):
+    on_gpu = losses_of(settings, "gpu", MIXTURE, {"training": {"precision": precision}})
+    gpus.hide_again(monkeypatch)
+    on_cpu = losses_of(settings, "cpu", MIXTURE)
+    assert on_gpu.keys() == on_cpu.keys() == {1, 2, 3, 4}
+    for step, expected in on_cpu.items():
+        losses = {name: value for name, value in on_gpu[step].items() if name != "grad_norm"}
+        del expected["grad_norm"]
+        assert losses == pytest.approx(expected, rel=tolerance), step
+
+
+DETERMINISTIC = {
+    "model": {"hidden_size": 128, "embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1},
+    "training": {"deterministic": True, "precision": "bf16"},
+}
+
+
+def assert_resume_is_exact(settings):
+    whole = losses_of(settings, "whole", DETERMINISTIC)
+    resumed = losses_of(settings, "resumed", DETERMINISTIC, starts=("training.stop_after_step=3", ""))
+    assert whole.keys() == set(range(1, 7))
+    assert resumed == whole
+
+
+@pytest.mark.gpu
+def test_a_deterministic_run_resumes_bit_for_bit(visible_gpus, settings):
+    assert_resume_is_exact(settings)
+
+
+@pytest.mark.slow
+def test_the_check_of_resume_works(settings):
+    assert_resume_is_exact(settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("apex") is None, reason="NVIDIA apex is not installed")
+def test_apex_trains_as_torch(visible_gpus, settings):
+    wide = {"model": {"hidden_size": 128}, "optimizer": {"eps": 1e-3}}
+    apex = {"optimizer": {"kernel": "apex"}, "training": {"layernorm": "apex"}}
+    ours, theirs = losses_of(settings, "torch", wide), losses_of(settings, "apex", wide, apex)
+    assert ours.keys() == theirs.keys() and len(ours) == 6
+    for step, expected in ours.items():
+        assert theirs[step] == pytest.approx(expected, rel=1e-4), step

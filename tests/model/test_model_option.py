@@ -1,0 +1,84 @@
+"""A model option touches at most three files: docs/architecture.md shows one, which is applied to a copy here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.project import ROOT, copied_project
+
+from data_utils.base.settings import merge
+
+OPTION = "sandwich_layernorm"
+
+
+def documented_changes() -> dict[str, list[tuple[str, str]]]:
+    """File -> what stands there and what replaces it, from the page's diff, which has no line numbers."""
+    page = (
+        (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
+    )
+    changes: dict[str, list[tuple[str, str]]] = {}
+    for part in re.split(r"^--- ", re.search(r"```diff\n(.*?)```", page, re.S)[1], flags=re.M)[1:]:
+        name, *hunks = re.split(r"^@@.*\n", part, flags=re.M)
+        changes[name.strip()] = [(side(hunk, " -"), side(hunk, " +")) for hunk in hunks]
+    return changes
+
+
+def side(hunk: str, marks: str) -> str:
+    return "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in marks)
+
+
+def apply(changes: dict[str, list[tuple[str, str]]], project: Path) -> None:
+    for name, replacements in changes.items():
+        text = (project / name).read_text(encoding="utf-8")
+        for old, new in replacements:
+            assert text.count(old) == 1, (
+                f"docs/architecture.md changes lines that {name} does not have:\n{old}"
+            )
+            text = text.replace(old, new)
+        (project / name).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    directory = copied_project(tmp_path / "project")
+    apply(documented_changes(), directory)
+    return directory
+
+
+def command(project: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "pretrain_glm.py", *arguments],
+        cwd=project, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]:
+    """The number of parameters and the losses of two steps."""
+    run = project / f"run-{value}"
+    changed = {"model": {OPTION: value}, "training": {"steps": 2}, "schedule": {"warmup_steps": 1}}
+    (project / "option.yaml").write_text(
+        yaml.safe_dump(merge(settings, {**changed, "run": {"directory": str(run)}}))
+    )
+    printed = command(project, "--config", "option.yaml")
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    return int(re.search(r"([\d,]+) parameters", printed)[1].replace(",", "")), losses
+
+
+def test_a_model_option_touches_at_most_three_files(project, settings):
+    assert len(documented_changes()) <= 3
+    assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help"))
+    count, losses = train(project, settings, True)
+    default_count, default_losses = train(project, settings, False)
+    model = settings["model"]
+    assert count - default_count == model["num_layers"] * 2 * 2 * model["hidden_size"]
+    assert len(losses) == len(default_losses) == 2
+    assert all(one != other for one, other in zip(losses, default_losses, strict=True))

@@ -1,0 +1,133 @@
+"""The report of the day a GPU is there: which steps run, what is read from them, what is written. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from support.commands import assert_refused, python
+from support.waiting import wait_until
+
+from data_utils.base.errors import ExitStatus
+from scripts import gpu_day
+from scripts.gpu_day import Step
+
+MACHINE = {
+    "gpus": ["NVIDIA H100 80GB HBM3"],
+    "gib": [79.1],
+    "torch": "2.13.0",
+    "cuda": "13.0",
+    "nccl": "2.28.3",
+    "apex": False,
+    "commit": "abc123",
+}
+WRITES = "import sys; open(sys.argv[1], 'w').write('[{\"tflops\": 400}]'); print('a table')"
+TESTS = """
+def test_right(): pass
+def test_wrong(): assert 1 + 1 == 3
+"""
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    done = python("scripts/gpu_day.py", "--output", str(tmp_path / "day"), CUDA_VISIBLE_DEVICES="")
+    assert_refused(
+        done, "sees no GPU here, so there is nothing to prove; run this on a machine with an NVIDIA GPU"
+    )
+    assert not (tmp_path / "day").exists()
+
+
+@pytest.fixture
+def day(monkeypatch, tmp_path):
+    """Runs steps as the day of a machine with one GPU; the exit status, the page and the JSON."""
+
+    def run(*planned, seconds=60.0):
+        monkeypatch.setattr(gpu_day, "look_at_machine", lambda: MACHINE)
+        monkeypatch.setattr(gpu_day, "steps", lambda gpus: list(planned))
+        monkeypatch.setattr(
+            sys, "argv", ["gpu_day", "--output", str(tmp_path / "day"), "--seconds", str(seconds)]
+        )
+        status = gpu_day.main()
+        page = (tmp_path / "day/report.md").read_text()
+        return status, page, json.loads((tmp_path / "day/report.json").read_text())
+
+    return run
+
+
+def outcomes(everything):
+    return {step["name"]: step["outcome"] for step in everything["steps"]}
+
+
+def test_a_day_that_passes(day):
+    status, page, everything = day(Step("speed", ("-c", WRITES, "{json}"), 30))
+    assert status == ExitStatus.FINISHED
+    assert everything["machine"] == MACHINE
+    (step,) = everything["steps"]
+    assert (step["outcome"], step["results"], step["output"]) == ("passed", [{"tflops": 400}], "a table")
+    assert "NVIDIA H100 80GB HBM3 (79.1 GiB)" in page and "Commit abc123" in page
+    assert "| speed | passed |" in page and "a table" in page
+
+
+def test_failures_are_named_and_the_rest_still_runs(day, tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    pytest_run = ("-m", "pytest", str(tmp_path / "test_some.py"), "-c", "/dev/null", "--junit-xml", "{json}")
+    status, page, everything = day(
+        Step("tests", pytest_run, 60),
+        Step("speed", ("-c", WRITES, "{json}"), 30),
+    )
+    assert status == ExitStatus.CRASHED
+    assert outcomes(everything) == {"tests": "failed (exit status 1)", "speed": "passed"}
+    tests = {test["name"]: test["outcome"] for test in everything["steps"][0]["tests"]}
+    assert tests == {"test_right": "passed", "test_wrong": "failure"}
+    assert "| test_wrong | failure |" in page and "test_wrong: `assert (1 + 1) == 3" in page
+
+
+def test_a_step_that_hangs_is_ended(day):
+    """With all that it started."""
+    program = ("import os, signal", "os.fork()", r"os.write(1, b'%d\n' % os.getpid())", "signal.pause()")
+    hangs = "; ".join(program)
+    status, _, everything = day(Step("hangs", ("-c", hangs), 2))
+    assert status == ExitStatus.CRASHED
+    (step,) = everything["steps"]
+    assert step["outcome"] == "failed (not done after 2 seconds)"
+    processes = step["output"].splitlines()
+    assert len(processes) == 2
+    wait_until(lambda: {state_of(process) for process in processes} == {"Z"})
+
+
+def state_of(process):
+    """A dead process may be waited for by nobody: a zombie."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_what_does_not_fit_is_left_out(day):
+    status, _, everything = day(
+        Step("two", ("-c", "pass"), 30, least_gpus=2), Step("late", ("-c", "pass"), 30), seconds=1.0
+    )
+    assert status == ExitStatus.FINISHED
+    assert outcomes(everything) == {
+        "two": "left out (needs 2 GPUs)",
+        "late": "left out (no time left)",
+    }
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_the_steps_take_ten_minutes_and_name_what_exists(gpus):
+    planned = gpu_day.steps(gpus)
+    assert sum(step.limit_seconds for step in planned) <= 600
+    for step in planned:
+        for name in (argument for argument in step.arguments if argument.endswith(".py")):
+            assert (gpu_day.ROOT / name).exists()
+    (layouts,) = (step for step in planned if step.name == "layouts")
+    chosen = layouts.arguments[layouts.arguments.index("--layouts") + 1 :]
+    sizes = [ranks_of(name.partition("+")[0]) for name in chosen]
+    assert layouts.least_gpus == 2 and (gpus < 2 or set(sizes) == {gpus})
+
+
+def ranks_of(layout):
+    first, second, third = map(int, layout.split("x"))
+    return first * second * third

@@ -1,0 +1,1 @@
+from .fused_layer_norm import fused_layer_norm_affine as fused_layer_norm_affine
