@@ -14,7 +14,7 @@ V vocabulary (unpadded); K, P, M as in heads.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -224,14 +224,21 @@ class GLM(nn.Module):
         self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
+        # Called before a part of the model is computed: its weights may still be on their way from other ranks.
+        self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def _run(
         self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
     ) -> torch.Tensor:
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
+        self.before_use(self.embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
         for layer in range(self.config.num_layers):
-            hidden = self.layers[layer % len(self.layers)](hidden, flow, layer)
+            block = self.layers[layer % len(self.layers)]
+            self.before_use(block)
+            hidden = block(hidden, flow, layer)
+        self.before_use(self.final_layernorm)
+        self.before_use(self.heads)
         return hidden
 
     def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Engine(ABC):
             nvidia_apex.use_layernorm(module, context.device)
         self.context = context
         self._config = config
-        self.named_parameters = named
+        self._named = named
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             if config.parallel.zero_stage == 3:
@@ -152,14 +152,14 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self.named_parameters, settings.weight_decay), settings)
+        optimizer = make_adamw(parameter_groups(self._named, settings.weight_decay), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
 
     def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        treatments = {p: self._treatment(name, p) for name, p in reversed(self.named_parameters.items())}
+        treatments = {p: self._treatment(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
             treatments,
             self.context,
@@ -188,6 +188,12 @@ class Engine(ABC):
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
         )
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank under their global names, with the values of the last step."""
+        self._zero.await_weights()
+        return self._named
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
@@ -278,7 +284,7 @@ class Engine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """The fragments this rank owns. Together the ranks own every element, some elements several times."""
         tp = self.context.tp
-        for name, parameter in self.named_parameters.items():
+        for name, parameter in self._named.items():
             owned = self._zero.owned(parameter)
             if owned is None:
                 continue
@@ -290,7 +296,7 @@ class Engine(ABC):
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        mine = [name for name in self.named_parameters if not self._is_tied_copy(name)]
+        mine = [name for name in self._named if not self._is_tied_copy(name)]
         counts = context.dp.rank == 0 and context.tp.rank == 0
         return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
 
