@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "communication_data_type": "fp32",
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "steps_per_print": 2**31 - 1,
+    "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
 }
 
 # Options that are not taken, and what to use instead, or why.
@@ -44,6 +45,25 @@ REFUSED = {
     "zero_optimization.offload_param": "offloading weights is not supported",
 }
 
+# At ZeRO 1 and 2 train/sharded.py exchanges gradients and weights. What it always does, and DeepSpeed options that it
+# does not have.
+ALWAYS_AT_STAGES_1_AND_2 = (
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.allgather_partitions",
+)
+ONLY_AT_STAGE_3 = (
+    "bf16.immediate_grad_update",
+    "checkpoint.load_universal",
+    "disable_allgather",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.elastic_checkpoint",
+    "zero_optimization.load_from_fp32_weights",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+)
 
 # Types of options, with the ranges that make sense.
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -139,6 +159,8 @@ def deepspeed_options(
             raise ConfigError(f"deepspeed.{key} is not taken from DeepSpeed options; remove it, {remedy}.")
     derived = _derived(batch, optimizer, parallel, training, dp_size)
     stated = _without_auto(given, derived)
+    if parallel.zero_stage < 3:
+        _check_stages_1_and_2(stated)
     options = merge(DEFAULTS, _without_none(to_tree(build(_TREE, {"deepspeed": stated}).deepspeed)))
     for key, (value, source) in derived.items():
         given_value = _lookup(stated, key)
@@ -151,6 +173,25 @@ def deepspeed_options(
             )
         options = merge(options, nest(key, value))
     return options
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Elements that are reduced at once at ZeRO 1 and 2, unless zero_optimization.reduce_bucket_size says otherwise.
+
+    Large enough that a ring over all ranks is not bound by latency. Source: Megatron-LM's distributed optimizer.
+    """
+    return max(40_000_000, 1_000_000 * dp_size)
+
+
+def _check_stages_1_and_2(stated: Mapping[str, Any]) -> None:
+    for key in ONLY_AT_STAGE_3:
+        if _lookup(stated, key) is not None:
+            raise ConfigError(f"deepspeed.{key} has an effect at parallel.zero_stage 3 only; remove it.")
+    for key in ALWAYS_AT_STAGES_1_AND_2:
+        if _lookup(stated, key) is False:
+            raise ConfigError(
+                f"deepspeed.{key} is False, but at parallel.zero_stage 1 and 2 it is always done; remove it."
+            )
 
 
 def _without_auto(tree: Mapping[str, Any], derived: Mapping[str, Any], path: str = "") -> dict[str, Any]:

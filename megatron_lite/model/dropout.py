@@ -143,10 +143,14 @@ def _bits(x: torch.Tensor) -> np.ndarray:
 def keep_features(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
     """True where a feature stays, bool [T, width]. Args: keys: int32 [T]. salt: int32 scalar on the same device."""
     if keys.device.type == "cpu":
-        kept = np.empty((len(keys), width), np.bool_)
-        _keep_features(_bits(keys), _bits(salt)[()], np.uint32(_threshold(p)), kept)
-        return torch.from_numpy(kept)
+        return _keep_features_on_cpu(keys, salt, width, p)
     return torch.ops.megatron_lite.keep_features(keys, salt, width, p)
+
+
+def _keep_features_on_cpu(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
+    kept = np.empty((len(keys), width), np.bool_)
+    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(_threshold(p)), kept)
+    return torch.from_numpy(kept)
 
 
 def hashed(x: torch.Tensor) -> torch.Tensor:
@@ -187,6 +191,9 @@ def pairs_formula(
 @torch.library.custom_op("megatron_lite::keep_features", mutates_args=(), device_types="cuda")
 def _keep_features_on_cuda(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
     return _compiled_formula()(keys, salt, width, p)
+
+
+_keep_features_on_cuda.register_kernel("cpu")(_keep_features_on_cpu)
 
 
 @_keep_features_on_cuda.register_fake

@@ -97,6 +97,7 @@ class PositionEmbeddings(nn.Module):
         self.task_embeddings = nn.Embedding(TASKS, size) if config.task_embedding else None
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
+        parallel.mark_replicated(*self.parameters())
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
@@ -144,7 +145,7 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        qkv = self.query_key_value(self.parallel.enter(hidden)).view(*flow.shape, 3, -1, self.head_dim)
+        qkv = self.query_key_value(hidden).view(*flow.shape, 3, -1, self.head_dim)
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -167,7 +168,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        expanded = self.dense_h_to_4h(self.parallel.enter(hidden))
+        expanded = self.dense_h_to_4h(hidden)
         return self.dense_4h_to_h(F.gelu(expanded, approximate=self.approximate))
 
 

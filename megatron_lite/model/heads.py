@@ -148,7 +148,7 @@ class Heads(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2]."""
         if self.parallel.sequence_parallel:
-            hidden = gather_tokens(hidden, self.parallel.group, reduce_backward=False)
+            hidden = gather_tokens(hidden, self.parallel.group)
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
         if self.span_boundary is not None:
             *borders, places = loss_rows.borders.unbind(1)

@@ -30,9 +30,12 @@ from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
     copy_to_group,
-    gather_tokens,
+    finish,
     reduce_from_group,
     reduce_scatter_tokens,
+    start_gather,
+    start_sum,
+    start_sum_scatter,
 )
 
 
@@ -83,12 +86,9 @@ class TensorParallel:
 
     group: Group = SINGLE
     sequence_parallel: bool = False  # tokens are split over the group outside the layers below
-
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """To the input of column-parallel layers: equal [T, D] on all ranks."""
-        if self.sequence_parallel:
-            return gather_tokens(hidden, self.group, reduce_backward=True)
-        return self.copy(hidden)
+    # Under sequence parallelism: sum the gradients of parameters outside these layers in every backward pass. Otherwise
+    # whoever updates `is_partial` parameters sums them once per step.
+    sums_at_once: bool = False
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Before a product of which each rank computes a part: x, equal on all ranks."""
@@ -100,9 +100,57 @@ class TensorParallel:
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)
 
+    def mark_replicated(self, *parameters: nn.Parameter) -> None:
+        """Parameters used between regions: under sequence parallelism each rank sees a part of their gradients."""
+        for parameter in parameters:
+            parameter.is_partial = self.sequence_parallel and not self.sums_at_once  # type: ignore[attr-defined]
+
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter used between regions: under sequence parallelism each rank sees a part of its gradient."""
-        return copy_to_group(parameter, self.group) if self.sequence_parallel else parameter
+        """A parameter used between regions, with its whole gradient if `sums_at_once`."""
+        return (
+            copy_to_group(parameter, self.group)
+            if self.sequence_parallel and self.sums_at_once
+            else parameter
+        )
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, rounded once to a's dtype."""
+    return (a.float() @ b.float()).to(a.dtype) if widens(a) else a @ b
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """A product whose input is equal on all ranks, or split along the tokens and gathered here.
+
+    Only this rank's tokens are kept for the backward pass. There, gathering them overlaps with the gradient of the
+    input, and summing that gradient with the gradient of the weight (arXiv:2205.05198, section 4.2.2).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, parallel):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden, weight)
+        ctx.parallel = parallel
+        whole = hidden
+        if parallel.sequence_parallel:
+            whole, gathering = start_gather(hidden, parallel.group)
+            finish(gathering)
+        return linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        hidden, weight = ctx.saved_tensors
+        group, is_split = ctx.parallel.group, ctx.parallel.sequence_parallel
+        whole, gathering = start_gather(hidden, group) if is_split else (hidden, None)
+        grad_whole = _product(grad, weight)
+        if is_split:
+            grad_hidden, summing = start_sum_scatter(grad_whole, group)
+        else:
+            grad_hidden, summing = grad_whole, start_sum(grad_whole, group)
+        finish(gathering)
+        grad_weight = _product(grad.T, whole)
+        grad_bias = grad.sum(0)
+        finish(summing)
+        return grad_hidden, grad_weight, grad_bias, None
 
 
 @dataclass(frozen=True)
@@ -117,6 +165,11 @@ class Partition:
 def partition_of(parameter: nn.Parameter) -> Partition:
     """The partition a layer gave its parameter; a parameter without one is the same on all ranks."""
     return getattr(parameter, "tensor_partition", Partition())
+
+
+def is_partial(parameter: nn.Parameter) -> bool:
+    """True if the gradient is a sum over the tensor-parallel ranks, of which each holds one term."""
+    return getattr(parameter, "is_partial", False)
 
 
 def whole_shape(shape: tuple[int, ...], partition: Partition, size: int) -> tuple[int, ...]:
@@ -138,18 +191,21 @@ def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features split: weight [out/size, in]. The input must have entered the region."""
+    """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it."""
 
     def __init__(self, in_features: int, out_features: int, parallel: TensorParallel, parts: int = 1):
         super().__init__()
         size = parallel.group.size
         assert out_features % (parts * size) == 0, "configuration checks that features divide"
         partition = Partition(dim=0, parts=parts)
+        self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        if self.parallel.group.size == 1:
+            return linear(x, self.weight, self.bias)
+        return _ColumnParallel.apply(x, self.weight, self.bias, self.parallel)
 
 
 class RowParallelLinear(nn.Module):
@@ -162,6 +218,7 @@ class RowParallelLinear(nn.Module):
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features, in_features // size)), Partition(dim=1))
         self.bias = nn.Parameter(torch.empty(out_features))
+        parallel.mark_replicated(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parallel.group.size == 1:
@@ -203,6 +260,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.epsilon = epsilon
         self.parallel = parallel
+        parallel.mark_replicated(self.weight, self.bias)
         self.normalize: Callable[..., torch.Tensor] = F.layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

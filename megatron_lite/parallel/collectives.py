@@ -39,22 +39,73 @@ def all_reduce(
     return x
 
 
-def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size)]
-    dist.all_gather(parts, x.contiguous(), group=group.handle)
-    return torch.cat(parts)
+def _is_gloo(group: Group) -> bool:
+    return dist.get_backend(group.handle) == "gloo"
 
 
-def _split(x: torch.Tensor, group: Group) -> torch.Tensor:
+def own_part(flat: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's equal part of the first dimension."""
+    length = len(flat) // group.size
+    return flat[group.rank * length : (group.rank + 1) * length]
+
+
+def reduce_scatter_parts(flat: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start to sum in place: then each rank's `own_part` holds the ranks' sum. None: there is nothing to wait for."""
+    if group.size == 1:
+        return None
+    if _is_gloo(group):  # it has no efficient reduce-scatter
+        return dist.all_reduce(flat, group=group.handle, async_op=True)
+    return dist.reduce_scatter_tensor(own_part(flat, group), flat, group=group.handle, async_op=True)
+
+
+def all_gather_parts(flat: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start to fill `flat` in place with every rank's `own_part`. None: there is nothing to wait for."""
+    if group.size == 1:
+        return None
+    return dist.all_gather_into_tensor(flat, own_part(flat, group), group=group.handle, async_op=True)
+
+
+def start_sum(x: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start to sum in place over the group. None: there is nothing to wait for."""
+    if _is_gloo(group):
+        all_reduce(x, group)
+        return None
+    return dist.all_reduce(x, group=group.handle, async_op=True)
+
+
+def start_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work]:
+    """Start to gather [T/size, ...] of every rank -> [T, ...], which is complete after `wait`."""
+    out = x.new_empty(len(x) * group.size, *x.shape[1:])
+    work = dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle, async_op=True)
+    return out, work
+
+
+def start_sum_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work | None]:
+    """Start to sum [T, ...] over the group -> this rank's [T/size, ...] of it. Keep `x` until `wait`; it may change."""
     assert len(x) % group.size == 0, "configuration checks that tokens divide"
-    return x.chunk(group.size)[group.rank]
+    x = x.contiguous()
+    if _is_gloo(group):
+        return own_part(all_reduce(x, group), group).clone(), None
+    out = x.new_empty(len(x) // group.size, *x.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
+
+
+def finish(work: dist.Work | None) -> None:
+    """What a collective writes is complete for whatever is computed next; on CUDA the host does not wait."""
+    if work is not None:
+        work.wait()
+
+
+def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    out, work = start_gather(x, group)
+    finish(work)
+    return out
 
 
 def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    if x.device.type == "cpu":  # gloo has no efficient reduce-scatter
-        return _split(all_reduce(x.clone(), group), group).contiguous()
-    out = x.new_empty(len(x) // group.size, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    """Overwrites `x`."""
+    out, work = start_sum_scatter(x, group)
+    finish(work)
     return out
 
 
@@ -81,16 +132,13 @@ class _Reduce(torch.autograd.Function):
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group, reduce_backward):  # type: ignore[no-untyped-def]
-        ctx.group, ctx.reduce_backward = group, reduce_backward
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
         return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad = (
-            _reduce_scatter(grad, ctx.group) if ctx.reduce_backward else _split(grad, ctx.group).contiguous()
-        )
-        return grad, None, None
+        return own_part(grad, ctx.group).contiguous(), None
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
@@ -107,26 +155,22 @@ class _ReduceScatterTokens(torch.autograd.Function):
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Forward: x. Backward: the sum of the ranks' gradients.
 
-    For the input of a column-parallel product, and for parameters of which each rank sees only a part of the tokens.
+    For the input of a product of which each rank computes a part, and for parameters of which each rank sees only a
+    part of the tokens.
     """
     return _Copy.apply(x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: the sum over ranks. Backward: the gradient. For the output of a row-parallel product."""
+    """Forward: the sum over ranks, written over x. Backward: the gradient. For the output of a row-parallel product."""
     return _Reduce.apply(x, group)
 
 
-def gather_tokens(x: torch.Tensor, group: Group, *, reduce_backward: bool) -> torch.Tensor:
-    """[T/size, D] on each rank -> [T, D] on all.
-
-    Args:
-        reduce_backward: True where what follows differs per rank (a column-parallel product): the gradients are summed
-            and scattered. False where it is the same on all ranks: each keeps its own part of the gradient.
-    """
-    return _GatherTokens.apply(x, group, reduce_backward)
+def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[T/size, D] on each rank -> [T, D] on all. What follows is equal on all: each keeps its own gradient's part."""
+    return _GatherTokens.apply(x, group)
 
 
 def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Partial sums [T, D] -> this rank's tokens [T/size, D] of their sum. Backward: gather."""
+    """Partial sums [T, D], overwritten -> this rank's tokens [T/size, D] of their sum. Backward: gather."""
     return _ReduceScatterTokens.apply(x, group)

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +43,20 @@ class ParallelContext:
     tp: Group  # ranks that share every layer
     dp: Group  # ranks that share the samples of a step
     pp: Group  # ranks that share the sequence of layers
+    process_groups: ProcessGroups | None = None  # None: one process without a process group
 
     @staticmethod
     def alone(device: torch.device | None = None) -> ParallelContext:
         """One process without a process group."""
         return ParallelContext(0, 1, 0, device or torch.device("cpu"), SINGLE, SINGLE, SINGLE)
+
+    def pipeline_ends(self) -> Group:
+        """The first and the last stage, one of which this process is."""
+        if self.pp.size <= 2:
+            return self.pp
+        assert self.process_groups is not None
+        ends = (self.pp.ranks[0], self.pp.ranks[-1])
+        return Group(self.process_groups.of(ends), ends.index(self.rank), 2, ends)
 
     @property
     def is_main(self) -> bool:
@@ -87,11 +96,74 @@ class ParallelContext:
         dist.destroy_process_group()
 
 
+class ProcessGroups:
+    """Torch's process groups by their ranks: each is made once, and by its members only.
+
+    `new_group` usually waits for all processes, so a job of 1,024 would wait for each of its thousands of groups. Made
+    by members only, a process waits for the few groups it belongs to. All processes ask for groups along the same axes
+    in the same order, so that no two wait for each other.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta):
+        self._rank = rank
+        self._timeout = timeout
+        self._made = {tuple(range(world_size)): dist.group.WORLD}
+
+    def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None if this process is no member."""
+        members = tuple(ranks)
+        if self._rank not in members:
+            return None
+        if members not in self._made:
+            self._made[members] = dist.new_group(
+                list(members),
+                timeout=self._timeout,  # else torch takes its own default
+                use_local_synchronization=True,
+            )
+        return self._made[members]
+
+    def along_axes(self, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
+        """This rank's group along each axis. An axis of one rank needs no process group."""
+        grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
+        place = dict(zip(("pp", "dp", "tp"), np.argwhere(grid == self._rank)[0], strict=True))
+        lines = {
+            "tp": grid[place["pp"], place["dp"], :],
+            "dp": grid[place["pp"], :, place["tp"]],
+            "pp": grid[:, place["dp"], place["tp"]],
+        }
+        groups = {}
+        for name, line in lines.items():
+            members = tuple(line.tolist())
+            handle = self.of(members) if len(members) > 1 else None
+            groups[name] = Group(handle, members.index(self._rank), len(members), members)
+        return groups
+
+    @contextlib.contextmanager
+    def lent_to_deepspeed(self) -> Iterator[None]:
+        """DeepSpeed's pipeline makes a group for every row of its grid on every rank; here it gets those that exist."""
+        import deepspeed.comm
+
+        new_group = deepspeed.comm.new_group
+        deepspeed.comm.new_group = self.of
+        try:
+            yield
+        finally:
+            deepspeed.comm.new_group = new_group
+
+
 class Mpu:
-    """The names under which DeepSpeed asks for tensor- and data-parallel ranks."""
+    """The names under which DeepSpeed asks for tensor- and data-parallel ranks.
+
+    DeepSpeed takes an absent group for all processes, so an axis of one rank gets a process group of this process.
+    """
 
     def __init__(self, context: ParallelContext):
+        assert context.process_groups is not None, "DeepSpeed needs a process group"
         self._tp, self._dp = context.tp, context.dp
+        self._handles = {
+            axis: group.handle or context.process_groups.of((context.rank,))
+            for axis, group in (("tp", context.tp), ("dp", context.dp))
+        }
 
     def get_model_parallel_rank(self) -> int:
         return self._tp.rank
@@ -100,7 +172,7 @@ class Mpu:
         return self._tp.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._tp.handle
+        return self._handles["tp"]
 
     def get_data_parallel_rank(self) -> int:
         return self._dp.rank
@@ -109,25 +181,11 @@ class Mpu:
         return self._dp.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._dp.handle
+        return self._handles["dp"]
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_group = get_model_parallel_group
-
-
-def _groups(
-    rank: int, tp_size: int, dp_size: int, pp_size: int, timeout: datetime.timedelta
-) -> dict[str, Group]:
-    """This rank's group along each axis. Every process creates every group, in the same order, as torch requires."""
-    grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
-    mine = {}
-    for name, axis in (("tp", 2), ("dp", 1), ("pp", 0)):
-        for members in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist():
-            handle = dist.new_group(members, timeout=timeout)  # else torch takes its own default
-            if rank in members:
-                mine[name] = Group(handle, members.index(rank), len(members), tuple(members))
-    return mine
 
 
 @contextlib.contextmanager
@@ -151,20 +209,19 @@ def _quiet() -> Iterator[None]:
             log.debug("%s", kept.read().decode(errors="replace"))
 
 
-def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float) -> ParallelContext:
-    """Start DeepSpeed's process group (NCCL on GPUs, gloo on CPU) and return this process's context."""
-    dp_size = parallel.data_parallel_size(launch.world_size)
-    use_gpu = torch.cuda.is_available()
-    # srun may show each rank only its own GPU, as number 0.
-    local_rank = 0 if use_gpu and torch.cuda.device_count() == 1 else launch.local_rank
-    # A launcher sets these; a rank started by hand or by srun lacks them.
+def place_in_environment(launch: Launch, local_rank: int) -> None:
+    """Tell torch and DeepSpeed this process's place. A rank started by hand or by srun lacks all of it.
+
+    Raises: ConfigError if nobody said where the processes meet, or the port there is taken.
+    """
     for name, value in (
         ("MASTER_ADDR", launch.master_addr),
         ("RANK", str(launch.rank)),
         ("WORLD_SIZE", str(launch.world_size)),
-        ("LOCAL_RANK", str(local_rank)),
     ):
         os.environ.setdefault(name, value)
+    # Not the launcher's: DeepSpeed opens the device of this number, which may be the only one that is visible.
+    os.environ["LOCAL_RANK"] = str(local_rank)
     if launch.master_port is not None and "MASTER_PORT" not in os.environ:
         if launch.rank == 0:
             check_port_is_free(launch.master_port)
@@ -176,6 +233,38 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
             f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
         )
 
+
+def device_number(launch: Launch) -> int:
+    """Which of the visible devices is this process's; srun may show each rank only its own GPU, as number 0."""
+    return 0 if torch.cuda.is_available() and torch.cuda.device_count() == 1 else launch.local_rank
+
+
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """Meet the other processes.
+
+    Torch's group is not bound to a device, as DeepSpeed would do: every new group would then be split off by all
+    processes together. Unbound, NCCL connects the members of a group when they first use it.
+    """
+    import deepspeed
+
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, perhaps by another run; choose one "
+            "with --master_port of the launcher, or MASTER_PORT."
+        ) from None
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float) -> ParallelContext:
+    """Start the process group (NCCL on GPUs, gloo on CPU), also for DeepSpeed, and return this process's context."""
+    dp_size = parallel.data_parallel_size(launch.world_size)
+    use_gpu = torch.cuda.is_available()
+    local_rank = device_number(launch)
+    place_in_environment(launch, local_rank)
     if not use_gpu:
         # Without it DeepSpeed warns on every rank that there is no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -183,7 +272,7 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
             torch.set_num_threads(launch.threads)
 
     with _quiet():
-        import deepspeed
+        import deepspeed  # noqa: F401
         from deepspeed.ops import __compatible_ops__
 
     # Building it takes minutes and needs ninja, and a killed build leaves a lock on which every later start hangs.
@@ -192,20 +281,7 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
-        deepspeed.init_distributed(
-            dist_backend="nccl" if use_gpu else "gloo",
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timeout,
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, perhaps by another run; choose one "
-            "with --master_port of the launcher, or MASTER_PORT."
-        ) from None
-    sizes = (parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
-    groups = _groups(launch.rank, *sizes, timeout)
-    return ParallelContext(launch.rank, launch.world_size, local_rank, device, **groups)
+    _join("nccl" if use_gpu else "gloo", timeout)
+    groups = ProcessGroups(launch.rank, launch.world_size, timeout)
+    axes = groups.along_axes(parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
+    return ParallelContext(launch.rank, launch.world_size, local_rank, device, **axes, process_groups=groups)

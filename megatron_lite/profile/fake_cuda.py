@@ -89,6 +89,7 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
     cuda.synchronize = lambda *_: recorder.wait("torch.cuda.synchronize()")
     cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
     cuda.Stream, cuda.Event = Stream, Event
+    cuda.default_generators = (torch.Generator(),)
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = _answer(0)
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign, assignment]

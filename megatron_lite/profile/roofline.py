@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.profile.gpus import Gpu
@@ -116,6 +117,7 @@ def _pairs(name: str, args: Any) -> float:
     is_causal = bool(args[11] if first else args[8])
     if starts[0] is None or starts[1] is None:
         return float(query.shape[0] * args[place + 3])
-    queries, keys = (s.diff().double() for s in starts)
-    pairs = queries * keys - (queries * (queries - 1) / 2 if is_causal else 0)
-    return float(pairs.clamp(min=0).sum())
+    with unset_fake_temporarily():
+        queries, keys = (s.diff().double() for s in starts)
+        pairs = queries * keys - (queries * (queries - 1) / 2 if is_causal else 0)
+        return float(pairs.clamp(min=0).sum())

@@ -21,6 +21,7 @@ from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.model import glm
+from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile import guards
@@ -31,7 +32,7 @@ from megatron_lite.profile.pipes import Sent, connect_stages
 from megatron_lite.profile.record import Recorder
 from megatron_lite.profile.roofline import Members
 from megatron_lite.train import plain
-from megatron_lite.train.engine import Engine, MicroBatch
+from megatron_lite.train.engine import Engine
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

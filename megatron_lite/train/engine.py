@@ -1,7 +1,8 @@
 """The interface of trainer and checkpoint to DeepSpeed; config/deepspeed_options.py derives its dictionary.
 
 An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
-rank owns under ZeRO. plain.py and pipeline.py hold the two kinds.
+rank owns under ZeRO. plain.py and pipeline.py hold the two kinds. DeepSpeed runs the passes; the optimizer is that of
+sharded.py at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +21,22 @@ from torch import nn
 
 from data_utils.base.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
+from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
-from megatron_lite.model.tensor_parallel import partition_of
+from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import nvidia_apex
+from megatron_lite.train.deepspeed_engines import deepspeed_engine
+from megatron_lite.train.sharded import Outcome, ShardedOptimizer, Treatment
+from megatron_lite.train.zero3 import Zero3
 
 log = logging.getLogger(__name__)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+COMMUNICATION_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -46,9 +51,8 @@ def _without_decay(name: str) -> bool:
     return name.endswith("bias") or "layernorm" in name
 
 
-def make_adamw(named: Mapping[str, nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
+def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW of torch or apex."""
-    groups = parameter_groups(named, settings.weight_decay)
     common: dict[str, Any] = {
         "lr": 0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
         "betas": (settings.beta1, settings.beta2),
@@ -86,14 +90,24 @@ def memory_advice(config: Config) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer step."""
+    """One optimizer step. Its outcome may still be computed by the device: reading it waits, once."""
 
     objective_sums: (
         torch.Tensor
     )  # fp64 [objectives, 2] of this rank's samples; zeros without the model's last layer
-    grad_norm: float  # global norm before clipping; inf when skipped
-    skipped: bool  # non-finite gradients: all ranks left their weights unchanged
-    loss_scale: float
+    outcome: Callable[[], Outcome]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.outcome().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        return self.outcome().skipped
+
+    @property
+    def loss_scale(self) -> float:
+        return self.outcome().loss_scale
 
 
 GradientObserver = Callable[[Fragment, torch.Tensor], None]
@@ -111,7 +125,6 @@ class Engine(ABC):
         mpu: Any,
     ):
         """Args: named: the parameters of this rank under their global names."""
-        import deepspeed
         from deepspeed.accelerator import get_accelerator
 
         # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
@@ -121,19 +134,60 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
-        optimizer = make_adamw(named, config.optimizer)
-        options = config.deepspeed_options(context.dp.size)
-        with without_chatter():
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
-            )
         self.context = context
         self._config = config
         self.named_parameters = named
-        self._clip_grad_norm = config.optimizer.clip_grad_norm
+        options = config.deepspeed_options(context.dp.size)
+        with without_chatter():
+            if config.parallel.zero_stage == 3:
+                self._engine = self._stage_3(module, options, mpu)
+                self._zero: ShardedOptimizer | Zero3 = Zero3(self._engine.optimizer, context.dp)
+            else:
+                self._engine = deepspeed_engine(module, options, mpu, self._sharded)
+                self._zero = self._engine.optimizer
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
-        self._allocate_moments()
+
+    def _stage_3(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
+        import deepspeed
+
+        settings = self._config.optimizer
+        optimizer = make_adamw(parameter_groups(self.named_parameters, settings.weight_decay), settings)
+        return deepspeed.initialize(
+            model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
+        )[0]
+
+    def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
+        # The backward pass finishes gradients about in the reverse order of the layers.
+        treatments = {p: self._treatment(name, p) for name, p in reversed(self.named_parameters.items())}
+        return ShardedOptimizer(
+            treatments,
+            self.context,
+            stage=self._config.parallel.zero_stage,
+            bucket_size=options["zero_optimization"].get(
+                "reduce_bucket_size", default_bucket_size(self.context.dp.size)
+            ),
+            clip_grad_norm=self._config.optimizer.clip_grad_norm,
+            communication_type=COMMUNICATION_TYPES[options["communication_data_type"]],
+            loss_scaler=loss_scaler,
+            make_optimizer=lambda groups: make_adamw(groups, self._config.optimizer),
+            offload=self._config.parallel.offload_optimizer,
+        )
+
+    def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
+        """How the optimizer treats a parameter of this global name."""
+        tp, pp = self.context.tp, self.context.pp
+        is_split = partition_of(parameter).dim is not None
+        summed_over = None
+        if is_partial(parameter):
+            summed_over = tp
+        elif pp.size > 1 and name == TIED:
+            summed_over = self.context.pipeline_ends()
+        return Treatment(
+            weight_decay=0.0 if _without_decay(name) else self._config.optimizer.weight_decay,
+            counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
+            summed_over=summed_over,
+        )
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
@@ -161,39 +215,16 @@ class Engine(ABC):
             tensor_parallel_size=self.context.tp.size,
         )
 
-    def _allocate_moments(self) -> None:
-        """Allocate Adam's moments before the first step, so that saving and loading always find them."""
-        optimizer = self._zero.optimizer
-        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
-        if self._is_stage_3:
-            flats = self._zero.fp32_partitioned_groups_flat
-        for flat in flats:
-            state = optimizer.state[flat]
-            state["step"] = torch.tensor(0.0, device=flat.device)
-            for key in MOMENTS:
-                state[key] = torch.zeros_like(flat)
-        if not self._is_stage_3:
-            self._zero._lazy_init_hp_params_optimizer_state()
-
     def _announce_updates(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
-        step = self._zero.step
+        optimizer = self._engine.optimizer
+        step = optimizer.step
 
         def announced_step(*args: Any, **kwargs: Any) -> Any:
             self.before_update()
             return step(*args, **kwargs)
 
-        self._zero.step = announced_step
-
-    @property
-    def loss_scale(self) -> float:
-        scaler = self._loss_scaler
-        return 1.0 if scaler is None else float(scaler.cur_scale)
-
-    @property
-    def _loss_scaler(self) -> Any:
-        """None under DeepSpeed's BF16_Optimizer, its choice for bf16 with fp32 accumulation at ZeRO 1."""
-        return getattr(self._zero, "loss_scaler", None)
+        optimizer.step = announced_step
 
     def set_embedding_gradient_shrink(self, factor: float) -> None:
         """Scale the embeddings' gradients by `factor` from the next step on."""
@@ -201,18 +232,13 @@ class Engine(ABC):
             if isinstance(module, PositionEmbeddings):
                 module.gradient_shrink = factor
 
-    def _set_lr(self, lr: float) -> None:
+    def _begin_step(self, micro_batches: int, lr: float) -> None:
+        self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
             group["lr"] = lr
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
-        norm = self._engine.get_global_grad_norm()
-        norm = math.inf if norm is None else float(norm)
-        skipped = bool(self._zero.overflow)
-        if skipped and getattr(self._zero, "cpu_offload", False):
-            # DeepSpeed 0.19.8 does not clear these when it offloads: later steps would inherit the bad gradients.
-            self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
-        return StepResult(objective_sums, norm, skipped, self.loss_scale)
+        return StepResult(objective_sums, self._zero.outcome)
 
     # Gradients
 
@@ -225,6 +251,8 @@ class Engine(ABC):
         """
 
         def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if self._zero.is_skipping():
+                return
             flats = [flat for group in optimizer.param_groups for flat in group["params"]]
             for fragment in self.fragments():
                 gradient = _gradient_of(fragment.tensors["weight"], flats)
@@ -240,9 +268,10 @@ class Engine(ABC):
 
     def clip_divisor(self, grad_norm: float) -> float:
         """The number by which clipping divided a step's gradients, from their norm before clipping."""
-        if self._clip_grad_norm == 0:
+        clip_grad_norm = self._config.optimizer.clip_grad_norm
+        if clip_grad_norm == 0:
             return 1.0
-        return max(1.0, (grad_norm + 1e-6) / self._clip_grad_norm)  # DeepSpeed's formula
+        return max(1.0, (grad_norm + 1e-6) / clip_grad_norm)  # DeepSpeed's formula
 
     # State for checkpoints
 
@@ -250,36 +279,13 @@ class Engine(ABC):
         """The fragments this rank owns. Together the ranks own every element, some elements several times."""
         tp = self.context.tp
         for name, parameter in self.named_parameters.items():
-            owned = self._owned(parameter)
+            owned = self._zero.owned(parameter)
             if owned is None:
                 continue
             shape, start, tensors = owned
             partition = partition_of(parameter)
             is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
-
-    def _owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
-        """Shape of the shard; first element and state of the range that this rank owns; None if it owns nothing."""
-        keys = {"weight": None, **{key: key for key in MOMENTS}}
-        if self._is_stage_3:
-            # Each rank has an equal range of every parameter, the last ones padded.
-            length = parameter.ds_tensor.numel()
-            start = self.context.dp.rank * length
-            count = min(length, parameter.ds_numel - start)
-            if count <= 0:
-                return None
-            read = self._zero._get_fp32_opt_state_partition
-            tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
-            return tuple(parameter.ds_shape), start, tensors
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        tensors = {kind: mapping.get_hp_fragment(optim_state_key=key) for kind, key in keys.items()}
-        return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
-
-    @property
-    def _is_stage_3(self) -> bool:
-        return self._engine.zero_optimization_stage() == 3
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
@@ -294,29 +300,23 @@ class Engine(ABC):
 
     def scalar_state(self) -> dict[str, Any]:
         """Adam's step count and the loss scaler, as JSON values."""
-        optimizer = self._zero.optimizer
-        first = next(iter(optimizer.state.values()))
-        scaler = {
-            key: getattr(self._loss_scaler, key) for key in SCALER_STATE if hasattr(self._loss_scaler, key)
-        }
-        return {"adam_step": float(first["step"]), "loss_scaler": scaler}
+        self._zero.outcome()  # it adapts the loss scale
+        first = next(iter(self._zero.optimizer.state.values()))
+        scaler = self._zero.loss_scaler
+        values = {key: getattr(scaler, key) for key in SCALER_STATE if hasattr(scaler, key)}
+        return {"adam_step": float(first["step"]), "loss_scaler": values}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         for values in self._zero.optimizer.state.values():
             values["step"].fill_(state["adam_step"])
+        scaler = self._zero.loss_scaler
         for key, value in state["loss_scaler"].items():
-            if key in SCALER_STATE and hasattr(self._loss_scaler, key):
-                setattr(self._loss_scaler, key, value)
+            if key in SCALER_STATE and hasattr(scaler, key):
+                setattr(scaler, key, value)
 
     def publish_weights(self) -> None:
         """Copy the fp32 masters to the model weights, on every rank; called after fragments were changed."""
-        if not self._is_stage_3:
-            self._zero.update_lp_params()
-            return
-        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
-            self._zero._reassign_or_swap_out_partitioned_parameters(group)
-        if self._zero.persistent_parameters:  # small ones, whole on every rank
-            self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
+        self._zero.publish_weights()
 
 
 def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.Tensor | None:

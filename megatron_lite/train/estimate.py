@@ -1,9 +1,9 @@
 """An estimate of parameters, memory of the fullest rank, FLOPs and tokens/s of a layout, without a GPU.
 
-Parameters are exact. Memory is the sum of weights, gradients and optimizer state as DeepSpeed 0.19.8 stores them, and
-of what autograd stores of a block (arXiv:2205.05198, section 4.1, without the attention matrix, which fused kernels do
-not store). Fragmentation, CUDA and NCCL add 1 to 3 GiB in most cases. Speed assumes a share of the devices' peak, the
-MFU, which a short run measures better.
+Parameters are exact. Memory is the sum of weights, gradients and optimizer state as sharded.py stores them, at ZeRO 3
+as DeepSpeed 0.19.8 does, and of what autograd stores of a block (arXiv:2205.05198, section 4.1, without the attention
+matrix, which fused kernels do not store). Fragmentation, CUDA and NCCL add 1 to 3 GiB in most cases. Speed assumes a
+share of the devices' peak, the MFU, which a short run measures better.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
 
 DEFAULT_PEAK_TFLOPS = 989.0  # bf16 on an H100
 MFU = 0.4
 FILLED = 0.96  # share of a row's tokens that are not padding (docs/log.md)
-REDUCE_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default
+STAGE_3_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default
 LOGIT_BYTES = 10  # per loss row and token of the vocabulary: logits, their fp32 copy, gradient
 
 
@@ -128,9 +129,15 @@ def _memory(config: Config, stage: Stage, dp: int, in_flight: int) -> dict[str, 
     width = 2 if half else 4
     zero = parallel.zero_stage
     weights = count * width / (dp if zero == 3 else 1)
-    # Half-precision gradients, and the fp32 sums over micro-batches; from stage 2 on each rank keeps its share.
-    gradients = count * (width + (4 if half else 0)) if zero == 1 else count * 4 / dp
-    buckets = 0 if zero == 1 else min(REDUCE_BUCKET_ELEMENTS, count) * width
+    # The fp32 sums over micro-batches; from stage 2 on each rank keeps its share.
+    gradients = count * 4 / (1 if zero == 1 else dp)
+    # At stage 2 one bucket is filled while the one before is reduced.
+    bucket = config.deepspeed_options().get("zero_optimization", {}).get("reduce_bucket_size")
+    buckets = {
+        1: 0,
+        2: min(2 * (bucket or default_bucket_size(dp)), count) * 4,
+        3: min(bucket or STAGE_3_BUCKET_ELEMENTS, count) * width,
+    }[zero]
     tokens = config.batch.micro_batch_size * config.row_length
     head = tokens * config.loss_share * LOGIT_BYTES * stage.has_head
     recompute = config.training.recompute

@@ -177,7 +177,8 @@ class PipelineEngine(Engine):
         self._sums = self._no_sums(context.device)
         self._feed = _Feed(parallel, context.device)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
-        with without_chatter(), torch.no_grad():
+        assert context.process_groups is not None
+        with without_chatter(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
             stages = _Stages(config, context, parallel, self._feed, self._loss)
         named = stages.global_names(config.model.num_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
@@ -197,9 +198,9 @@ class PipelineEngine(Engine):
         return total * current.loss_factor
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        self._set_lr(lr)
+        self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
-        scale = self.context.dp.size * len(micro_batches)  # DeepSpeed divides by both
+        scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
         self._feed.fill(
             (self.prepared(micro.batch, micro.dropout_seed), micro.loss_factor * scale)
             for micro in micro_batches

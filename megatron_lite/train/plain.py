@@ -19,18 +19,19 @@ class PlainEngine(Engine):
     """Every process holds all layers: data parallelism, ZeRO and tensor parallelism."""
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
-        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        parallel = TensorParallel(
+            context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
+        )
         self.model = build_model(config, num_losses, parallel)
         super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        self._set_lr(lr)
+        self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
         for micro in micro_batches:
             batch = self._input(micro.batch, micro.dropout_seed)
             loss_sum, per_objective = self._engine(batch)
-            # DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks.
-            self._engine.backward(loss_sum * micro.loss_factor * self.context.dp.size * len(micro_batches))
+            self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
             self._engine.step()
             sums += per_objective
         return self._result(sums)

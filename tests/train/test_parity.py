@@ -14,6 +14,7 @@ from support.parity import Case, by_layout, outcomes_of
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.train.engine import Engine
 from megatron_lite.train.plain import make_engine
 
 
@@ -89,7 +90,7 @@ def without(name):
     """A fault: the tensor-parallel layers lack one of their collectives."""
 
     def run(context, case, record):
-        setattr(TensorParallel, name, lambda self, x: x)
+        setattr(TensorParallel, name, lambda self, x, *_: x)
         return parity.run_case(context, case, record)
 
     return run
@@ -107,26 +108,22 @@ def with_a_factor(context, case, record):
 
 def with_the_whole_norm_on_each_rank(context, case, record):
     """A fault: parameters do not say that they are split, so that the gradient norm counts rank 0's parts only."""
-    engine_of = parity.make_engine
-
-    def make(config, context, num_losses):
-        engine = engine_of(config, context, num_losses)
-        for parameter in engine.named_parameters.values():
-            parameter.tensor_model_parallel = False
-        return engine
-
-    parity.make_engine = make
+    treatment = Engine._treatment
+    Engine._treatment = lambda self, name, parameter: replace(
+        treatment(self, name, parameter), counts=context.tp.rank == 0
+    )
     return parity.run_case(context, case, record)
 
 
 @pytest.mark.parametrize(
     "fault, case, kind",
     [
-        (without("replicated"), Case(2, 1, 1, 2, True), "gradients"),
+        (without("mark_replicated"), Case(2, 1, 1, 2, True), "gradients"),
+        (without("replicated"), Case(2, 1, 1, 3, True), "gradients"),
         (with_a_factor, Case(1, 1, 2), "gradients"),
         (with_the_whole_norm_on_each_rank, Case(2, 1, 1), "norm"),
     ],
-    ids=["no sum of the norms' gradients", "factor", "norm of one rank"],
+    ids=["no sum of the norms' gradients", "nor at ZeRO 3", "factor", "norm of one rank"],
 )
 def test_a_fault_is_seen(fault, case, kind):
     """The comparison can fail, and far beyond the tolerance."""

@@ -1,0 +1,58 @@
+"""DeepSpeed's engines with an optimizer of ours.
+
+`deepspeed.initialize` wraps every optimizer in one of DeepSpeed's own. Here the engine is made directly, with the one
+method replaced that would do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _WithOurOptimizer:
+    """Of two parents: what DeepSpeed calls to make its optimizer."""
+
+    def _configure_optimizer(self, client_optimizer: Callable[[Any], Any], model_parameters: Any) -> None:
+        self.optimizer = self.basic_optimizer = client_optimizer(_loss_scaler(self))
+
+
+def _loss_scaler(engine: Any) -> Any:
+    """DeepSpeed's loss scaler of the engine's configuration; its scale is 1 except in fp16."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    return CreateLossScaler(
+        torch.float16 if engine.fp16_enabled() else torch.float32,
+        engine.loss_scale(),
+        engine.dynamic_loss_scale(),
+        engine.dynamic_loss_scale_args(),
+    )
+
+
+def deepspeed_engine(
+    module: nn.Module, options: dict[str, Any], mpu: Any, make_optimizer: Callable[[dict[str, Any], Any], Any]
+) -> Any:
+    """An engine whose `optimizer` is `make_optimizer(options, loss scaler)`, made once the module is on its device.
+
+    Args: mpu: None for a PipelineModule, which has its own.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    parent: Any = DeepSpeedEngine
+    if isinstance(module, PipelineModule):
+        parent, mpu = PipelineEngine, module.mpu()
+    return type("Engine", (_WithOurOptimizer, parent), {})(
+        args=None,
+        model=module,
+        optimizer=lambda loss_scaler: make_optimizer(options, loss_scaler),
+        mpu=mpu,
+        dist_init_required=False,
+        config=options,
+        config_class=DeepSpeedConfig(options, mpu),
+    )

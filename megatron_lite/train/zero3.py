@@ -1,0 +1,73 @@
+"""ZeRO stage 3: DeepSpeed's own optimizer, with the interface of `ShardedOptimizer`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_lite.parallel.collectives import Group
+from megatron_lite.train.sharded import MOMENTS, Outcome, allocate_moments
+
+
+class Zero3:
+    """Reads and writes the parts of DeepSpeed's stage-3 optimizer (0.19.8) that hold this rank's state."""
+
+    def __init__(self, optimizer: Any, dp: Group):
+        self._deepspeed = optimizer
+        self._dp = dp
+        allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of flat fp32 partitions."""
+        return self._deepspeed.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._deepspeed.param_groups
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self._deepspeed.loss_scaler
+
+    @property
+    def loss_factor(self) -> float:
+        """DeepSpeed scales the loss itself, and takes the mean over the data-parallel ranks, where a sum is wanted."""
+        return float(self._dp.size)
+
+    def begin(self, micro_batches: int) -> None:
+        """DeepSpeed counts them itself."""
+
+    @property
+    def outcome(self) -> Callable[[], Outcome]:
+        """Of the last step, which DeepSpeed has waited for."""
+        skipped = bool(self._deepspeed.overflow)
+        norm = math.inf if skipped else float(self._deepspeed._global_grad_norm)
+        outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
+        return lambda: outcome
+
+    def is_skipping(self) -> bool:
+        """DeepSpeed calls the inner optimizer only for gradients that are finite."""
+        return False
+
+    def owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """As `ShardedOptimizer.owned`: an equal range of every parameter, the last ones padded."""
+        length = parameter.ds_tensor.numel()
+        start = self._dp.rank * length
+        count = min(length, parameter.ds_numel - start)
+        if count <= 0:
+            return None
+        keys = {"weight": None, **{key: key for key in MOMENTS}}
+        read = self._deepspeed._get_fp32_opt_state_partition
+        tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+        return tuple(parameter.ds_shape), start, tensors
+
+    def publish_weights(self) -> None:
+        """Copy the fp32 weights of every rank's part to the model on all ranks."""
+        for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):
+            self._deepspeed._reassign_or_swap_out_partitioned_parameters(group)
+        if self._deepspeed.persistent_parameters:  # small ones, whole on every rank
+            self._deepspeed.persistent_parameters[0].all_gather(self._deepspeed.persistent_parameters)
