@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -137,8 +136,11 @@ def cases(devices: int) -> list[GpuCase]:
     return one + many
 
 
-def product_error(context: ParallelContext, settings: dict[str, Any]) -> float:
-    """How far an fp32 product on the device is from fp64, under the settings of a run."""
-    set_numerics(TrainingConfig(steps=1, **settings), context.device)
+def product_errors(context: ParallelContext) -> list[float]:
+    """How far an fp32 product on the device is from fp64, without and with TF32."""
     a, b = (x.float() for x in draw((512, 512), count=2))
-    return difference(a.to(context.device) @ b.to(context.device), a.double() @ b.double())
+    errors = []
+    for tf32 in (False, True):
+        set_numerics(TrainingConfig(steps=1, tf32=tf32), context.device)
+        errors.append(difference(a.to(context.device) @ b.to(context.device), a.double() @ b.double()))
+    return errors
