@@ -8,7 +8,7 @@ from megatron_lite.model.heads import cross_entropy
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time
 def test_equals_torch_for_every_chunking(monkeypatch, chunk_bytes):
-    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator, requires_grad=True)
     targets = torch.randint(0, 11, (7,), generator=generator)
@@ -35,3 +35,31 @@ def test_no_rows_give_no_loss_and_a_zero_gradient():
     loss = cross_entropy(torch.empty(0, 4) @ weight.T, torch.empty(0, dtype=torch.int64)).sum()
     loss.backward()
     assert loss == 0 and not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first, valid", [(0, 11), (0, 7), (5, 11), (11, 4), (22, 0)])
+def test_formulas_for_compilers_equal_the_loops_of_the_cpu(dtype, first, valid):
+    """Of a rank's shard of 11 columns, the last ones padding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(30, 11, generator=generator)).to(dtype)
+    targets = torch.randint(0, 22, (30,), generator=generator).int()
+    grad = torch.rand(30, generator=generator)
+    ours, theirs = (f(logits, targets, first, valid) for f in (module.sums_formula, module._sums_on_cpu))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert (ours[0] == -torch.inf).all() == (valid == 0)
+    copies = [logits.clone(), logits.clone()]
+    log_sums = ours[0] if valid else torch.zeros(30)
+    for write, copy in zip((module.gradient_formula, module._gradient_on_cpu), copies, strict=True):
+        write(copy, targets, log_sums, grad, first, valid)
+    # bf16: both round the fp32 result once.
+    torch.testing.assert_close(*copies)
+    assert not copies[0][:, valid:].any()
+    if valid:
+        exact = logits[:, :valid].double().requires_grad_()
+        mine = (targets >= first) & (targets < first + valid)
+        picked = exact.gather(1, (targets.long() - first).clamp(0, valid - 1)[:, None])[:, 0]
+        loss = exact.logsumexp(-1) - torch.where(mine, picked, 0.0)
+        (expected,) = torch.autograd.grad(loss, exact, grad.double())
+        torch.testing.assert_close(copies[0][:, :valid].double(), expected, rtol=1e-2, atol=1e-2)
