@@ -272,8 +272,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
     ),
     "deepspeed of ZeRO 3": (
-        over("deepspeed.zero_optimization.stage3_prefetch_bucket_size=5"),
-        ("stage3_prefetch_bucket_size has an effect at parallel.zero_stage 3 only", "remove it"),
+        over("deepspeed.bf16.immediate_grad_update=true"),
+        ("immediate_grad_update has an effect at parallel.zero_stage 3 only", "remove it"),
     ),
     "deepspeed that is always done": (
         over("deepspeed.zero_optimization.reduce_scatter=false"),
