@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,8 +17,7 @@ class Counts:
     """Numbers of one phase over all micro-batches of the traced step. Keys of places are `file:line`."""
 
     launches: float = 0  # operations that start at least one kernel
-    attention: float = 0  # of them, forward calls of an attention kernel
-    matmuls: float = 0
+    attention: Counter[str] = field(default_factory=Counter)  # of them, forward calls of an attention kernel
     waits: Counter[str] = field(default_factory=Counter)  # the host waits for the device: place -> times
     pinned: Counter[str] = field(default_factory=Counter)  # asynchronous copies to the device
     pageable: Counter[str] = field(default_factory=Counter)  # other copies to the device
@@ -39,24 +39,18 @@ def _plain(value: Any) -> Any:
 
 
 def extended(first: Any, second: Any, steps: float) -> Any:
-    """`first` + `steps` x (`second` - `first`) for every number of two trees of one form."""
-    if isinstance(first, dict):
-        return {
-            key: extended(first.get(key, _zero(second, key)), second.get(key, _zero(first, key)), steps)
-            for key in first.keys() | second.keys()
-        }
-    return first + steps * (second - first)
-
-
-def _zero(tree: dict[str, Any], key: str) -> Any:
-    return {} if isinstance(tree[key], dict) else 0
+    """`first` + `steps` x (`second` - `first`) for every number of two trees; what one of them lacks is 0."""
+    return _combined(first, second, lambda less, more: less + steps * (more - less))
 
 
 def difference(more: Any, less: Any) -> Any:
-    """`more` - `less` for every number of two trees of one form."""
-    if isinstance(more, dict):
-        return {
-            key: difference(more.get(key, _zero(less, key)), less.get(key, _zero(more, key)))
-            for key in more.keys() | less.keys()
-        }
-    return more - less
+    """`more` - `less` for every number of two trees; what one of them lacks is 0."""
+    return _combined(more, less, lambda a, b: a - b)
+
+
+def _combined(first: Any, second: Any, combine: Callable[[float, float], float]) -> Any:
+    if not isinstance(first, dict):
+        return combine(first, second)
+    return {
+        key: _combined(first.get(key, 0), second.get(key, 0), combine) for key in first.keys() | second.keys()
+    }

@@ -24,6 +24,7 @@ from megatron_lite.train.reports import step_flops
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.
 _EVERY, _OTHERS, _ONCE = ("input", "forward"), ("backward", "sums"), ("last_backward", "last_sums", "step")
+PLACES = ("waits", "pinned", "pageable", "unaligned", "attention")
 _WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
 Run = Callable[[Case], dict[str, Any]]
 
@@ -48,7 +49,7 @@ class _Rank:
         """The same of one micro-batch, on average over those of the traced step."""
         return _weighted(self.phases, key, dict.fromkeys(_WITHIN, 1.0 / self.traced))
 
-    def of_layer(self, key: str, *phases: str) -> float:
+    def of_layer(self, key: str, *phases: str) -> Any:
         """Of one layer and micro-batch."""
         return _weighted(self.layer, key, dict.fromkeys(phases, 1.0 / self.traced))
 
@@ -141,7 +142,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
     dp = parallel.data_parallel_size(request.processes)
     flops = step_flops(config.model, *map(int, work)) * dp / request.processes
     expected = Expected(
-        attention_calls_per_layer=max(rank.of_layer("attention", "forward") for rank in ranks),
+        attention_calls_per_layer=max(sum(rank.of_layer("attention", "forward").values()) for rank in ranks),
         launches_per_layer_forward=max(rank.of_layer("launches", "forward") for rank in ranks),
         launches_per_layer_backward=max(
             rank.of_layer("launches", "backward", "last_backward") for rank in ranks
@@ -159,9 +160,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
         expected_mfu=flops / (max(host_ms, roofline_ms) / 1e3) / (gpu.peak_tflops * 1e12),
     )
     details = Details(
-        places={
-            key: _most_of_micro_batch(ranks, key) for key in ("waits", "pinned", "pageable", "unaligned")
-        },
+        places={key: _most_of_micro_batch(ranks, key) for key in PLACES},
         step_places=max(
             (rank.phases["step"]["waits"] for rank in ranks), key=lambda places: sum(places.values())
         ),

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_lite.model import attention as model_attention
+from megatron_lite.profile import flex_kernel
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.record import Recorder
-
-_CAUSAL = object()
 
 
 class _Stub:
@@ -132,9 +130,8 @@ def _patch_kernels() -> None:
     ) -> torch.Tensor:
         if not isinstance(q, FakeTensor):
             return on_host(q, k, v, attn_mask, dropout_p, is_causal, **options)
-        if attn_mask is None or attn_mask is _CAUSAL:
-            causal = is_causal or attn_mask is not None
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+        if attn_mask is None:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         if attn_mask.dtype == torch.bool:
             zero, never = (torch.full((), x, dtype=q.dtype, device=q.device) for x in (0.0, float("-inf")))
             attn_mask = torch.where(attn_mask, zero, never)
@@ -142,6 +139,4 @@ def _patch_kernels() -> None:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p)[0]
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    # torch's own object cannot be made under dispatch modes. To be deleted when the model no longer asks for it.
-    if hasattr(model_attention, "causal_lower_right"):
-        model_attention.causal_lower_right = lambda *_: _CAUSAL  # type: ignore[assignment, return-value]
+    flex_kernel.install()

@@ -139,14 +139,16 @@ class Recorder(TorchDispatchMode):
             self.wait("item()")
             with unset_fake_temporarily():
                 return _value(args[0]).item()
-        values = self._values(func, name, args, kwargs, tensors)
-        if (values is not None and name in _VALUES_DECIDE_SHAPES) or (name == "index" and _has_mask(args)):
+        if name in _VALUES_DECIDE_SHAPES or (name == "index" and _has_mask(args)):
             self.wait(f"{name}()")
+            values = self._values(func, name, args, kwargs, tensors)
             if values is None:
                 raise NotImplementedError(f"{place()}: {name} of values that only a device knows")
             out = tree_map_only(torch.Tensor, self._fake, values)
         else:
             out = func(*args, **kwargs)
+            is_small = max((t.numel() for t in _tensors(out)), default=0) <= KEPT_ELEMENTS
+            values = self._values(func, name, args, kwargs, tensors) if is_small or func.is_view else None
             _keep(func, args, out, values)
         self._count(func, name, args, kwargs, out)
         return out
@@ -167,9 +169,7 @@ class Recorder(TorchDispatchMode):
             return None
         if any(isinstance(t, FakeTensor) and _known(t) is None for t in tensors):
             return None
-        if (
-            name in _FACTORIES and _size_of(args) > KEPT_ELEMENTS
-        ) or torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         if not func.is_view and max((t.numel() for t in tensors), default=0) > KEPT_ELEMENTS:
             return None
@@ -180,7 +180,10 @@ class Recorder(TorchDispatchMode):
             host_kwargs = host_kwargs | {"device": torch.device("cpu")}
         with unset_fake_temporarily():
             out = func(*host_args, **host_kwargs)
-            return out.zero_() if name in _EMPTY else out  # so that its parts can be written one by one
+            if name not in _EMPTY:
+                return out
+            # Known, so that its parts can be written one by one; of numbers that decide nothing the host keeps none.
+            return None if out.dtype.is_floating_point else out.zero_()
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         """A device tensor of the same shape that knows its values."""
@@ -256,12 +259,11 @@ class Recorder(TorchDispatchMode):
         now = self.now
         now.launches += 1
         if name in _MATMULS:
-            now.matmuls += 1
             rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
             if rows:
                 now.unaligned[f"{place()} {name}, rows of {rows[0]}"] += 1
         if any(part in name for part in _ATTENTION) and "backward" not in name and self.phase == "forward":
-            now.attention += 1
+            now.attention[place()] += 1
         kind, micros = cost_of(func, name, args, kwargs, out, self.gpu, self.phase)
         now.micros[kind] += micros  # type: ignore[assignment]
 
@@ -281,7 +283,11 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor | None:
-    return getattr(tensor, "host_values", None)
+    """The values of a device tensor, where the host knows them."""
+    values = getattr(tensor, "host_values", None)
+    if values is None or values.shape != tensor.shape:  # `tensor.data` was set to another one
+        return None
+    return values
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,16 +316,6 @@ def _keep(func: Any, args: Any, out: Any, values: Any) -> None:
     if isinstance(out, FakeTensor) and out.numel() == 1 and out.dtype.is_floating_point and not func.is_view:
         with unset_fake_temporarily():
             out.host_values = torch.ones(out.shape, dtype=out.dtype)  # type: ignore[attr-defined]
-
-
-def _size_of(args: Any) -> int:
-    """Elements that a factory makes, about."""
-    first = args[0] if args else 0
-    if isinstance(first, torch.Tensor):
-        return first.numel()
-    if isinstance(first, (list, tuple)):
-        return int(torch.Size(first).numel())
-    return int(args[1] - first) if len(args) > 1 and isinstance(args[1], (int, float)) else int(first)
 
 
 def _has_mask(args: Any) -> bool:

@@ -10,6 +10,7 @@ from megatron_lite.profile.request import CUDA_LAUNCH_US, Profile
 
 SHOWN_PLACES = 12  # of each kind
 _TITLES = {
+    "attention": "attention calls of all layers, forward, a micro-batch",
     "waits": "waits for the device, a micro-batch",
     "pageable": "copies to the device that wait, a micro-batch",
     "pinned": "copies to the device that do not wait, a micro-batch",

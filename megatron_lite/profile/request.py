@@ -59,7 +59,7 @@ class Details:
 
     places: dict[
         str, dict[str, float]
-    ]  # waits, pinned, pageable, unaligned -> place -> times per micro-batch
+    ]  # waits, pinned, pageable, unaligned, attention -> place -> times of a micro-batch
     step_places: dict[str, float]  # waits of a step beside those of its micro-batches
     kinds: dict[str, float]  # kind of kernel -> ms of a step, of the slowest rank
     communication_ms: dict[str, float]  # group -> ms of a step, if nothing overlaps

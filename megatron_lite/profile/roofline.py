@@ -106,6 +106,8 @@ def _attention_micros(name: str, args: Any, gpu: Gpu) -> float:
 
 def _pairs(name: str, args: Any) -> float:
     """Pairs of query and key that a call computes."""
+    if name.startswith("flex_attention"):
+        return float(args[-1])
     first = 1 if "backward" in name else 0
     query, key = args[first], args[first + 1]
     if query.dim() == 4:

@@ -1,0 +1,58 @@
+"""What a training step may cost: no count of the published models may grow. To be lowered where a step gets cheaper.
+
+A table row: attention calls, launches forward and backward of a layer; waits, copies, copies that wait and unaligned
+matmuls of a micro-batch; waits beside the micro-batches.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+COLUMNS = ("attention", "forward", "backward", "waits", "copies", "pageable", "unaligned", "waits of a step")
+CEILINGS = {
+    # 335M, the paper's mixture, 16 x 568 tokens
+    "data parallel": (2, 15, 39, 0, 1, 0, 3, 0),
+    "tensor parallel": (2, 15, 39, 0, 1, 0, 3, 0),
+    "sequence parallel": (2, 15, 39, 0, 1, 0, 3, 0),
+    "pipeline": (2, 15, 39, 0, 1, 0, 3, 0),
+    "unilmv2": (2, 21, 48, 0, 1, 0, 3, 0),
+    "bert": (1, 12, 34, 0, 1, 0, 6, 0),
+}
+
+
+def counts(profile):
+    expected, details = profile.expected, profile.details
+    return (
+        expected.attention_calls_per_layer,
+        expected.launches_per_layer_forward,
+        expected.launches_per_layer_backward,
+        expected.waits_per_micro_batch,
+        expected.copies_per_micro_batch,
+        sum(details.places["pageable"].values()),
+        expected.unaligned_matmuls,
+        sum(details.step_places.values()),
+    )
+
+
+def grown(profile, ceilings):
+    """What is above its ceiling, in words, with the places where it happens."""
+    places = {"attention": "attention", "waits": "waits", "copies": "pinned"}
+    places |= {"pageable": "pageable", "unaligned": "unaligned"}
+    lines = []
+    for column, count, ceiling in zip(COLUMNS, counts(profile), ceilings, strict=True):
+        if count > ceiling:
+            at = profile.details.places.get(places.get(column, ""), {})
+            lines.append(f"{column} {count:g}, at most {ceiling}: {at or profile.details.step_places}")
+    return lines
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_no_count_grows(profiles, name):
+    assert grown(profiles[name], CEILINGS[name]) == []
+
+
+@pytest.mark.parametrize(("plant", "column"), [("an item()", "waits"), ("an attention call", "attention")])
+def test_the_ceiling_finds_what_is_planted(profiles, plant, column):
+    lines = grown(profiles[f"bert, {plant}"], CEILINGS["bert"])
+    found = [line for line in lines if line.startswith(f"{column} ")]
+    assert len(found) == 1 and "tests/support/traced.py:" in found[0], lines

@@ -1,0 +1,102 @@
+"""Profiles for the tests, all traced in one process: `python tests/support/traced.py` writes a line of JSON for each.
+
+A plant is a mistake that is made in the product before the step is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
+BERT, UNILMV2 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",)
+TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
+SHORT = "model.num_layers=5"
+
+# name -> (configuration, ranks, micro-batches, settings, plant, traced layers)
+CASES = {
+    "data parallel": (PAPER, 64, 1, (), None, 1),
+    "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
+    "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
+    "pipeline": (PAPER, 2, 1, (PP,), None, 1),
+    "unilmv2": (UNILMV2, 64, 1, (), None, 1),
+    "bert": (BERT, 64, 2, (), None, 1),
+    "bert, an item()": (BERT, 64, 1, (), "wait", 1),
+    "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
+    "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
+    "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),
+}
+
+
+def request_of(files, processes, micro_batches, settings, layers):
+    from megatron_lite.config.tree import load_config
+    from megatron_lite.profile.gpus import GPUS
+    from megatron_lite.profile.request import Request
+
+    config = load_config([ROOT / file for file in files], settings)
+    dp = config.parallel.data_parallel_size(processes)
+    samples = config.batch.micro_batch_size * dp * micro_batches
+    settings = (*settings, f"batch.global_batch_size={samples}")
+    return Request.of(load_config([ROOT / file for file in files], settings), processes, GPUS["h100"], layers)
+
+
+def plant(kind):
+    """Let every block of the model wait for the device, or call an attention kernel once more."""
+    import torch.nn.functional as F
+
+    from megatron_lite.model.glm import Block
+
+    forward = Block._forward
+
+    def planted(self, hidden, *rest):
+        if kind == "wait":
+            hidden.sum().item()
+        else:
+            heads = hidden.view(1, len(hidden), -1, 64).transpose(1, 2)
+            F.scaled_dot_product_attention(heads, heads, heads)
+        return forward(self, hidden, *rest)
+
+    Block._forward = planted
+
+
+def main():
+    from megatron_lite.profile.expected import expect
+    from megatron_lite.profile.trace import run_case
+    from megatron_lite.profile.worker import forked, load_libraries
+
+    load_libraries()
+
+    def run(kind, case):
+        if kind is not None:
+            plant(kind)
+        return run_case(case)
+
+    for files, processes, micro_batches, settings, kind, layers in CASES.values():
+        request = request_of(files, processes, micro_batches, settings, layers)
+        trace = functools.partial(run, kind)
+        print(
+            json.dumps(expect(request, 10.0, lambda case, trace=trace: forked(lambda: trace(case)))),
+            flush=True,
+        )
+
+
+def all_profiles():
+    """name -> Profile, of all cases."""
+    from megatron_lite.profile.request import read_answer
+
+    environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(CASES, map(read_answer, answers), strict=True))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
