@@ -250,8 +250,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check(
             not self.compile or self.layernorm == "torch",
-            "training.compile is true and training.layernorm is apex, which cannot be compiled; set compile to null, or "
-            "layernorm to torch.",
+            "training.compile is true and training.layernorm is apex, which cannot be compiled; set compile to null, "
+            "or layernorm to torch.",
         )
         check(
             not self.loss_weights or self.loss_normalization == "per_objective",

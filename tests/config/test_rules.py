@@ -271,6 +271,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "remove the DeepSpeed key",
         ),
     ),
+    "deepspeed of ZeRO 3": (
+        over("deepspeed.bf16.immediate_grad_update=true"),
+        ("immediate_grad_update has an effect at parallel.zero_stage 3 only", "remove it"),
+    ),
+    "deepspeed that is always done": (
+        over("deepspeed.zero_optimization.reduce_scatter=false"),
+        ("reduce_scatter is False", "always done", "remove it"),
+    ),
     "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
     "deepspeed refused": (
         over("deepspeed.optimizer.type=Adam"),
