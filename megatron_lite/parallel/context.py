@@ -89,7 +89,8 @@ class ParallelContext:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            # NCCL would otherwise guess the device from the rank.
+            dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -381,8 +381,9 @@ class ShardedOptimizer:
                 self._buckets_of[part] = list(dict.fromkeys(self._bucket_of[p] for p in part.parameters()))
             buckets = self._buckets_of[part]
         for bucket in buckets:
-            finish(bucket.gathering)
-            bucket.gathering = None
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
 
     @property
     def loss_factor(self) -> float:

@@ -161,6 +161,27 @@ def test_options_that_have_a_section_of_their_own_are_refused(key):
         tiny(f"deepspeed.{key}={{enabled: true}}")
 
 
+@pytest.mark.parametrize("key", ours.ONLY_AT_STAGE_3)
+def test_options_without_effect_at_stages_1_and_2_are_refused_there(key):
+    numbers = {"gradient_predivide_factor": 2.0, "zero_optimization.allgather_bucket_size": 1000}
+    value = numbers.get(key, True)
+    for stage in (1, 2):
+        with pytest.raises(ConfigError, match=f"deepspeed.{key} has an effect at parallel.zero_stage 3 only"):
+            tiny(f"deepspeed.{key}={value}", f"parallel.zero_stage={stage}")
+    tiny(f"deepspeed.{key}={value}", "parallel.zero_stage=3")
+
+
+@pytest.mark.parametrize("key", ours.ALWAYS_AT_STAGES_1_AND_2)
+def test_what_stages_1_and_2_always_do_cannot_be_turned_off(key):
+    for stage in (1, 2):
+        tiny(f"deepspeed.{key}=true", f"parallel.zero_stage={stage}")
+        with pytest.raises(
+            ConfigError, match=f"deepspeed.{key} is False, but at parallel.zero_stage 1 and 2"
+        ):
+            tiny(f"deepspeed.{key}=false", f"parallel.zero_stage={stage}")
+    tiny(f"deepspeed.{key}=false", "parallel.zero_stage=3")
+
+
 WRONG_OPTIONS = {
     "deepspeed.zero_optimisation={}": "unknown setting deepspeed.zero_optimisation; the nearest valid key is "
     "deepspeed.zero_optimization.",

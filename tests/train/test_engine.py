@@ -79,6 +79,7 @@ def test_the_deepspeed_dictionary_is_derived():
     assert options["gradient_accumulation_steps"] == 2 and options["gradient_clipping"] == 0.5
     assert options["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 1}
     assert options["wall_clock_breakdown"] is True
+    assert options["timers"] == {"throughput": {"enabled": False}}  # it would wait for the device
 
 
 def test_a_world_that_does_not_fit_the_batch_is_refused():
