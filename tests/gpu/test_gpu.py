@@ -163,9 +163,9 @@ def test_the_check_of_resume_works(settings):
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("apex") is None, reason="NVIDIA apex is not installed")
 def test_apex_trains_as_torch(visible_gpus, settings):
-    wide = {"model": {"hidden_size": 128}, "optimizer": {"eps": 1e-3}}
+    mixture = merge(MIXTURE, {"optimizer": {"eps": 1e-3}})  # some heads have no rows in some batches
     apex = {"optimizer": {"kernel": "apex"}, "training": {"layernorm": "apex"}}
-    ours, theirs = losses_of(settings, "torch", wide), losses_of(settings, "apex", wide, apex)
-    assert ours.keys() == theirs.keys() and len(ours) == 6
+    ours, theirs = losses_of(settings, "torch", mixture), losses_of(settings, "apex", mixture, apex)
+    assert ours.keys() == theirs.keys() and len(ours) == 4
     for step, expected in ours.items():
         assert theirs[step] == pytest.approx(expected, rel=1e-4), step
