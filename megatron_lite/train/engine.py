@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.glm import Block, PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 COMMUNICATION_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
+LENGTHS = 32  # on a GPU: into so many lengths the tokens of a batch are padded, 3 % at most
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -61,6 +63,23 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
     if settings.kernel == "apex":
         return nvidia_apex.make_adamw(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether the blocks of a run are compiled."""
+    if config.training.compile is not None:
+        return config.training.compile
+    gathers_weights = config.parallel.zero_stage == 3  # between the layers of a block
+    return device.type == "cuda" and not gathers_weights and config.training.layernorm == "torch"
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile the blocks of a model, or of a pipeline stage, when they first run."""
+    # A graph for each length of a batch, with and without gradients; torch would stop at 8.
+    torch._dynamo.config.recompile_limit = 64
+    for block in module.modules():
+        if isinstance(block, Block):
+            block.compile_parts()
 
 
 @contextlib.contextmanager
@@ -134,6 +153,8 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
+        if compiles(config, context.device):
+            compile_blocks(module)
         self.context = context
         self._config = config
         self._named = named
@@ -205,12 +226,15 @@ class Engine(ABC):
 
     def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
         """A batch as the model takes it in this layout."""
-        parallel = self._config.parallel
+        rows, length = batch.layout.shape
         multiple = 1
         if self.context.pp.size > 1:
-            multiple = batch.layout.shape[0] * batch.layout.shape[1]  # what stages send has one shape
-        elif parallel.sequence_parallel:
-            multiple = self.context.tp.size  # the tokens are split evenly
+            multiple = rows * length  # what stages send has one shape
+        elif self.context.device.type == "cuda":
+            # Few lengths, so that memory is used again and blocks are compiled a few times at most.
+            multiple = -(-rows * length // (LENGTHS * 64)) * 64
+        if self._config.parallel.sequence_parallel:
+            multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         return prepare(
             batch,
             self.context.device,

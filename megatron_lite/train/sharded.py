@@ -37,6 +37,9 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.context import ParallelContext
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
+ADDED_ALONE = (
+    1 << 18
+)  # elements: a kernel of its own costs less than passing the gradient through memory twice
 MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -77,6 +80,11 @@ def allocate_moments(optimizer: torch.optim.Optimizer, flats: Iterable[torch.Ten
         state["step"] = torch.tensor(0.0, device=flat.device)
         for key in MOMENTS:
             state[key] = torch.zeros_like(flat)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _aligned(count: int, unit: int = ALIGNMENT) -> int:
@@ -147,10 +155,19 @@ class Bucket:
         """Move the waiting gradients into the sums, with few kernels."""
         if self.summed is None:
             self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        for is_first, move in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-            moved = [p for p in self.waiting if (p not in self.begun) == is_first]
-            if moved:
-                move([self.view(self.summed, p) for p in moved], [p.grad for p in moved])
+        first = [p for p in self.waiting if p not in self.begun]
+        if first:
+            torch._foreach_copy_([self.view(self.summed, p) for p in first], [_gradient(p) for p in first])
+        later = [p for p in self.waiting if p in self.begun]
+        small = [p for p in later if p.numel() < ADDED_ALONE]
+        if small:
+            # torch adds many tensors with one kernel only if all are of one type; it copies any.
+            wide = [torch.empty_like(p, dtype=torch.float32) for p in small]
+            torch._foreach_copy_(wide, [_gradient(p) for p in small])
+            torch._foreach_add_([self.view(self.summed, p) for p in small], wide)
+        for parameter in later:
+            if parameter.numel() >= ADDED_ALONE:
+                self.view(self.summed, parameter).add_(_gradient(parameter))
         self.begun.update(self.waiting)
         for parameter in self.waiting:
             parameter.grad = None
