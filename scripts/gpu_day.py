@@ -74,9 +74,9 @@ def steps(gpus: int) -> list[Step]:
     expected = ("scripts/profile_step.py", "--config", "configs/glm-large.yaml", "--processes", "1")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 400),
+        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 380),
         Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
-        Step("what a step of 335M should do on an H100", (*expected, "--json", "{json}"), 40),
+        Step("what a step of 335M should do on an H100", (*expected, "--json", "{json}"), 60),
         Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
         Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 40),
     ]  # fmt: skip
