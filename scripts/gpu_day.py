@@ -27,6 +27,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, run_
 from data_utils.base.files import require_writable
 
 ROOT = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 10  # for a step that is told to end
 MACHINE = """
 import importlib.util, json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -73,11 +74,11 @@ def steps(gpus: int) -> list[Step]:
     expected = ("scripts/profile_step.py", "--config", "configs/glm-large.yaml", "--processes", "1")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "--junit-xml", "{json}"), 320),
-        Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 80),
+        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 380),
+        Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
         Step("what a step of 335M should do on an H100", (*expected, "--json", "{json}"), 60),
-        Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 80, least_gpus=2),
-        Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 60),
+        Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
+        Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 40),
     ]  # fmt: skip
 
 
@@ -96,8 +97,7 @@ def run_step(step: Step, seconds: float, file: Path) -> Result:
             result.outcome = f"failed (exit status {process.returncode})"
     except subprocess.TimeoutExpired:
         result.outcome = f"failed (not done after {seconds:.0f} seconds)"
-        _end_group(process)
-        output, _ = process.communicate()
+        output = _interrupted(process)
     finally:
         _end_group(process)
     result.seconds = time.monotonic() - started
@@ -105,6 +105,15 @@ def run_step(step: Step, seconds: float, file: Path) -> Result:
     if file.exists():
         _read_results(file, result)
     return result
+
+
+def _interrupted(process: subprocess.Popen[str]) -> str:
+    """The output of a process that is told to end: pytest then still writes what it knows."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=GRACE_SECONDS)[0]
+    _end_group(process)
+    return process.communicate()[0]
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:

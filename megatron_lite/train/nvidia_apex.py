@@ -114,6 +114,7 @@ def _adamw_class() -> type[torch.optim.Optimizer]:
 def use_layernorm(module: nn.Module, device: torch.device) -> None:
     """Let every LayerNorm of a model run apex's kernel. Raises ConfigError if it does not run on `device`."""
     import torch
+    import torch.nn.functional as F
 
     from megatron_lite.model.tensor_parallel import LayerNorm
 
@@ -127,6 +128,8 @@ def use_layernorm(module: nn.Module, device: torch.device) -> None:
     def normalize(
         x: torch.Tensor, shape: torch.Size, weight: torch.Tensor, bias: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
+        if not x.numel():  # a head without rows: CUDA refuses a launch of no blocks
+            return F.layer_norm(x, shape, weight, bias, epsilon)
         return kernel(x, weight, bias, shape, epsilon)
 
     for layer in module.modules():

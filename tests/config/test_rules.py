@@ -284,6 +284,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("deepspeed.optimizer.type=Adam"),
         ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
     ),
+    "deepspeed option of stage 3": (
+        over("deepspeed.prescale_gradients=true"),
+        ("deepspeed.prescale_gradients has an effect", "parallel.zero_stage 3 only; remove it"),
+    ),
+    "deepspeed option that is always on": (
+        over("deepspeed.zero_optimization.overlap_comm=false"),
+        ("deepspeed.zero_optimization.overlap_comm is False", "always done; remove it"),
+    ),
 }
 
 

@@ -82,9 +82,16 @@ def test_failures_are_named_and_the_rest_still_runs(day, tmp_path):
     assert "| test_wrong | failure |" in page and "test_wrong: `assert (1 + 1) == 3" in page
 
 
-def test_a_step_that_hangs_is_ended(day):
-    """With all that it started."""
-    program = ("import os, signal", "os.fork()", r"os.write(1, b'%d\n' % os.getpid())", "signal.pause()")
+def test_a_step_that_hangs_is_ended(day, monkeypatch):
+    """With all that it started, also if it ignores a request."""
+    monkeypatch.setattr(gpu_day, "GRACE_SECONDS", 1)
+    program = (
+        "import os, signal",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "os.fork()",
+        r"os.write(1, b'%d\n' % os.getpid())",
+        "[signal.pause() for _ in range(9)]",
+    )
     hangs = "; ".join(program)
     status, _, everything = day(Step("hangs", ("-c", hangs), 2))
     assert status == ExitStatus.CRASHED

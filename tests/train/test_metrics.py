@@ -6,6 +6,7 @@ import pytest
 from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.profile.gpus import GPUS
 from megatron_lite.train.metrics import Metrics
 from megatron_lite.train.reports import (
     format_duration,
@@ -47,6 +48,11 @@ def test_flops_of_a_hand_counted_model():
 )
 def test_peaks_of_gpus_are_found_by_whole_words(name, peak):
     assert known_peak_tflops(name) == peak
+
+
+def test_the_profile_has_the_same_peaks():
+    for gpu in GPUS.values():
+        assert known_peak_tflops(f"NVIDIA {gpu.name.upper()}") == gpu.peak_tflops, gpu.name
 
 
 def test_losses_per_objective_are_weighted_means():

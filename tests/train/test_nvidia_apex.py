@@ -23,6 +23,7 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel
 from megatron_lite.train import nvidia_apex
 from megatron_lite.train.engine import MicroBatch
 from megatron_lite.train.plain import make_engine
@@ -122,6 +123,20 @@ def test_a_step_that_is_not_finite_changes_nothing(zero):
     assert skipped and count == 0.0
     for name, tensors in before.items():
         assert all(torch.equal(values, after[name][kind]) for kind, values in tensors.items()), name
+
+
+def norm_of_no_rows(context):
+    sys.path.insert(0, str(STAND_IN))
+    layer = LayerNorm(8, 1e-5, TensorParallel())
+    nvidia_apex.use_layernorm(layer, context.device)
+    out = layer(torch.empty(0, 8))
+    out.sum().backward()
+    return out.shape, layer.weight.grad
+
+
+def test_a_head_without_rows_has_a_norm():
+    ((shape, gradient),) = run_ranks(norm_of_no_rows, 1)
+    assert shape == (0, 8) and torch.equal(gradient, torch.zeros(8))
 
 
 def train_and_save(context, settings, directory):

@@ -8,6 +8,7 @@ calls = 0
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, shape, eps):
+        assert x.numel() > 0  # CUDA's "invalid configuration argument"
         assert tuple(shape) == x.shape[-1:] == weight.shape == bias.shape and x.dtype == weight.dtype
         wide = x.float()
         mean = wide.mean(-1, keepdim=True)
