@@ -65,6 +65,9 @@ class Details:
     communication_ms: dict[str, float]  # group -> ms of a step, if nothing overlaps
     collectives: dict[str, float]  # group -> calls of a step
     launches: float  # of a step
+    sums_per_layer: (
+        float  # launches by which the optimizer takes gradients, beside those of the backward pass
+    )
     launch_us: float  # of the host
     bubble: float  # factor of both times: a pipeline's fill and drain
     stage_gib: list[float]  # peak of each traced pipeline stage

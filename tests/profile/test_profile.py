@@ -26,10 +26,9 @@ def test_extended_layers_are_those_of_a_whole_trace(profiles):
     some, every = (profiles[f"bert of 5 layers, {kind}"] for kind in ("extended", "all traced"))
     for field in dataclasses.fields(Expected):
         found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
-        if field.name == "peak_gib":  # the allocator's rounding, and temporary tensors of the optimizer
-            assert found == pytest.approx(true, rel=0.01)
-        else:
-            assert found == pytest.approx(true), field.name
+        # Buckets of gradients fill up in steps, not layer by layer.
+        in_buckets = field.name in ("peak_gib", "host_ms", "roofline_ms", "expected_mfu", "collective_mb")
+        assert found == pytest.approx(true, rel=0.02 if in_buckets else 1e-6), field.name
     assert some.details.places == every.details.places
     assert some.details.rank_parameters == every.details.rank_parameters
 
