@@ -18,8 +18,8 @@ from megatron_lite.profile.counts import difference, extended
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.request import Details, Expected, Request
 from megatron_lite.profile.trace import Case
-from megatron_lite.train.estimate import stage_shares
 from megatron_lite.train.reports import step_flops
+from megatron_lite.train.stages import stage_shares
 
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.
