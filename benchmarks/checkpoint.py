@@ -56,7 +56,7 @@ TIMEOUT_SECONDS = 3600
 
 def configuration(size: str, ranks: int, universal: bool) -> Config:
     layers, hidden_size, heads = SIZES[size]
-    # ZeRO 2: at stage 1, bf16 would take another optimizer of DeepSpeed's, which converts differently.
+    # ZeRO 3: the stage at which the optimizer, and so a checkpoint of it, is DeepSpeed's own.
     return build(
         Config,
         {
@@ -68,7 +68,7 @@ def configuration(size: str, ranks: int, universal: bool) -> Config:
             },
             "training": {"steps": 10, "precision": "bf16"},
             "batch": {"micro_batch_size": 1, "global_batch_size": ranks},
-            "parallel": {"zero_stage": 2},
+            "parallel": {"zero_stage": 3},
             "deepspeed": {"checkpoint": {"load_universal": True}} if universal else {},
         },
     )
@@ -116,7 +116,7 @@ def _rank_main(
     )
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
-        context = initialize(Launch(rank, ranks, rank), ParallelConfig(zero_stage=2), TIMEOUT_SECONDS)
+        context = initialize(Launch(rank, ranks, rank), ParallelConfig(zero_stage=3), TIMEOUT_SECONDS)
         value = function(context, *args)
     results.put((rank, json.dumps(value)))
     context.close()

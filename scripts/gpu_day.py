@@ -70,11 +70,13 @@ def steps(gpus: int) -> list[Step]:
     layouts = [f"1x1x{ranks}", f"1x1x{ranks}+zero2", f"1x1x{ranks}+zero3", f"2x1x{int(ranks) // 2}+sp"]
     launched = ("benchmarks/parallel.py", "--launched", "--shape", "base", "--dtype", "bf16", "--samples", "64",
                 "--micro-batch", "8", "--json", "{json}")  # fmt: skip
+    expected = ("scripts/profile_step.py", "--config", "configs/glm-large.yaml", "--processes", "1")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "--junit-xml", "{json}"), 330),
-        Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 90),
-        Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 120, least_gpus=2),
+        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "--junit-xml", "{json}"), 320),
+        Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 80),
+        Step("what a step of 335M should do on an H100", (*expected, "--json", "{json}"), 60),
+        Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 80, least_gpus=2),
         Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 60),
     ]  # fmt: skip
 

@@ -66,14 +66,6 @@ class Dropout:
     seed: int  # of kernels that draw their own numbers: differs per step and rank, not per layer
     first_head: int = 0  # number of this rank's first head
 
-    def hidden(
-        self, x: torch.Tensor, residual: torch.Tensor | None, p: float, layer: int, place: str
-    ) -> torch.Tensor:
-        """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p."""
-        salt = self.salts[layer, PLACES.index(place)]
-        stays = keep_features(self.keys, salt, x.shape[1], p)
-        return _Drop.apply(x, residual, stays, 1.0 / (1.0 - p))
-
     def attention(self, p: float, layer: int) -> AttentionDropout:
         return AttentionDropout(self, p, layer)
 
@@ -110,6 +102,27 @@ class AttentionDropout:
         threshold = np.uint32(_threshold(self.p))
         _keep_pairs(_bits(queries), _bits(keys), _bits(self.salt)[()], self.first_head, threshold, kept)
         return torch.from_numpy(kept)
+
+
+def drop(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: float,
+    keys: torch.Tensor | None,
+    salts: torch.Tensor | None,
+    place: str,
+) -> torch.Tensor:
+    """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p.
+
+    Args: keys: int32 [T] of the tokens. salts: int32 [len(PLACES)] of the layer. Without them nothing is dropped.
+    """
+    if p == 0.0 or keys is None or salts is None:
+        return x if residual is None else residual + x
+    salt, scale = salts[PLACES.index(place)], 1.0 / (1.0 - p)
+    if torch.compiler.is_compiling():  # where the mask costs no memory
+        kept = torch.where(features_formula(keys, salt, x.shape[1], p), x * scale, 0.0)
+        return kept if residual is None else residual + kept
+    return _Drop.apply(x, residual, keep_features(keys, salt, x.shape[1], p), scale)
 
 
 class _Drop(torch.autograd.Function):

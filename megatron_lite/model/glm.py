@@ -14,7 +14,7 @@ V vocabulary (unpadded); K, P, M as in heads.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
-from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.dropout import Dropout, drop
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
@@ -72,14 +72,6 @@ class Flow:
             own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
         return Flow(shape, plan, dropout, own)
 
-    def drop(
-        self, x: torch.Tensor, residual: torch.Tensor | None, p: float, layer: int, place: str
-    ) -> torch.Tensor:
-        """`residual` plus x [T, D] after dropout. Args: layer: -1 for the embedding. place: see dropout.py."""
-        if p == 0.0 or self.own_dropout is None:
-            return x if residual is None else residual + x
-        return self.own_dropout.hidden(x, residual, p, layer, place)
-
 
 class PositionEmbeddings(nn.Module):
     """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
@@ -116,7 +108,9 @@ class PositionEmbeddings(nn.Module):
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
-        return flow.drop(hidden, None, self.dropout, -1, "embedding")
+        own = flow.own_dropout
+        keys, salts = (None, None) if own is None else (own.keys, own.salts[-1])
+        return drop(hidden, None, self.dropout, keys, salts, "embedding")
 
 
 class Embedding(PositionEmbeddings):
@@ -144,13 +138,14 @@ class Attention(nn.Module):
         )
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
-    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        qkv = self.query_key_value(hidden).view(*flow.shape, 3, -1, self.head_dim)
+    def forward(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        """[T, 3D] of this rank's heads -> [T, D] of them: what lies between the two products."""
+        qkv = qkv.view(*flow.shape, 3, -1, self.head_dim)
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
             out = self._attend(qkv, flow, layer)
-        return self.dense(out.reshape(math.prod(flow.shape), -1))
+        return out.reshape(math.prod(flow.shape), -1)
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         dropout = None
@@ -183,6 +178,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = LayerNorm(hidden, epsilon, parallel)
         self.mlp = MLP(config, parallel)
         self.dropout = config.output_dropout
+        self.parallel = parallel
         self.recompute = recompute == "full"
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
@@ -193,10 +189,43 @@ class Block(nn.Module):
         return self._forward(hidden, flow, layer)
 
     def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        attended = self.attention(self.input_layernorm(hidden), flow, layer)
-        hidden = flow.drop(attended, hidden, self.dropout, layer, "attended")
-        expanded = self.mlp(self.post_attention_layernorm(hidden))
-        return flow.drop(expanded, hidden, self.dropout, layer, "expanded")
+        own = flow.own_dropout
+        keys, salts = (None, None) if own is None else (own.keys, own.salts[layer])
+        attended = self.attention(self.before(hidden), flow, layer)
+        return self.after(attended, hidden, keys, salts)
+
+    def before(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What comes before attention: Q, K and V."""
+        return self.attention.query_key_value(self.input_layernorm(hidden))
+
+    def after(
+        self,
+        attended: torch.Tensor,
+        hidden: torch.Tensor,
+        keys: torch.Tensor | None,
+        salts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What comes after attention. Args: keys, salts: of dropout, see `drop`; None = no dropout."""
+        hidden, normed = self.between(self.attention.dense(attended), hidden, keys, salts)
+        return self.end(self.mlp(normed), hidden, keys, salts)
+
+    def between(
+        self, x: torch.Tensor, hidden: torch.Tensor, keys: torch.Tensor | None, salts: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = drop(x, hidden, self.dropout, keys, salts, "attended")
+        return hidden, self.post_attention_layernorm(hidden)
+
+    def end(
+        self, x: torch.Tensor, hidden: torch.Tensor, keys: torch.Tensor | None, salts: torch.Tensor | None
+    ) -> torch.Tensor:
+        return drop(x, hidden, self.dropout, keys, salts, "expanded")
+
+    def compile_parts(self) -> None:
+        """Compile what lies between attention's kernels, or between the collectives of tensor parallelism."""
+        parts = ("before", "after") if self.parallel.group.size == 1 else ("between", "end")
+        for name in parts:
+            # Batches come in few lengths, see Engine.prepared: each is compiled once.
+            setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, dynamic=False))
 
 
 def final_layernorm(config: ModelConfig) -> LayerNorm:
@@ -224,14 +253,21 @@ class GLM(nn.Module):
         self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
+        # Called before a part of the model is computed: its weights may still be on their way from other ranks.
+        self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def _run(
         self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
     ) -> torch.Tensor:
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
+        self.before_use(self.embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
         for layer in range(self.config.num_layers):
-            hidden = self.layers[layer % len(self.layers)](hidden, flow, layer)
+            block = self.layers[layer % len(self.layers)]
+            self.before_use(block)
+            hidden = block(hidden, flow, layer)
+        self.before_use(self.final_layernorm)
+        self.before_use(self.heads)
         return hidden
 
     def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

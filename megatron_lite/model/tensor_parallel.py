@@ -44,25 +44,30 @@ def widens(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not cpu_has_half_matmul(x.dtype)
 
 
-class _WidenedLinear(torch.autograd.Function):
+class _HalfLinearOnCpu(torch.autograd.Function):
     """Saves the half-precision operands (not their fp32 copies) for the backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        ctx.dtype = torch.float32 if widens(x) else x.dtype
+        bias = None if bias is None else bias.to(ctx.dtype)
+        return F.linear(x.to(ctx.dtype), weight.to(ctx.dtype), bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        grad = grad.float()
+        grad = grad.to(ctx.dtype)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.float()).to(x.dtype)
+            grad_x = (grad @ weight.to(ctx.dtype)).to(x.dtype)
         flat = grad.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            grad_weight = (flat.T @ x.flatten(0, -2).float()).to(weight.dtype)
+            rows = x.flatten(0, -2).to(ctx.dtype)
+            # AMX: 270 GFLOP/s for flat.T @ rows, 522 for the other form, which fp32 does not gain from.
+            product = flat.T @ rows if ctx.dtype == torch.float32 else (rows.T @ flat).T
+            grad_weight = product.to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0).to(weight.dtype)
         return grad_x, grad_weight, grad_bias
@@ -70,8 +75,8 @@ class _WidenedLinear(torch.autograd.Function):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [..., in] -> [..., out]` with `weight [out, in]`; rounds once to x's dtype."""
-    if widens(x):
-        return _WidenedLinear.apply(x, weight, bias)
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        return _HalfLinearOnCpu.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -248,7 +248,8 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
     import deepspeed
 
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        if not dist.is_initialized():  # a trace without processes brings its own
+            dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

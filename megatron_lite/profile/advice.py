@@ -43,7 +43,7 @@ class Layout:
                 "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline, "zero_stage": self.zero,
                 "sequence_parallel": self.tensor > 1,
             },
-            "training": {"recompute": self.recompute},
+            "training": {"recompute": self.recompute, "compile": False},
             "batch": {"micro_batch_size": self.micro_batch},
         }  # fmt: skip
         return build(Config, merge(to_tree(config), changes))

@@ -62,13 +62,20 @@ class Event(_Stub):
     pass
 
 
+class _Within(contextlib.nullcontext[None]):
+    """The context of a stream or a device: a class, for which libraries ask."""
+
+
 def patch(recorder: Recorder, gpu: Gpu) -> None:
     """Replace what asks for a device in this process."""
     _Stub.recorder = recorder
     stream = Stream()
     properties = SimpleNamespace(
         major=9, minor=0, total_memory=int(gpu.memory_gib * 2**30), name=f"NVIDIA {gpu.name.upper()}",
-        multi_processor_count=132, warp_size=32, max_threads_per_multi_processor=2048,
+        multi_processor_count=132, warp_size=32, max_threads_per_multi_processor=2048, uuid="", gcnArchName="",
+        regs_per_multiprocessor=65536, max_threads_per_block=1024, L2_cache_size=50 << 20, is_integrated=False,
+        is_multi_gpu_board=False, shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10,
     )  # fmt: skip
     values: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_compiled": True,
@@ -85,7 +92,7 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
         setattr(cuda, name, _answer(value))
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *_: recorder.memory.now
     cuda.synchronize = lambda *_: recorder.wait("torch.cuda.synchronize()")
-    cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
+    cuda.stream, cuda.device = _Within, _Within
     cuda.Stream, cuda.Event = Stream, Event
     cuda.default_generators = (torch.Generator(),)
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.glm import Block, PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 COMMUNICATION_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
+LENGTHS = 32  # on a GPU: into so many lengths the tokens of a batch are padded, 3 % at most
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -61,6 +63,23 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
     if settings.kernel == "apex":
         return nvidia_apex.make_adamw(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether the blocks of a run are compiled."""
+    if config.training.compile is not None:
+        return config.training.compile
+    gathers_weights = config.parallel.zero_stage == 3  # between the layers of a block
+    return device.type == "cuda" and not gathers_weights and config.training.layernorm == "torch"
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile the blocks of a model, or of a pipeline stage, when they first run."""
+    # A graph for each length of a batch, with and without gradients; torch would stop at 8.
+    torch._dynamo.config.recompile_limit = 64
+    for block in module.modules():
+        if isinstance(block, Block):
+            block.compile_parts()
 
 
 @contextlib.contextmanager
@@ -134,9 +153,11 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
+        if compiles(config, context.device):
+            compile_blocks(module)
         self.context = context
         self._config = config
-        self.named_parameters = named
+        self._named = named
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             if config.parallel.zero_stage == 3:
@@ -152,14 +173,14 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self.named_parameters, settings.weight_decay), settings)
+        optimizer = make_adamw(parameter_groups(self._named, settings.weight_decay), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
 
     def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        treatments = {p: self._treatment(name, p) for name, p in reversed(self.named_parameters.items())}
+        treatments = {p: self._treatment(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
             treatments,
             self.context,
@@ -189,6 +210,12 @@ class Engine(ABC):
             summed_over=summed_over,
         )
 
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank under their global names, with the values of the last step."""
+        self._zero.await_weights()
+        return self._named
+
     @abstractmethod
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
@@ -199,12 +226,15 @@ class Engine(ABC):
 
     def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
         """A batch as the model takes it in this layout."""
-        parallel = self._config.parallel
+        rows, length = batch.layout.shape
         multiple = 1
         if self.context.pp.size > 1:
-            multiple = batch.layout.shape[0] * batch.layout.shape[1]  # what stages send has one shape
-        elif parallel.sequence_parallel:
-            multiple = self.context.tp.size  # the tokens are split evenly
+            multiple = rows * length  # what stages send has one shape
+        elif self.context.device.type == "cuda":
+            # Few lengths, so that memory is used again and blocks are compiled a few times at most.
+            multiple = -(-rows * length // (LENGTHS * 64)) * 64
+        if self._config.parallel.sequence_parallel:
+            multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         return prepare(
             batch,
             self.context.device,
@@ -278,7 +308,7 @@ class Engine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """The fragments this rank owns. Together the ranks own every element, some elements several times."""
         tp = self.context.tp
-        for name, parameter in self.named_parameters.items():
+        for name, parameter in self._named.items():
             owned = self._zero.owned(parameter)
             if owned is None:
                 continue
@@ -290,7 +320,7 @@ class Engine(ABC):
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        mine = [name for name in self.named_parameters if not self._is_tied_copy(name)]
+        mine = [name for name in self._named if not self._is_tied_copy(name)]
         counts = context.dp.rank == 0 and context.tp.rank == 0
         return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
 

@@ -205,12 +205,14 @@ class PipelineEngine(Engine):
             (self.prepared(micro.batch, micro.dropout_seed), micro.loss_factor * scale)
             for micro in micro_batches
         )
+        self._zero.await_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._no_sums(self.context.device)
         self._feed.fill((self.prepared(batch, None), 1.0) for batch in batches)
+        self._zero.await_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
         return self._sums
 

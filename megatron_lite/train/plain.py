@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import build_model
+from megatron_lite.model.glm import GLM, build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
@@ -22,8 +22,15 @@ class PlainEngine(Engine):
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
-        self.model = build_model(config, num_losses, parallel)
-        super().__init__(self.model, dict(self.model.named_parameters()), config, context, Mpu(context))
+        self._model = build_model(config, num_losses, parallel)
+        super().__init__(self._model, dict(self._model.named_parameters()), config, context, Mpu(context))
+        self._model.before_use = self._zero.await_weights
+
+    @property
+    def model(self) -> GLM:
+        """The model with the weights of the last step."""
+        self._zero.await_weights()
+        return self._model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
@@ -40,14 +47,14 @@ class PlainEngine(Engine):
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._no_sums()
         for batch in batches:
-            sums += self.model(self._input(batch, None))[1]
+            sums += self._model(self._input(batch, None))[1]
         return sums
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
         return self.prepared(batch, dropout_seed).to(self.context.device)
 
     def _no_sums(self) -> torch.Tensor:
-        return torch.zeros(self.model.num_losses, 2, dtype=torch.float64, device=self.context.device)
+        return torch.zeros(self._model.num_losses, 2, dtype=torch.float64, device=self.context.device)
 
 
 def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:

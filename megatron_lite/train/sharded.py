@@ -27,10 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.parallel.collectives import Group, all_gather_parts, all_reduce, reduce_scatter_parts
+from megatron_lite.parallel.collectives import (
+    Group,
+    all_gather_parts,
+    all_reduce,
+    finish,
+    reduce_scatter_parts,
+)
 from megatron_lite.parallel.context import ParallelContext
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
+ADDED_ALONE = (
+    1 << 18
+)  # elements: a kernel of its own costs less than passing the gradient through memory twice
+MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -72,6 +82,11 @@ def allocate_moments(optimizer: torch.optim.Optimizer, flats: Iterable[torch.Ten
             state[key] = torch.zeros_like(flat)
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def _aligned(count: int, unit: int = ALIGNMENT) -> int:
     return -(-count // unit) * unit
 
@@ -98,14 +113,19 @@ class Bucket:
         self.master = self.weights[self.own].to(device=device, dtype=torch.float32, copy=True)
         self.summed: torch.Tensor | None = None  # fp32 [size]: this rank's gradients
         self.part: torch.Tensor | None = None  # fp32 [length]: this rank's part of all ranks' sum
-        self.work: dist.Work | None = None
+        self.work: dist.Work | None = None  # the reduction of `summed`
+        self.gathering: dist.Work | None = None  # of `weights`
         self.await_gradients(1)
 
     def await_gradients(self, count: int) -> None:
         """Begin a sum of `count` gradients of each parameter."""
         self.awaited = count
-        self.additions: dict[nn.Parameter, int] = {}  # gradients in `summed`
+        self.arrived: dict[nn.Parameter, int] = {}  # gradients of each parameter so far
         self.incomplete = len(self.starts)  # parameters with fewer
+        self.arrivals = 0
+        self.waiting: dict[nn.Parameter, None] = {}  # whose gradient is not in `summed` yet
+        self.waiting_elements = 0
+        self.begun: set[nn.Parameter] = set()  # which have a gradient in `summed`
 
     def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's elements of a tensor [size]."""
@@ -121,24 +141,44 @@ class Bucket:
         return start - self.starts[parameter], slice(start - self.own.start, stop - self.own.start)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Move the parameter's gradient into the sum."""
-        assert parameter.grad is not None
+        """Take in the parameter's gradient, which stays where it is until enough have arrived to move them at once."""
+        self.waiting[parameter] = None
+        self.waiting_elements += parameter.numel()
+        count = self.arrived[parameter] = self.arrived.get(parameter, 0) + 1
+        self.incomplete -= count == self.awaited
+        self.arrivals += 1
+        is_pass_over = self.arrivals % len(self.starts) == 0
+        if is_pass_over or self.waiting_elements >= MOVED_AT_ONCE:
+            self._move()
+
+    def _move(self) -> None:
+        """Move the waiting gradients into the sums, with few kernels."""
         if self.summed is None:
             self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        count = self.additions[parameter] = self.additions.get(parameter, 0) + 1
-        view = self.view(self.summed, parameter)
-        if count == 1:
-            view.copy_(parameter.grad)
-        else:
-            view.add_(parameter.grad)
-        parameter.grad = None
-        self.incomplete -= count == self.awaited
+        first = [p for p in self.waiting if p not in self.begun]
+        if first:
+            torch._foreach_copy_([self.view(self.summed, p) for p in first], [_gradient(p) for p in first])
+        later = [p for p in self.waiting if p in self.begun]
+        small = [p for p in later if p.numel() < ADDED_ALONE]
+        if small:
+            # torch adds many tensors with one kernel only if all are of one type; it copies any.
+            wide = [torch.empty_like(p, dtype=torch.float32) for p in small]
+            torch._foreach_copy_(wide, [_gradient(p) for p in small])
+            torch._foreach_add_([self.view(self.summed, p) for p in small], wide)
+        for parameter in later:
+            if parameter.numel() >= ADDED_ALONE:
+                self.view(self.summed, parameter).add_(_gradient(parameter))
+        self.begun.update(self.waiting)
+        for parameter in self.waiting:
+            parameter.grad = None
+        self.waiting.clear()
+        self.waiting_elements = 0
 
     def complete(self) -> torch.Tensor:
         """The sums; zeros for parameters that took no part."""
-        if self.summed is None:
-            self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        for parameter in self.starts.keys() - self.additions.keys():
+        self._move()
+        assert self.summed is not None
+        for parameter in self.starts.keys() - self.begun:
             self.view(self.summed, parameter).zero_()
         return self.summed
 
@@ -202,6 +242,7 @@ class ShardedOptimizer:
             for treatment, parameters in assign(treatments, bucket_size)
         ]
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
         masters: dict[float, list[torch.Tensor]] = {}
@@ -245,9 +286,8 @@ class ShardedOptimizer:
         """Take in this rank's part of the bucket's sum over the data-parallel ranks."""
         if bucket.summed is None:
             return
-        if bucket.work is not None:
-            bucket.work.wait()
-            bucket.work = None
+        finish(bucket.work)
+        bucket.work = None
         part = bucket.summed[bucket.own].float()
         if self._stage == 2:
             bucket.part = part.clone() if bucket.part is None else bucket.part.add_(part)
@@ -298,7 +338,7 @@ class ShardedOptimizer:
         self._update(parts)
         for bucket in self.buckets:
             bucket.part = None
-        self.publish_weights()
+        self._start_to_publish()
 
     def _final_part(self, bucket: Bucket) -> torch.Tensor:
         assert bucket.part is not None, "a step follows reduce_gradients"
@@ -320,16 +360,29 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.master.grad = None
 
-    @torch.no_grad()
     def publish_weights(self) -> None:
         """Copy the fp32 weights of every rank's part to the model on all ranks."""
-        gathered = []
-        for bucket in self.buckets:
+        self._start_to_publish()
+        self.await_weights()
+
+    @torch.no_grad()
+    def _start_to_publish(self) -> None:
+        """In the order of the forward pass, which computes with the first weights while others are on their way."""
+        self.await_weights()
+        for bucket in reversed(self.buckets):
             bucket.weights[bucket.own].copy_(bucket.master, non_blocking=True)
-            gathered.append(all_gather_parts(bucket.weights, self._context.dp))
-        for work in gathered:
-            if work is not None:
-                work.wait()
+            bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
+
+    def await_weights(self, part: nn.Module | None = None) -> None:
+        """Before the weights of a part of the model, or all, are read. On CUDA the stream waits, not the host."""
+        buckets = self.buckets
+        if part is not None:
+            if part not in self._buckets_of:
+                self._buckets_of[part] = list(dict.fromkeys(self._bucket_of[p] for p in part.parameters()))
+            buckets = self._buckets_of[part]
+        for bucket in buckets:
+            finish(bucket.gathering)
+            bucket.gathering = None
 
     @property
     def loss_factor(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.train.sharded import MOMENTS, Outcome, allocate_moments
@@ -48,6 +49,9 @@ class Zero3:
         norm = math.inf if skipped else float(self._deepspeed._global_grad_norm)
         outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
         return lambda: outcome
+
+    def await_weights(self, part: nn.Module | None = None) -> None:
+        """DeepSpeed gathers weights when they are used."""
 
     def is_skipping(self) -> bool:
         """DeepSpeed calls the inner optimizer only for gradients that are finite."""

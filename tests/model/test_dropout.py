@@ -7,6 +7,7 @@ import torch
 from megatron_lite.model.dropout import (
     PLACES,
     Dropout,
+    drop,
     features_formula,
     keep_features,
     pairs_formula,
@@ -86,9 +87,8 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     generator = torch.Generator().manual_seed(0)
     x, residual, grad = (torch.randn(4000, 8, generator=generator).to(dtype) for _ in range(3))
     x.requires_grad_(), residual.requires_grad_()
-    dropout = Dropout(KEYS, SALTS, 0)
     kept = keep_features(KEYS, SALTS[1, PLACES.index("attended")], 8, 0.25)
-    out = dropout.hidden(x, residual, 0.25, 1, "attended")
+    out = drop(x, residual, 0.25, KEYS, SALTS[1], "attended")
     expected = residual.double() + x.double() * kept / 0.75
     # One rounding of the result; inputs are exact.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
@@ -96,5 +96,5 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     gradients = torch.autograd.grad(out, (x, residual), grad)
     torch.testing.assert_close(gradients[0].double(), grad.double() * kept / 0.75, rtol=tolerance, atol=1e-6)
     assert torch.equal(gradients[1], grad)
-    alone = dropout.hidden(x, None, 0.25, 1, "attended")
+    alone = drop(x, None, 0.25, KEYS, SALTS[1], "attended")
     torch.testing.assert_close(alone.double(), x.double() * kept / 0.75, rtol=tolerance, atol=1e-6)

@@ -28,6 +28,25 @@ def test_widened_half_precision_is_the_fp32_product_rounded_once(monkeypatch, dt
         torch.testing.assert_close(mine, theirs.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_native_half_precision_is_torch(monkeypatch, with_bias):
+    """Up to the order of sums: the gradient of the weight is another product."""
+    monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: True)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((2, 3, 16), (8, 16), (8,))
+    )
+    inputs = (x, weight, bias) if with_bias else (x, weight)
+    grad = torch.randn(2, 3, 8, generator=generator).bfloat16()
+    ours, expected = linear(*inputs), F.linear(*inputs)
+    assert torch.equal(ours, expected)
+    gradients = (torch.autograd.grad(out, inputs, grad) for out in (ours, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine, theirs, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-2)
+
+
 def test_fp32_is_torch():
     x, weight, bias = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))

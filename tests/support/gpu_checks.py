@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -99,19 +98,26 @@ class GpuCase(Case):
 TOLERANCES = {**parity.TOLERANCES, "fp32": dict.fromkeys(KINDS, 1e-4)}
 
 
-def outcomes_of(case: GpuCase) -> list[parity.Outcome]:
-    """A case's training, on as many devices as it has ranks, compared with plain torch on the CPU; one per rank."""
-    parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
-    record = parity.reference_of(case)
-    return run_ranks(parity.run_case, case.ranks, case, record, parallel=parallel, fresh=True)
+def outcomes_of(cases: list[GpuCase]) -> list[parity.Outcome]:
+    """The training of cases of one layout, on as many devices as it has ranks, beside plain torch on the CPU.
+
+    One outcome for each case and rank.
+    """
+    first, records = cases[0], [parity.reference_of(case) for case in cases]
+    parallel = ParallelConfig(tensor_parallel_size=first.tensor, pipeline_parallel_size=first.pipeline)
+    limit = 120.0 + 10.0 * len(cases)
+    ranks = (first.ranks, cases, records)
+    by_rank = run_ranks(parity.run_cases, *ranks, parallel=parallel, limit_seconds=limit, fresh=True)
+    return [outcome for outcomes in by_rank for outcome in outcomes]
 
 
-def beyond(outcomes: list[parity.Outcome], tolerances: dict[str, float]) -> list[str]:
+def beyond(outcomes: list[parity.Outcome], tolerances: dict[str, dict[str, float]]) -> list[str]:
+    """What differs by more than the tolerance of its precision."""
     return [
-        f"{kind} differ by {value:.1e}, more than {tolerances[kind]:.0e}, at {outcome.where[kind]}"
+        f"{outcome.case}: {kind} differ by {value:.1e} at {outcome.where[kind]}"
         for outcome in outcomes
         for kind, value in outcome.largest.items()
-        if not value <= tolerances[kind]
+        if not value <= tolerances[outcome.case.precision][kind]
     ]
 
 
@@ -130,8 +136,11 @@ def cases(devices: int) -> list[GpuCase]:
     return one + many
 
 
-def product_error(context: ParallelContext, settings: dict[str, Any]) -> float:
-    """How far an fp32 product on the device is from fp64, under the settings of a run."""
-    set_numerics(TrainingConfig(steps=1, **settings), context.device)
+def product_errors(context: ParallelContext) -> list[float]:
+    """How far an fp32 product on the device is from fp64, without and with TF32."""
     a, b = (x.float() for x in draw((512, 512), count=2))
-    return difference(a.to(context.device) @ b.to(context.device), a.double() @ b.double())
+    errors = []
+    for tf32 in (False, True):
+        set_numerics(TrainingConfig(steps=1, tf32=tf32), context.device)
+        errors.append(difference(a.to(context.device) @ b.to(context.device), a.double() @ b.double()))
+    return errors

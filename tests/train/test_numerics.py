@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,30 +91,15 @@ atexit.register(write)
 """
 
 
-def test_a_deterministic_run_trains_as_any_other_on_a_cpu(settings, tmp_path):
+def test_a_deterministic_run_trains(settings, tmp_path):
+    """On a CPU, where no operation of a step may refuse."""
     (tmp_path / "sitecustomize.py").write_text(WITNESS)
-    losses, seen = {}, {}
-    for value in (False, True):
-        run = tmp_path / str(value)
-        changed = {"training": {"steps": 2, "deterministic": value}, "schedule": {"warmup_steps": 1}}
-        (tmp_path / "given.yaml").write_text(
-            yaml.safe_dump(merge(settings, {**changed, "run": {"directory": str(run)}}))
-        )
-        done = pretrain(
-            "--config",
-            str(tmp_path / "given.yaml"),
-            PYTHONPATH=str(tmp_path),
-            WITNESS=str(tmp_path / "seen.json"),
-        )
-        assert done.returncode == 0, done.stderr
-        losses[value] = losses_of(run)
-        seen[value] = json.loads((tmp_path / "seen.json").read_text())
-    assert losses[True] == losses[False] and len(losses[True]) == 2
-    assert [seen[value]["deterministic"] for value in (False, True)] == [False, True]
-    assert seen[True]["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert seen[False]["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
-def losses_of(run: Path) -> list[float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    changed = {"training": {"steps": 2, "deterministic": True}, "schedule": {"warmup_steps": 1}}
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(merge(settings, changed)))
+    witness = tmp_path / "seen.json"
+    done = pretrain("--config", str(tmp_path / "given.yaml"), PYTHONPATH=str(tmp_path), WITNESS=str(witness))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(witness.read_text())
+    assert seen["deterministic"]
+    assert seen["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert seen["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

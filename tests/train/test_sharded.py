@@ -65,6 +65,7 @@ def engine_on_fake_ranks(context, zero_stage, accumulation, precision, **paralle
     parallel = {"zero_stage": zero_stage, **parallel}
     fake = fake_context(context, 3, WORLD, ParallelConfig(**parallel))
     settings = tree(
+        model={"num_layers": 4},
         training={"precision": precision},
         parallel=parallel,
         batch={"micro_batch_size": 2, "global_batch_size": 2 * accumulation * fake.dp.size},
@@ -131,6 +132,44 @@ def test_reductions_start_while_the_last_backward_pass_runs(zero_stage):
             0 if zero_stage == 1 and number < 2 else buckets - 2
         )  # the embedding's, and that of norms and biases
         assert len(early) >= expected and (expected or not early)
+
+
+def order_of_a_second_step(context, zero_stage):
+    """Forward passes of blocks, and when the weights of which elements were awaited, after a first step."""
+    engine = engine_on_fake_ranks(context, zero_stage, 1, "bf16")
+    events, gather = [], dist.all_gather_into_tensor
+
+    class Watched:
+        def __init__(self, flat):
+            self.place = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+        def wait(self):
+            events.append(("arrived", self.place))
+
+    def watched(flat, *args, **options):
+        gather(flat, *args, **options)
+        return Watched(flat)
+
+    dist.all_gather_into_tensor = watched
+    engine.train_step(micro_batches(1), lr=1e-3)
+    assert not events, "nothing waits for the weights before they are used"
+    for number, block in enumerate(engine._model.layers):
+        places = [parameter.data_ptr() for parameter in block.parameters()]
+        block.register_forward_pre_hook(lambda *_, n=number, p=places: events.append((n, p)))
+    engine.train_step(micro_batches(1), lr=1e-3)
+    return events
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_the_forward_pass_starts_before_all_weights_have_arrived(zero_stage):
+    (events,) = run_ranks(order_of_a_second_step, 1, zero_stage)
+    blocks = [place for place, (kind, _) in enumerate(events) if kind != "arrived"]
+    assert len(blocks) == 4
+    for block in blocks:
+        arrived = [span for kind, span in events[:block] if kind == "arrived"]
+        for address in events[block][1]:
+            assert any(start <= address < stop for start, stop in arrived), "computed with old weights"
+    assert any(kind == "arrived" for kind, _ in events[blocks[0] : blocks[-1]])
 
 
 def waits_of_a_step(context, zero_stage):
