@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_utils.base.errors import ConfigError
@@ -43,10 +43,10 @@ class Layout:
                 "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline, "zero_stage": self.zero,
                 "sequence_parallel": self.tensor > 1,
             },
-            "training": {"recompute": self.recompute, "compile": False},
+            "training": {"recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch},
         }  # fmt: skip
-        return build(Config, merge(to_tree(config), changes))
+        return uncompiled(build(Config, merge(to_tree(config), changes)))
 
     def settings(self) -> str:
         """As they are written on a command line."""
@@ -56,6 +56,11 @@ class Layout:
         sequence = " parallel.sequence_parallel=true" if self.tensor > 1 else ""
         rest = f"training.recompute={self.recompute} batch.micro_batch_size={self.micro_batch}"
         return f"{parallel}{sequence} parallel.zero_stage={self.zero} {rest}"
+
+
+def uncompiled(config: Config) -> Config:
+    """The configuration without compiled blocks: compiling would take half a minute for each traced rank."""
+    return replace(config, training=replace(config.training, compile=False))
 
 
 def step_ms(profile: Profile) -> float:
@@ -133,7 +138,7 @@ def advise(config: Config, processes: int, gpu: Gpu) -> tuple[Layout, Profile] |
         key=lambda layout: guesses[layout][0],
     )
     # The best of each division of the model: neighbours in the order differ in little else.
-    best = {}
+    best: dict[tuple[int, int, bool], Layout] = {}
     for layout in able:
         best.setdefault((layout.tensor, layout.pipeline, guesses[layout][1] > room), layout)
     order = sorted(best.values(), key=lambda layout: guesses[layout][0])
