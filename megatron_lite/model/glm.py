@@ -191,12 +191,12 @@ class Block(nn.Module):
     def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         own = flow.own_dropout
         keys, salts = (None, None) if own is None else (own.keys, own.salts[layer])
-        attended = self.attention(self.before(hidden), flow, layer)
-        return self.after(attended, hidden, keys, salts)
+        qkv, hidden = self.before(hidden)
+        return self.after(self.attention(qkv, flow, layer), hidden, keys, salts)
 
-    def before(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What comes before attention: Q, K and V."""
-        return self.attention.query_key_value(self.input_layernorm(hidden))
+    def before(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes before attention: Q, K and V, and the residual, so that its gradients meet in the same graph."""
+        return self.attention.query_key_value(self.input_layernorm(hidden)), hidden.view_as(hidden)
 
     def after(
         self,

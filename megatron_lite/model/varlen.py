@@ -12,6 +12,7 @@ attention weights happens within the kernel, from torch's generator of the devic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ class VarlenCall:
     queries: slice  # of the ordered tokens
     keys: slice | None  # of the ordered tokens; None: those of `gathered`
     gathered: Any  # int32 [keys]
+    place: Any  # int32 [T]: where each token is among the gathered keys, -1 = nowhere; empty if a token is there twice
     query_ends: (
         Any  # int32 [sequences + 1], from 0: where each sequence of queries begins and the last one ends
     )
@@ -80,13 +82,28 @@ class VarlenPlan:
                 self.calls.append(_call(kind == CAUSAL, kind_pieces, moved, first))
                 first = self.calls[-1].queries.stop
 
+        # As of GLM: two calls, the first on a slice of keys, the second on keys each gathered once.
+        self.is_pair = (
+            len(self.calls) == 2 and self.calls[0].keys is not None and len(self.calls[1].place) > 0
+        )
+
     def arrays(self) -> list[np.ndarray]:
-        return [array for call in self.calls for array in (call.gathered, call.query_ends, call.key_ends)]
+        return [
+            array
+            for call in self.calls
+            for array in (call.gathered, call.place, call.query_ends, call.key_ends)
+        ]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> VarlenPlan:
         parts = iter(arrays)
         self.calls = [
-            replace(call, gathered=next(parts), query_ends=next(parts), key_ends=next(parts))
+            replace(
+                call,
+                gathered=next(parts),
+                place=next(parts),
+                query_ends=next(parts),
+                key_ends=next(parts),
+            )
             for call in self.calls
         ]
         return self
@@ -112,11 +129,20 @@ def _call(
         queries,
         slice(int(gathered[0]), int(gathered[-1]) + 1) if is_slice else None,
         gathered[:0] if is_slice else gathered,
+        gathered[:0] if is_slice else _places(gathered, len(moved)),
         np.r_[0, np.cumsum(query_lengths)].astype(np.int32),
         np.r_[0, np.cumsum(key_lengths)].astype(np.int32),
         int(query_lengths.max()),
         int(key_lengths.max()),
     )
+
+
+def _places(gathered: np.ndarray, tokens: int) -> np.ndarray:
+    if len(np.unique(gathered)) < len(gathered):
+        return gathered[:0]
+    place = np.full(tokens, -1, np.int32)
+    place[gathered] = np.arange(len(gathered), dtype=np.int32)
+    return place
 
 
 def _require_head_dim(qkv: torch.Tensor) -> None:
@@ -134,39 +160,87 @@ class _VarlenCalls(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, plan: VarlenPlan, dropout: float) -> torch.Tensor:
         kernel = varlen_kernel(qkv.dtype)
-        outs, states = [], []
+        outs, states, kept = [], [], []
         for call in plan.calls:
-            q, k, v = _inputs(qkv, call)
-            out, state = kernel.forward(q, k, v, call, dropout)
+            keys = _keys(qkv, call)
+            out, state = kernel.forward(qkv[call.queries, 0], keys[:, 0], keys[:, 1], call, dropout)
             outs.append(out)
             states.append(state)
+            kept.append(keys)
         if plan.blind.start < plan.blind.stop:
             outs.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
         whole = outs[0] if len(outs) == 1 else torch.cat(outs)
         ctx.plan, ctx.dropout, ctx.lengths = plan, dropout, [len(state) for state in states]
-        ctx.save_for_backward(qkv, whole, *(tensor for state in states for tensor in state))
+        ctx.save_for_backward(qkv, whole, *kept, *(tensor for state in states for tensor in state))
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         plan: VarlenPlan = ctx.plan
         qkv, whole, *saved = ctx.saved_tensors
+        kept, saved = saved[: len(plan.calls)], saved[len(plan.calls) :]
         kernel = varlen_kernel(qkv.dtype)
         grads = []
-        for call, count in zip(plan.calls, ctx.lengths, strict=True):
+        for call, keys, count in zip(plan.calls, kept, ctx.lengths, strict=True):
             state, saved = saved[:count], saved[count:]
-            # The keys are gathered again: kept, they would be two thirds of q, k and v once more.
-            inputs = (grad[call.queries], *_inputs(qkv, call), whole[call.queries])
-            grads.append(kernel.backward(*inputs, state, call, ctx.dropout))
+            rows = grad[call.queries], qkv[call.queries, 0], keys[:, 0], keys[:, 1], whole[call.queries]
+            grads.append(kernel.backward(*rows, state, call, ctx.dropout))
+        if plan.is_pair and qkv.is_cuda:
+            return join_pair(*grads[0], *grads[1], plan.calls[0].keys.start, plan.calls[1].place), None, None  # type: ignore[union-attr]
         return _joined(qkv, plan, grads), None, None
 
 
-def _inputs(qkv: torch.Tensor, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if call.keys is not None:
-        k, v = qkv[call.keys, 1:].unbind(1)
-    else:
-        k, v = qkv[:, 1:].index_select(0, call.gathered).unbind(1)
-    return qkv[call.queries, 0], k, v
+def _keys(qkv: torch.Tensor, call: VarlenCall) -> torch.Tensor:
+    """Keys and values of a call, [keys, 2, H, D]."""
+    return qkv[call.keys, 1:] if call.keys is not None else qkv[:, 1:].index_select(0, call.gathered)
+
+
+def pair_formula(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`_joined` of two calls as one kernel, for compilers: [T, 3, H, D].
+
+    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
+    """
+    token = torch.arange(len(place), device=place.device)
+
+    def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """x[index], and 0 where the index is outside."""
+        is_inside = ((index >= 0) & (index < len(x)))[:, None, None]
+        return torch.where(is_inside, x[index.clamp(0, len(x) - 1)], 0.0)
+
+    dq = rows(dq_0, token) + rows(dq_1, token - len(dq_0))
+    dk, dv = (rows(a, token - first_key) + rows(b, place.long()) for a, b in ((dk_0, dk_1), (dv_0, dv_1)))
+    part = torch.arange(3, device=place.device)[None, :, None, None]
+    return torch.where(part == 0, dq[:, None], torch.where(part == 1, dk[:, None], dv[:, None]))
+
+
+@functools.cache
+def _compiled_formula() -> Any:
+    return torch.compile(pair_formula, dynamic=True)
+
+
+@torch.library.custom_op("megatron_lite::join_pair", mutates_args=(), device_types="cuda")
+def join_pair(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    return _compiled_formula()(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place)
+
+
+@join_pair.register_fake
+def _(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    return dq_0.new_empty(len(place), 3, *dq_0.shape[1:])
+
+
+join_pair.register_kernel("cpu")(pair_formula)
 
 
 def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[VarlenKernel.Gradients]) -> torch.Tensor:

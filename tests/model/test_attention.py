@@ -24,7 +24,7 @@ from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
 from megatron_lite.model.batch import make_layout
 from megatron_lite.model.flex import FlexPlan
-from megatron_lite.model.varlen import VarlenPlan
+from megatron_lite.model.varlen import VarlenPlan, _joined, pair_formula
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -110,6 +110,26 @@ def test_two_calls_for_cuda_equal_softmax_over_the_rule(recipe, emulated_kernel)
         plan = plan_attention(make_layout(*arrays), CPU, "varlen", multiple)
         assert_equals_reference(arrays, plan)
         assert len(plan.calls) <= 2 and len(plan.order) % multiple == 0
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_MASKS.values(), ids=WITHOUT_MASKS)
+def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(recipe):
+    """The kernel's formula against the operations that serve any calls."""
+    plan = plan_attention(make_layout(*recipe_arrays(recipe, 60, 4, 4)), torch.device("cuda"), multiple=64)
+    if not plan.is_pair:
+        assert recipe.name not in ("blank_infilling", "t5")
+        return
+    plan.on_device([torch.from_numpy(x) for x in plan.arrays()], CPU)
+    qkv = draw((plan.length, 3, 2, 8), torch.float32, 1)[0]
+    generator = torch.Generator().manual_seed(1)
+    grads = []
+    for call in plan.calls:
+        keys = call.gathered if call.keys is None else range(plan.length)[call.keys]
+        counts = (call.queries.stop - call.queries.start, len(keys), len(keys))
+        grads.append(tuple(torch.randn(count, 2, 8, generator=generator) for count in counts))
+    expected = _joined(qkv, plan, grads)
+    ours = pair_formula(*grads[0], *grads[1], plan.calls[0].keys.start, plan.calls[1].place)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 @EACH
