@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.gpus import Gpu
@@ -97,11 +97,20 @@ def run_module(module: str, text: str, variables: Mapping[str, str] | None = Non
     path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     done = subprocess.run(
-        [sys.executable, "-m", module], input=text, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", module, *arguments],
+        input=text,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["without a message"])[-1].removeprefix("error: ")
-        raise ConfigError(f"{module} ended with status {done.returncode}: {reason}")
+        if done.returncode == ExitStatus.USER_ERROR:
+            raise ConfigError(reason)
+        raise ConfigError(
+            f"{module} ended with status {done.returncode}: {reason}; see whether the packages are those of "
+            "requirements.txt."
+        )
     return done.stdout.splitlines()
 
 

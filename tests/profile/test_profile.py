@@ -16,7 +16,7 @@ from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
 from megatron_lite.profile.counts import Counts, difference, extended
 from megatron_lite.profile.gpus import GPUS
-from megatron_lite.profile.request import Expected
+from megatron_lite.profile.request import Expected, run_module
 from megatron_lite.profile.roofline import Members, collective_micros
 from megatron_lite.train.reports import GPU_PEAK_TFLOPS
 
@@ -116,6 +116,16 @@ def test_another_build_of_torch_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(guards, "_REGISTRY", "absent")
     with pytest.raises(ConfigError, match="do not know this build of torch"):
         guards._tables()
+
+
+def test_a_process_that_fails_is_reported_in_one_line():
+    with pytest.raises(
+        ConfigError, match=r"json\.tool ended with status 1: Expecting value.*requirements\.txt"
+    ) as failed:
+        run_module("json.tool", "nonsense")
+    assert "\n" not in str(failed.value)
+    with pytest.raises(ConfigError, match=r"^no configuration given"):
+        run_module("pretrain_glm", "")
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
