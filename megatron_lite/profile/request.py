@@ -97,7 +97,7 @@ def run_module(module: str, text: str, variables: Mapping[str, str] | None = Non
     path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", module],
         input=text,
         env=environment,
         capture_output=True,
