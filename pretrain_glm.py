@@ -41,10 +41,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
-    text = (
-        "estimate memory and speed on so many devices of run.peak_tflops each, and stop; needs no GPU or data"
-    )
+    text = "show memory and speed on so many GPUs, advise the cheapest layout that fits, and stop; needs no GPU or data"
     add("--dry-run", type=int, metavar="PROCESSES", help=text)
+    add(
+        "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
+    )
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments, unknown = parser.parse_known_intermixed_args()
     if unknown:
@@ -63,21 +64,36 @@ def main() -> ExitStatus:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
-        dry_run(config, arguments.dry_run)
+        dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     return train(config, arguments.local_rank)
 
 
-def dry_run(config: Config, processes: int) -> None:
+def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
     if config.model.vocab_size is None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.train.estimate import report
+    from megatron_lite.profile.advice import advise, dry_run_report, uncompiled
+    from megatron_lite.profile.gpus import gpu_named
+    from megatron_lite.profile.request import Request, profile
 
-    print(report(config, processes))
+    gpu = gpu_named(gpu_name)
+    print(
+        dry_run_report(config, processes, gpu, profile(Request.of(uncompiled(config), processes, gpu))),
+        flush=True,
+    )
+    advised = advise(config, processes, gpu)
+    if advised is None:
+        print(
+            f"\nadvice            none of the layouts that were traced fits {processes} x {gpu.name}; use more GPUs."
+        )
+        return
+    layout, found = advised
+    print(f"\nadvice            {layout.settings()}\n")
+    print(dry_run_report(layout.applied(config), processes, gpu, found))
 
 
 def train(config: Config, local_rank: int | None) -> ExitStatus:

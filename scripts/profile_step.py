@@ -21,7 +21,7 @@ from data_utils.base.files import require_writable
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.report import report
-from megatron_lite.profile.request import TRACED_LAYERS, Request, profile
+from megatron_lite.profile.request import TRACED_LAYERS, Profile, Request, profile, run_module
 
 
 def main() -> None:
@@ -32,22 +32,44 @@ def main() -> None:
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
     add("--json", metavar="FILE", help="also write the numbers")
     add("--all-layers", action="store_true", help="trace every layer, not two and three (slower)")
+    add("--measure", action="store_true", help="also run the step on this machine's GPU; for one process")
+    add("--trace", metavar="FILE", help="with --measure: write the trace of torch's profiler")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE (see configs/).")
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
+    if arguments.trace:
+        require_writable(Path(arguments.trace), "--trace")
     if arguments.json:
         require_writable(Path(arguments.json), "--json")
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
     gpu = gpu_named(arguments.gpu)
     layers = 0 if arguments.all_layers else TRACED_LAYERS
-    found = profile(Request.of(config, arguments.processes, gpu, layers))
+    request = Request.of(config, arguments.processes, gpu, layers)
+    found = profile(request)
     print(report(config, arguments.processes, gpu, found))
+    if arguments.measure:
+        print(f"\n{measured_beside(request, found, arguments.trace)}")
     if arguments.json:
         numbers = json.dumps(asdict(found.expected), indent=2)
         Path(arguments.json).write_text(f"{numbers}\n", encoding="utf-8")
+
+
+def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
+    """Expected and measured numbers. Raises ConfigError where there is nothing to measure on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--measure needs a GPU, and this machine shows none to torch; leave it out.")
+    if request.processes != 1:
+        raise ConfigError(f"--measure runs one process, but --processes is {request.processes}; set it to 1.")
+    asked = json.dumps({"request": asdict(request), "trace": trace})
+    from megatron_lite.profile.measure import Measured, beside
+
+    line = run_module("megatron_lite.profile.measure", asked)[-1]
+    return beside(asdict(found.expected), Measured(**json.loads(line)))
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -17,6 +17,7 @@ class Counts:
     """Numbers of one phase over all micro-batches of the traced step. Keys of places are `file:line`."""
 
     launches: float = 0  # operations that start at least one kernel
+    sums: float = 0  # of them, those by which the optimizer takes gradients during a backward pass
     attention: Counter[str] = field(default_factory=Counter)  # of them, forward calls of an attention kernel
     waits: Counter[str] = field(default_factory=Counter)  # the host waits for the device: place -> times
     pinned: Counter[str] = field(default_factory=Counter)  # asynchronous copies to the device

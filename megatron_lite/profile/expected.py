@@ -18,14 +18,15 @@ from megatron_lite.profile.counts import difference, extended
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.request import Details, Expected, Request
 from megatron_lite.profile.trace import Case
-from megatron_lite.train.estimate import stage_shares
 from megatron_lite.train.reports import step_flops
+from megatron_lite.train.stages import stage_shares
 
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.
 _EVERY, _OTHERS, _ONCE = ("input", "forward"), ("backward", "sums"), ("last_backward", "last_sums", "step")
 PLACES = ("waits", "pinned", "pageable", "unaligned", "attention")
 _WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
+_BACKWARD = ("backward", "last_backward")
 Run = Callable[[Case], dict[str, Any]]
 
 
@@ -145,7 +146,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
         attention_calls_per_layer=max(sum(rank.of_layer("attention", "forward").values()) for rank in ranks),
         launches_per_layer_forward=max(rank.of_layer("launches", "forward") for rank in ranks),
         launches_per_layer_backward=max(
-            rank.of_layer("launches", "backward", "last_backward") for rank in ranks
+            rank.of_layer("launches", *_BACKWARD) - rank.of_layer("sums", *_BACKWARD) for rank in ranks
         ),
         waits_per_micro_batch=max(sum(rank.of_micro_batch("waits").values()) for rank in ranks),
         copies_per_micro_batch=max(
@@ -168,6 +169,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
         communication_ms={name: micros / 1e3 for name, micros in _most(ranks, "collective_micros").items()},
         collectives=_most(ranks, "collectives"),
         launches=max(rank.launches for rank in ranks),
+        sums_per_layer=max(rank.of_layer("sums", *_BACKWARD) for rank in ranks),
         launch_us=launch_us,
         bubble=bubble,
         stage_gib=[rank.peak_gib for rank in ranks],

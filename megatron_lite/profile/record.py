@@ -268,6 +268,7 @@ class Recorder(TorchDispatchMode):
             return
         now = self.now
         now.launches += 1
+        now.sums += self.phase.endswith("backward") and place().startswith("megatron_lite/train/")
         if name in _MATMULS:
             rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
             if rows:

@@ -35,6 +35,7 @@ def report(config: Config, processes: int, gpu: Gpu, profile: Profile) -> str:
     lines += [
         "",
         f"launches of a step           {details.launches:,.0f}",
+        f"launches for gradients       {details.sums_per_layer:.4g} a layer, by the optimizer during the backward pass",
         f"GPU time by kind, ms         {_shown(details.kinds)}",
         f"collectives of a step        {_shown(details.collectives)}",
         f"communication, ms            {_shown(details.communication_ms)} (not part of the times above)",

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.gpus import Gpu
@@ -65,6 +65,9 @@ class Details:
     communication_ms: dict[str, float]  # group -> ms of a step, if nothing overlaps
     collectives: dict[str, float]  # group -> calls of a step
     launches: float  # of a step
+    sums_per_layer: (
+        float  # launches by which the optimizer takes gradients, beside those of the backward pass
+    )
     launch_us: float  # of the host
     bubble: float  # factor of both times: a pipeline's fill and drain
     stage_gib: list[float]  # peak of each traced pipeline stage
@@ -83,19 +86,32 @@ def profiles(requests: Sequence[Request]) -> list[Profile | str]:
 
     Raises: ConfigError where torch or the machine are unknown to fake devices.
     """
-    path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
-    environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "megatron_lite.profile.worker"]
     text = json.dumps([asdict(request) for request in requests])
-    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    if done.returncode or len(answers) != len(requests):
-        reason = (done.stderr.strip().splitlines() or ["without a message"])[-1]
-        raise ConfigError(
-            f"the process that traces ended with status {done.returncode}: {reason}; see whether the packages are "
-            "those of requirements.txt."
-        )
+    fake = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    answers = [json.loads(line) for line in run_module("megatron_lite.profile.worker", text, fake)]
     return [read_answer(answer) for answer in answers]
+
+
+def run_module(module: str, text: str, variables: Mapping[str, str] | None = None) -> list[str]:
+    """The lines that a module's process writes, given `text`. Raises ConfigError with its last line if it fails."""
+    path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
+    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        input=text,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["without a message"])[-1].removeprefix("error: ")
+        if done.returncode == ExitStatus.USER_ERROR:
+            raise ConfigError(reason)
+        raise ConfigError(
+            f"{module} ended with status {done.returncode}: {reason}; see whether the packages are those of "
+            "requirements.txt."
+        )
+    return done.stdout.splitlines()
 
 
 def read_answer(answer: dict[str, Any]) -> Profile | str:

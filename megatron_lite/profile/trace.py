@@ -73,10 +73,7 @@ def run_case(case: Case) -> dict[str, Any]:
         static = recorder.memory.now
         micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
         steps = _Steps(engine, recorder, micro_batches)
-        # Once before: stages tell each other what they will send, ZeRO 3 learns the order of the parameters, and
-        # blocks are compiled.
-        if context.pp.size > 1 or config.parallel.zero_stage == 3 or config.training.compile is not False:
-            steps.run()
+        _warm_up(engine, steps, config)
         _begin_timers(engine)
         steps.run()
     return {
@@ -166,6 +163,17 @@ def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
     return built
 
 
+def _warm_up(engine: Engine, steps: _Steps, config: Config) -> None:
+    """What only a first step does: blocks are compiled, stages say what they will send, ZeRO 3 learns an order."""
+    deepspeed = engine._engine
+    if engine.context.pp.size > 1:  # one micro-batch says it all
+        count, deepspeed.micro_batches = deepspeed.micro_batches, 1
+        steps.run(1)
+        deepspeed.micro_batches = count
+    elif config.parallel.zero_stage == 3 or config.training.compile is not False:
+        steps.run()
+
+
 def _begin_timers(engine: Engine) -> None:
     """DeepSpeed's timer of throughput begins after some steps, as if they had been."""
     timer = getattr(engine._engine, "tput_timer", None)
@@ -192,11 +200,12 @@ class _Steps:
 
         engine._engine.step = stepped
 
-    def run(self) -> None:
+    def run(self, count: int | None = None) -> None:
+        """One step, of the first `count` micro-batches."""
         self.recorder.reset()
         self.backwards = 0
         self._enter("input")
-        self.engine.train_step(self.micro_batches, 1e-4).outcome()
+        self.engine.train_step(self.micro_batches[:count], 1e-4).outcome()
 
     def _enter(self, phase: str) -> None:
         self.recorder.phase = phase

@@ -26,11 +26,11 @@ from megatron_lite.profile.trace import Case, run_case
 
 def load_libraries() -> None:
     """What every traced rank needs and what is slow to import, before they are forked."""
-    import deepspeed.runtime.bf16_optimizer
+    import deepspeed.ops
     import deepspeed.runtime.pipe.engine
-    import deepspeed.runtime.zero.muon.original_muon
     import deepspeed.runtime.zero.stage3
-    import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
+
+    _ = deepspeed.ops.__compatible_ops__  # as `initialize` does
 
     torch.set_num_threads(1)
 

@@ -78,7 +78,7 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
     import torch
 
     from megatron_lite.model.glm import GLM
-    from megatron_lite.train.estimate import stages
+    from megatron_lite.train.stages import stages
 
     config = load_config([path])
     if config.model.vocab_size is None:

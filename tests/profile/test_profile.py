@@ -16,7 +16,7 @@ from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
 from megatron_lite.profile.counts import Counts, difference, extended
 from megatron_lite.profile.gpus import GPUS
-from megatron_lite.profile.request import Expected
+from megatron_lite.profile.request import Expected, run_module
 from megatron_lite.profile.roofline import Members, collective_micros
 from megatron_lite.train.reports import GPU_PEAK_TFLOPS
 
@@ -26,10 +26,9 @@ def test_extended_layers_are_those_of_a_whole_trace(profiles):
     some, every = (profiles[f"bert of 5 layers, {kind}"] for kind in ("extended", "all traced"))
     for field in dataclasses.fields(Expected):
         found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
-        if field.name == "peak_gib":  # the allocator's rounding, and temporary tensors of the optimizer
-            assert found == pytest.approx(true, rel=0.01)
-        else:
-            assert found == pytest.approx(true), field.name
+        # Buckets of gradients fill up in steps, not layer by layer.
+        in_buckets = field.name in ("peak_gib", "host_ms", "roofline_ms", "expected_mfu", "collective_mb")
+        assert found == pytest.approx(true, rel=0.02 if in_buckets else 1e-6), field.name
     assert some.details.places == every.details.places
     assert some.details.rank_parameters == every.details.rank_parameters
 
@@ -117,6 +116,16 @@ def test_another_build_of_torch_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(guards, "_REGISTRY", "absent")
     with pytest.raises(ConfigError, match="do not know this build of torch"):
         guards._tables()
+
+
+def test_a_process_that_fails_is_reported_in_one_line():
+    with pytest.raises(
+        ConfigError, match=r"json\.tool ended with status 1: Expecting value.*requirements\.txt"
+    ) as failed:
+        run_module("json.tool", "nonsense")
+    assert "\n" not in str(failed.value)
+    with pytest.raises(ConfigError, match=r"^no configuration given"):
+        run_module("pretrain_glm", "")
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):

@@ -41,7 +41,8 @@ def request_of(files, processes, micro_batches, settings, layers):
     config = load_config([ROOT / file for file in files], settings)
     dp = config.parallel.data_parallel_size(processes)
     samples = config.batch.micro_batch_size * dp * micro_batches
-    settings = (*settings, f"batch.global_batch_size={samples}")
+    # Uncompiled: compiling takes half a minute for each.
+    settings = (*settings, f"batch.global_batch_size={samples}", "training.compile=false")
     return Request.of(load_config([ROOT / file for file in files], settings), processes, GPUS["h100"], layers)
 
 

@@ -1,0 +1,68 @@
+"""The stages of a layout against the real modules: parameters exactly, shares of the optimizer."""
+
+import pytest
+import torch
+from support.distributed import run_ranks
+from support.project import ROOT
+
+from data_utils.base.settings import build, merge, to_tree
+from megatron_lite.config.parameter_count import parameter_count
+from megatron_lite.config.tree import Config, ParallelConfig, load_config
+from megatron_lite.model.glm import GLM
+from megatron_lite.train.plain import make_engine
+from megatron_lite.train.stages import stages
+
+MODEL = {
+    "model": {"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "max_position": 64},
+    "training": {"steps": 10, "precision": "fp32"},
+    "data": {"sequence_length": 64},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 16},
+}  # fmt: skip
+
+LAYOUTS = [
+    {},
+    {"zero_stage": 2},
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 4},
+    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+]
+
+
+def held(context, tree):
+    """Parameters of this rank, elements of the optimizer's shares, number of its stage."""
+    engine = make_engine(build(Config, tree), context, 1)
+    owned = sum(fragment.tensors["weight"].numel() for fragment in engine.fragments())
+    return sum(p.numel() for p in engine.named_parameters.values()), owned, context.pp.rank
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parameters_of_every_rank_are_those_of_the_real_engine(layout):
+    tree = merge(MODEL, {"parallel": layout})
+    config, world_size = build(Config, tree), 4
+    ranks = run_ranks(held, world_size, tree, parallel=build(ParallelConfig, layout))
+    expected = [stage.parameters for stage in stages(config)]
+    for count, _, stage in ranks:
+        assert count == expected[stage]
+    # A data-parallel rank owns its share of the optimizer's state, padding left out.
+    dp = config.parallel.data_parallel_size(world_size)
+    for _, owned, stage in ranks:
+        assert owned == pytest.approx(expected[stage] / dp, rel=0.02) or dp == 1
+
+
+@pytest.mark.parametrize("name", ["glm-10b", "albert-base", "bert-large", "spanbert-large", "unilm-large"])
+def test_one_process_holds_the_whole_model(name):
+    config = load_config([ROOT / f"configs/{name}.yaml"])
+    (stage,) = stages(build(Config, merge(to_tree(config), {"parallel": {"pipeline_parallel_size": 1}})))
+    with torch.device("meta"):
+        whole = sum(parameter.numel() for parameter in GLM(config.model).parameters())
+    assert stage.parameters == parameter_count(config.model) == whole
+
+
+@pytest.mark.parametrize(("objectives", "share"), [({"causal": 1}, 1.0), ({"causal": 1, "xlnet": 3}, 5 / 14)])
+def test_the_head_costs_what_the_objectives_predict(objectives, share):
+    """The cost by which pipeline stages are balanced."""
+    from megatron_lite.train.pipeline import layer_costs  # imports DeepSpeed
+
+    config = build(Config, merge(MODEL, {"objectives": objectives, "model": {"max_position": 80}}))
+    assert layer_costs(config.model, config.loss_share)[-1] == pytest.approx(share * 300 / (12 * 64))
