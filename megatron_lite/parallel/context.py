@@ -118,6 +118,7 @@ class ProcessGroups:
         self._rank = rank
         self._timeout = timeout
         self._all = tuple(range(world_size))
+        assert dist.group.WORLD is not None
         self._made = {self._all: dist.group.WORLD}
         self._beside: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
 

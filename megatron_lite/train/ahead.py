@@ -4,8 +4,7 @@ What a step needs is a pure function of its place: its number and its first samp
 probably follows, and takes what the place of the step demands. Anything else that was made is thrown away. The thread
 never communicates, and an error in it is raised where its step begins.
 
-The thread works on one step, so a rank holds at most one step's inputs more than without it: 4 bytes for each of about a
-dozen numbers per token, 30 KB for a row of 568.
+The thread works on one step at a time, so a rank holds at most one step's inputs more than it computes.
 """
 
 from __future__ import annotations
