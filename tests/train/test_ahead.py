@@ -1,4 +1,4 @@
-"""The next step's data are made in a thread: each sample once, in order; errors at their step; nothing is left behind."""
+"""The next step's data are made in a thread: each sample once, in order; errors at their step; nothing left behind."""
 
 import itertools
 import threading
