@@ -200,6 +200,13 @@ def _views(layout: Layout) -> Views:
     return Views(stream_start, stream_stop, content_start, content_stop, seen)
 
 
+def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
+    """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
+    return np.array(
+        [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)], np.float32
+    )
+
+
 class Batch:
     """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
 
@@ -237,9 +244,8 @@ class Batch:
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
         """The batch with each loss's weights times its factor over its total in the step: sums become means."""
-        scale = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
         other = copy.copy(self)  # the planes are shared, and the layout where it is known
-        other.weights = self.weights * np.array(scale, np.float32)[self.planes[:, OBJECTIVE]]
+        other.weights = self.weights * mean_scales(factors, totals)[self.planes[:, OBJECTIVE]]
         return other
 
     def padded(self, rows: int) -> Batch:

@@ -30,14 +30,15 @@ from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
 
 ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
+_WEIGHTS = 4  # place of the weights among the arrays of a HostInput
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward pass of a step."""
 
-    batch: Batch
-    dropout_seed: int | None  # of the step; None = no dropout
+    batch: Batch | HostInput  # as it was read, or prepared ahead of the step
+    dropout_seed: int | None  # of the step, for a Batch; None = no dropout
     loss_factor: float  # multiplies its loss sum into its share of the step's loss
 
 
@@ -77,8 +78,15 @@ class HostInput:
     )  # int32, pinned where the device is a GPU: the arrays of the fields below, one after another
     shapes: Sequence[tuple[int, ...]]
     plan: HostPlan
+    weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
+
+    def scale_weights(self, scales: np.ndarray) -> None:
+        """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
+        start = sum(math.prod(shape) for shape in self.shapes[:_WEIGHTS])
+        weights = self.buffer.numpy()[start : start + len(self.weight_losses)].view(np.float32)
+        weights *= scales[self.weight_losses]
 
     def to(self, device: torch.device) -> ModelInput:
         """The input on its device. On a GPU the copy is asynchronous: nothing waits for it."""
@@ -125,7 +133,8 @@ def prepare(
     planes[:, is_padding] = 0
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
-    loss_rows, labelled = find_loss_rows(weights, planes[1 + ID_PLANES.index(OBJECTIVE)], config)
+    objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
+    loss_rows, labelled = find_loss_rows(weights, objectives, config)
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
     kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
     if dropout_seed is not None:
@@ -143,4 +152,5 @@ def prepare(
     buffer = torch.from_numpy(joined)
     if device.type == "cuda":
         buffer = buffer.pin_memory()
-    return HostInput(buffer, [array.shape for array in arrays], plan, kernel_seed, first_head)
+    shapes = [array.shape for array in arrays]
+    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head)

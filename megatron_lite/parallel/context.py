@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,16 @@ class ParallelContext:
             dist.all_reduce(values)
         return values
 
+    def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
+        """Sum over all processes of numbers that the hosts know. Does not wait for what the device computes."""
+        if self.world_size == 1:
+            return list(values)
+        assert self.process_groups is not None
+        with self.process_groups.beside(self.device) as group:
+            sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+            dist.all_reduce(sums, group=group)
+            return sums.tolist()
+
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every process, by rank; of one shape on all."""
         if self.world_size == 1:
@@ -108,7 +118,10 @@ class ProcessGroups:
     def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta):
         self._rank = rank
         self._timeout = timeout
-        self._made = {tuple(range(world_size)): dist.group.WORLD}
+        self._all = tuple(range(world_size))
+        assert dist.group.WORLD is not None
+        self._made = {self._all: dist.group.WORLD}
+        self._beside: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
 
     def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of these ranks; None if this process is no member."""
@@ -116,12 +129,31 @@ class ProcessGroups:
         if self._rank not in members:
             return None
         if members not in self._made:
-            self._made[members] = dist.new_group(
-                list(members),
-                timeout=self._timeout,  # else torch takes its own default
-                use_local_synchronization=True,
-            )
+            self._made[members] = self._make(members)
         return self._made[members]
+
+    def _make(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+        return dist.new_group(
+            list(members),
+            timeout=self._timeout,  # else torch takes its own default
+            use_local_synchronization=True,
+        )
+
+    @contextlib.contextmanager
+    def beside(self, device: torch.device) -> Iterator[dist.ProcessGroup]:
+        """All processes, for sums that do not queue behind the work of the device.
+
+        On a GPU that takes a stream of their own, and connections of their own: those of the group of all processes
+        serve gradients, in order.
+        """
+        if device.type != "cuda":
+            yield self._made[self._all]
+            return
+        if self._beside is None:
+            self._beside = self._make(self._all), torch.cuda.Stream(device)
+        group, stream = self._beside
+        with torch.cuda.stream(stream):
+            yield group
 
     def along_axes(self, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
         """This rank's group along each axis. An axis of one rank needs no process group."""

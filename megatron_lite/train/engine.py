@@ -245,6 +245,12 @@ class Engine(ABC):
             tensor_parallel_size=self.context.tp.size,
         )
 
+    def _host_input(self, micro_batch: MicroBatch) -> HostInput:
+        """The micro-batch prepared: ahead of the step, or now."""
+        if isinstance(micro_batch.batch, HostInput):
+            return micro_batch.batch
+        return self.prepared(micro_batch.batch, micro_batch.dropout_seed)
+
     def _announce_updates(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
         optimizer = self._engine.optimizer

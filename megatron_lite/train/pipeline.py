@@ -201,10 +201,7 @@ class PipelineEngine(Engine):
         self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
-        self._feed.fill(
-            (self.prepared(micro.batch, micro.dropout_seed), micro.loss_factor * scale)
-            for micro in micro_batches
-        )
+        self._feed.fill((self._host_input(micro), micro.loss_factor * scale) for micro in micro_batches)
         self._zero.await_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)

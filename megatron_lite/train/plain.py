@@ -36,7 +36,7 @@ class PlainEngine(Engine):
         self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
         for micro in micro_batches:
-            batch = self._input(micro.batch, micro.dropout_seed)
+            batch = self._host_input(micro).to(self.context.device)
             loss_sum, per_objective = self._engine(batch)
             self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
             self._engine.step()

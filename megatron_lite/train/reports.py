@@ -95,11 +95,11 @@ def peak_tflops(configured: float | None, dtype: torch.dtype, device: torch.devi
 class Interval:
     """Sums over the steps since the last log line, all ranks together."""
 
-    objective_sums: np.ndarray  # float64 [objectives, 2]: loss sum, loss weight
+    objective_sums: torch.Tensor  # fp64 [objectives, 2], on the device: loss sum, loss weight
     steps: int = 0
     tokens: int = 0
     flops: float = 0.0
-    data_seconds: float = 0.0
+    data_seconds: float = 0.0  # in which the loop waited for data
     started: float = field(default_factory=time.perf_counter)
 
 

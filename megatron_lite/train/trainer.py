@@ -2,6 +2,9 @@
 
 A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
 its learning rate of the step. So the state to save is small, and a resumed run repeats the unbroken one bit for bit.
+
+The loop does not wait for the device in a step: data come from ahead.py, ranks agree beside the device's work, and a
+step's outcome is read one step later, or where it is needed: by a log line, a save, an evaluation or the end.
 """
 
 from __future__ import annotations
@@ -10,26 +13,25 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_utils.base.errors import ExitStatus, TrainingError, UserError
-from data_utils.base.random_streams import derive_seed
+from data_utils.base.errors import ExitStatus, TrainingError
 from data_utils.base.settings import to_tree
 from data_utils.samples.loader import SampleLoader
-from data_utils.samples.mixture import batch_indices
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
+from megatron_lite.train.ahead import Ahead, HostStep, Place, StepMaker, read
 from megatron_lite.train.control import Phase, Requests, RunControl
 from megatron_lite.train.engine import Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
@@ -75,6 +77,13 @@ class Trainer:
         self.loss_names = list(loss_names)
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
+        factors = None
+        if self.loss_factors is not None:
+            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
+        self._factors = factors
+        self._maker = StepMaker(config, context, train_data, engine.prepared, len(self.loss_names), factors)
+        self._ahead = Ahead(self._maker.make, context.device)
+        self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.peak_tflops = peak_tflops(
@@ -103,14 +112,22 @@ class Trainer:
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
         self._begin()
+        with closing(self._ahead):
+            requests = self._train()
+        self._end()
+        if self.step >= self._last_step:
+            return ExitStatus.FINISHED
+        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+
+    def _train(self) -> Requests:
+        """The loop. Returns the last step's requests."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        stop_after = training.stop_after_step or training.steps
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
-        while self.step < stop_after and not requests.end:
+        while self.step < self._last_step and not requests.end:
             self._apply_events()
             result, requests = self._train_step(interval)
-            if self._is_multiple(self.config.run.log_interval) or self.step == stop_after:
+            if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
             if self._is_multiple(training.replica_check_interval):
@@ -118,6 +135,7 @@ class Trainer:
                     self._check_replicas()
             self._record_requests(requests)
             if requests.save or requests.end or self._is_multiple(save_interval):
+                self._read_outcomes()
                 with self._aside(interval, Section.CHECKPOINT, "saving"):
                     self._saver.save(self.step, self._state())
             else:
@@ -126,12 +144,15 @@ class Trainer:
                 self._saver.finish()
                 self.control.saved()
             if self._is_multiple(training.eval_interval):  # after the save: it may be long, or hang
+                self._read_outcomes()
                 with self._aside(interval, Section.EVALUATION):
                     self.evaluate()
-        self._end()
-        if self.step >= stop_after:
-            return ExitStatus.FINISHED
-        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+        return requests
+
+    @property
+    def _last_step(self) -> int:
+        """The step at which this start ends unless it is asked to before."""
+        return self.config.training.stop_after_step or self.config.training.steps
 
     def _begin(self) -> None:
         self.control = self._control or RunControl(self.directory, self.context.is_main)
@@ -148,6 +169,7 @@ class Trainer:
 
     def _end(self) -> None:
         steps = self.config.training.steps
+        self._read_outcomes()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
         if self.step == steps and not self._is_multiple(self.config.training.eval_interval):
@@ -165,7 +187,8 @@ class Trainer:
         return interval > 0 and self.step % interval == 0
 
     def _new_interval(self) -> Interval:
-        return Interval(np.zeros((len(self.loss_names), 2)))
+        sums = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.context.device)
+        return Interval(sums)
 
     @contextmanager
     def _aside(self, interval: Interval, section: Section, place: str = "") -> Iterator[None]:
@@ -213,32 +236,40 @@ class Trainer:
         """One optimizer step. Returns its outcome and the requests that some rank received meanwhile."""
         self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
         start = time.perf_counter()
-        batches = self._next_batches()
+        place = Place(self.step, self.consumed_samples)
+        made = self._ahead.take(place)
         interval.data_seconds += time.perf_counter() - start
         self.watchdog.at("summing totals of all ranks")
-        totals, requests = self._totals(batches)
+        totals, requests = self._totals(made)
+        if self.step + 1 < self._last_step and not requests.end:
+            self._ahead.begin(self._maker.following(place))
         tokens, visible_keys, loss_rows, *loss_weights = totals
-        if self.loss_factors is not None:
-            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
-            batches = [batch.as_means(factors, loss_weights) for batch in batches]
-        loss_weight = sum(loss_weights)
-        micro_batches = [
-            MicroBatch(batch, self._dropout_seed(), self._loss_factor(batch, loss_weight))
-            for batch in batches
-        ]
         self.watchdog.at("forward, backward and optimizer")
-        result = self._engine_step(micro_batches)
+        result = self._engine_step(self._micro_batches(made, loss_weights))
         self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
         self.consumed_tokens += int(tokens)
-        self._count_skip(result)
         interval.steps += 1
         interval.tokens += int(tokens)
         interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
         interval.objective_sums += self._all_losses(result.objective_sums)
+        self._unread.append((self.step, result))
+        self._read_outcomes(all_but=1)
         return result, requests
+
+    def _micro_batches(self, made: HostStep, loss_weights: list[float]) -> list[MicroBatch]:
+        """Args: loss_weights: of each loss in the step, all ranks together."""
+        if self._factors is not None:
+            scales = mean_scales(self._factors, loss_weights)
+            for prepared in made.inputs:
+                prepared.scale_weights(scales)
+        loss_weight = sum(loss_weights)
+        return [
+            MicroBatch(prepared, None, self._loss_factor(own_weight, loss_weight))
+            for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
+        ]
 
     def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
         """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
@@ -256,50 +287,28 @@ class Trainer:
             self.metrics.write("gradient_norms", step, norms, line)
         return result
 
-    def _totals(self, batches: list[Batch]) -> tuple[list[float], Requests]:
+    def _totals(self, made: HostStep) -> tuple[list[float], Requests]:
         """One sum over all ranks: [tokens, visible keys, loss rows, weight of each loss], and the requests."""
-        counts, weights = [0.0] * 3, np.zeros(len(self.loss_names))
-        if self.context.counts_samples:
-            counts = [
-                sum(batch.tokens for batch in batches),
-                sum(batch.visible_keys for batch in batches),
-                sum(batch.loss_rows for batch in batches),
-            ]
-            for batch in batches:
-                weights += batch.loss_weights(len(weights))
         requests = self.control.local_requests()
-        local = torch.tensor([*requests, *counts, *weights], dtype=torch.float64, device=self.context.device)
-        sums = self.context.sum(local).tolist()
+        own = [*made.counts, *made.loss_weights]
+        if not self.context.counts_samples:
+            own = [0.0] * len(own)
+        sums = self.context.sum_of_hosts([*requests, *own])
         return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
 
-    def _all_losses(self, sums: torch.Tensor) -> np.ndarray:
-        """fp64 [objectives, 2] over all samples, each counted on one rank."""
-        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums)).cpu().numpy()
+    def _all_losses(self, sums: torch.Tensor) -> torch.Tensor:
+        """fp64 [objectives, 2] over all samples, each counted on one rank; still on the device."""
+        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums))
 
-    def _next_batches(self) -> list[Batch]:
-        batches = [_read(self.train_data, samples) for samples in self._samples(self.consumed_samples)]
-        # The disk reads the next step's text while this one computes.
-        following = self._samples(self.consumed_samples + self.config.batch.global_batch_size)
-        self.train_data.prefetch(following.ravel())
-        return batches
+    def _loss_factor(self, own_weight: float, loss_weight: float) -> float:
+        """The factor that makes a micro-batch's loss sum its share of the step's loss.
 
-    def _samples(self, consumed: int) -> np.ndarray:
-        """int64 [micro-batches, micro_batch_size]: this rank's samples of the step that begins after `consumed`."""
-        return batch_indices(
-            consumed,
-            global_batch_size=self.config.batch.global_batch_size,
-            micro_batch_size=self.config.batch.micro_batch_size,
-            dp_rank=self.context.dp.rank,
-            dp_size=self.context.dp.size,
-        )
-
-    def _loss_factor(self, batch: Batch, loss_weight: float) -> float:
-        """The factor that makes a micro-batch's loss sum its share of the step's loss."""
+        Args: own_weight, loss_weight: of the micro-batch, and of the step on all ranks.
+        """
         if self.loss_factors is not None:
             return 1.0  # it is in the weights already
         if self.config.training.loss_normalization == "global_tokens":
             return 1.0 / max(loss_weight, 1.0)
-        own_weight = float(batch.weights.sum())
         return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
 
     def _learning_rate(self, step: int) -> float:
@@ -314,17 +323,22 @@ class Trainer:
         )
         return self.config.events.learning_rate_at(step, scheduled)
 
-    def _dropout_seed(self) -> int:
-        """Of the step: each token's dropout follows from it and the number of its sample."""
-        return derive_seed(self.config.training.seed, "dropout", self.step)
+    def _read_outcomes(self, all_but: int = 0) -> None:
+        """Learn which steps were skipped. Waits for the device, but not for the newest `all_but` steps.
 
-    def _count_skip(self, result: StepResult) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        self.skipped_steps += result.skipped
+        Raises: TrainingError after too many in a row.
+        """
+        while len(self._unread) > all_but:
+            step, result = self._unread.pop(0)
+            self._count_skip(step, result.skipped)
+
+    def _count_skip(self, step: int, skipped: bool) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.skipped_steps += skipped
         limit = self.config.training.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"gradients were not finite in {limit} steps in a row, up to step {self.step}; these steps did not "
+                f"gradients were not finite in {limit} steps in a row, up to step {step}; these steps did not "
                 "change the weights. Lower optimizer.lr, or go back with "
                 f"`scripts/checkpoints.py rewind {self.directory} STEP`."
             )
@@ -342,12 +356,14 @@ class Trainer:
     # Reports
 
     def _log_interval(self, interval: Interval, result: StepResult) -> None:
+        self._read_outcomes()
+        sums = interval.objective_sums.cpu().numpy()
         elapsed = time.perf_counter() - interval.started
         tflops = interval.flops / elapsed / self.context.world_size / 1e12
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(interval.objective_sums, self.loss_names, self.loss_factors),
+            **objective_losses(sums, self.loss_names, self.loss_factors),
             "lr": self._learning_rate(self.step),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -373,9 +389,9 @@ class Trainer:
         per_pass = size * dp.size
         batches = []
         for start in range(0, len(samples), per_pass):
-            batch = _read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
+            batch = read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
             batches.append(batch.padded(size))  # all ranks make the same number of passes of the same shape
-        sums = self._all_losses(self.engine.evaluate(batches))
+        sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
         losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -416,12 +432,3 @@ class Trainer:
                 self._saver.saved_step = self.step
                 self.restarts = state.restarts + 1
         return beginning.events
-
-
-def _read(data: SampleLoader, samples: np.ndarray) -> Batch:
-    """A batch. An error of this rank's samples is marked, because no other rank meets it."""
-    try:
-        return Batch(data.batch(samples), samples)
-    except UserError as error:
-        error.only_here = True
-        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -72,6 +73,40 @@ def test_groups_reach_their_members(tp, pp):
     parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
     for sums in run_ranks(sums_along_axes, 4, parallel=parallel):
         assert sums == {"tp": (tp, True, True), "dp": (4 // tp // pp, True, True), "pp": (pp, True, True)}
+
+
+def sums_beside_the_device(context):
+    """On a device that is said to be a GPU: sums in a group and a stream of their own, made once."""
+    entered, made, new_group = [], [], dist.new_group
+
+    def counted(*args, **options):
+        made.append(args)
+        return new_group(*args, **options)
+
+    dist.new_group = counted
+    torch.cuda.Stream = lambda device: f"stream of {device}"
+
+    @contextlib.contextmanager
+    def stream(name):
+        entered.append(name)
+        yield
+
+    torch.cuda.stream = stream
+    sums = []
+    for value in (1.0, 10.0):
+        with context.process_groups.beside(torch.device("cuda:1")) as group:
+            values = torch.tensor([value + context.rank])
+            dist.all_reduce(values, group=group)
+            sums.append((values.item(), group is not dist.group.WORLD))
+    return sums, entered, len(made), context.sum_of_hosts([1.0, context.rank]), len(made)
+
+
+def test_sums_of_hosts_do_not_queue_behind_the_device():
+    """So pure data parallelism makes two groups in all."""
+    for sums, entered, made, on_cpu, made_after in run_ranks(sums_beside_the_device, 2):
+        assert sums == [(3.0, True), (21.0, True)]
+        assert entered == ["stream of cuda:1"] * 2 and made == 1
+        assert on_cpu == [2.0, 1.0] and made_after == 1  # on CPU the group of all processes serves
 
 
 @pytest.mark.parametrize("visible, number", [(1, 0), (8, 3), (0, 3)])

@@ -3,7 +3,8 @@
     NUMBA_DISABLE_JIT=1 python tests/support/trace_batch.py OUTPUT --config FILE ...
 
 Without compilation every function is seen, those of the samplers and objectives too. OUTPUT becomes JSON: the files on
-the call stack at the beginning of the second step, and those whose functions run from there to the first loss.
+the call stack at the beginning of the second step, those whose functions run from there to the first loss, and those
+that make the step's data in another thread.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     import pretrain_glm
     from megatron_lite.model.glm import GLM
+    from megatron_lite.train.ahead import StepMaker
     from megatron_lite.train.trainer import Trainer
 
     files: dict[str, None] = {}  # in the order of their first call
-    read, steps = Trainer._next_batches, []
+    train_step, make, steps, made = Trainer._train_step, StepMaker.make, [], []
 
     def record(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -37,7 +39,7 @@ def main() -> None:
         elif event == "return" and frame.f_code is GLM.forward.__code__:
             sys.setprofile(None)
 
-    def next_batches(trainer: Trainer) -> Any:
+    def second_step(trainer: Trainer, *arguments: Any) -> Any:
         steps.append(trainer.step)
         if len(steps) == 2:
             frame: FrameType | None = sys._getframe()
@@ -45,9 +47,16 @@ def main() -> None:
                 files[frame.f_code.co_filename] = None
                 frame = frame.f_back
             sys.setprofile(record)
-        return read(trainer)
+        return train_step(trainer, *arguments)
 
-    Trainer._next_batches = next_batches  # type: ignore[method-assign]
+    def second_data(maker: StepMaker, *arguments: Any) -> Any:
+        """In the thread that makes the next step's data."""
+        made.append(arguments)
+        sys.setprofile(record if len(made) == 2 else None)
+        return make(maker, *arguments)
+
+    Trainer._train_step = second_step  # type: ignore[method-assign]
+    StepMaker.make = second_data  # type: ignore[method-assign]
     with np.errstate(over="ignore"):  # 64-bit products wrap around, of which compiled code says nothing
         pretrain_glm.main()
     assert len(steps) > 1

@@ -23,7 +23,9 @@ MIXED = {
 
 def two_steps(context, settings):
     """Sample number -> its row; per step objective sums, gradient norm, other counts; the evaluation after it."""
-    trainer = make_trainer(context, settings)
+    trainer = make_trainer(
+        context, merge(settings, {"training": {"stop_after_step": 2}})
+    )  # it reads no third step
     fetch, rows = trainer.train_data.batch, {}
 
     def batch(indices):
