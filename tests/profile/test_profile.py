@@ -26,9 +26,9 @@ def test_extended_layers_are_those_of_a_whole_trace(profiles):
     some, every = (profiles[f"bert of 5 layers, {kind}"] for kind in ("extended", "all traced"))
     for field in dataclasses.fields(Expected):
         found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
-        # Buckets of gradients fill up in steps, not layer by layer.
+        # Buckets of gradients fill up in steps, not layer by layer; in five layers one bucket is 3 % of the launches.
         in_buckets = field.name in ("peak_gib", "host_ms", "roofline_ms", "expected_mfu", "collective_mb")
-        assert found == pytest.approx(true, rel=0.02 if in_buckets else 1e-6), field.name
+        assert found == pytest.approx(true, rel=0.05 if in_buckets else 1e-6), field.name
     assert some.details.places == every.details.places
     assert some.details.rank_parameters == every.details.rank_parameters
 
@@ -131,7 +131,8 @@ def test_a_process_that_fails_is_reported_in_one_line():
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "profile.json"
     options = ["--config", "configs/tiny.yaml", "--processes", "2", "--gpu", "a100", "--json", str(out)]
-    done = python("scripts/profile_step.py", *options, "model.vocab_size=300", "tokenizer=null")
+    settings = ["model.vocab_size=300", "tokenizer=null", "training.compile=false"]
+    done = python("scripts/profile_step.py", *options, *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert list(found) == [field.name for field in dataclasses.fields(Expected)]
