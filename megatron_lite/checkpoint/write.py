@@ -16,8 +16,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
@@ -106,8 +104,8 @@ class Save:
                 self._thread.join()
             ended = not self._thread.is_alive()
             failed = ended and bool(self.failure)
-            counts = torch.tensor([float(ended), float(failed)], device=self._context.device)
-            all_ended, all_failed = self._context.sum(counts).tolist()
+            # Every step asks, and the device's work must not be waited for.
+            all_ended, all_failed = self._context.sum_of_hosts([float(ended), float(failed)])
             if all_ended < self._context.world_size:
                 return False
             if all_failed:
