@@ -20,6 +20,7 @@ A batch is one int32 array `[rows, len(FIELDS), row_length]`, so that a loader p
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +57,7 @@ class Loss:
     sentence_level: bool = False  # predicted by a two-class head on CLS instead of the vocabulary
 
 
-class ObjectiveConfig:
+class ObjectiveConfig(ABC):
     """What a training run needs to know of an objective's section."""
 
     __slots__ = ()
@@ -70,26 +71,26 @@ class ObjectiveConfig:
         return False
 
     @property
+    @abstractmethod
     def loss_share(self) -> float:
         """Part of the row tokens that is predicted, on average, in long documents and without padding."""
-        raise NotImplementedError
 
+    @abstractmethod
     def least_row_length(self, sequence_length: int) -> int:
         """A row length that every window fits, tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row_length_for(self, sequence_length: int) -> int:
         """Row length for windows of `sequence_length` tokens where the configuration gives none, a multiple of 8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def max_position_needed(self, sequence_length: int) -> int:
         """Largest position id that can occur; the model needs one row more."""
-        raise NotImplementedError
 
-    def check_vocabulary_size(self, size: int) -> None:
+    def check_vocabulary_size(self, size: int) -> None:  # noqa: B027  (most sections name no ids)
         """Raise ConfigError for token ids of the section that are not below `size`."""
 
-    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:  # noqa: B027  (most ask for nothing)
         """Raise ConfigError unless the vocabulary has what the section asks for."""
 
 

@@ -180,7 +180,7 @@ class Snapshot:
             for buffer, values in zip(self._buffers, live, strict=True):
                 buffer.copy_(values, non_blocking=True)
             if live and live[0].is_cuda:
-                torch.cuda.synchronize(live[0].device)
+                torch.cuda.synchronize(live[0].device)  # in this thread: the step goes on meanwhile
         except Exception as error:  # `_copies` raises it
             self._failure = error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,24 +39,24 @@ def cpu_has_half_matmul(dtype: torch.dtype) -> bool:
     return names is None or any(_undocumented(torch.cpu, name)() for name in names)
 
 
-class VarlenKernel:
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v
+
+
+class VarlenKernel(Protocol):
     """A fused attention kernel of CUDA on sequences of different lengths: q [Q, H, D], k and v [K, H, D].
 
     `call` is a `varlen.VarlenCall`. `forward` returns the output [Q, H, D] and what `backward` needs of it besides.
     """
 
-    Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v
-
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, dropout: float) -> Any:
-        raise NotImplementedError
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, dropout: float) -> Any: ...
 
     @staticmethod
     def backward(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         state: Any, call: Any, dropout: float,
     ) -> Gradients:  # fmt: skip
-        raise NotImplementedError
+        ...
 
 
 class _Flash(VarlenKernel):

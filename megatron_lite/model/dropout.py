@@ -10,8 +10,8 @@ So a token drops the same in every layout (data, tensor, sequence and pipeline p
 any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention kernels of
 CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
 
-The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask, at 0.35 ns per
-element where torch's generator takes 15. Hash: "lowbias32" of C. Wellons, nullprogram.com/blog/2018/07/31.
+The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask.
+Hash: "lowbias32" of C. Wellons, nullprogram.com/blog/2018/07/31.
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ import numpy as np
 import torch
 from numba import njit
 
+from megatron_lite.model.fused import fused
+
 PLACES = ("embedding", "attention", "attended", "expanded")
 
-_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbouring features become distant inputs of the hash
-_HEAD = 0x85EBCA6B
-_MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
+_GOLDEN = np.uint32(
+    0x9E3779B9
+)  # 2^32 / golden ratio: neighbouring features become distant inputs of the hash
+_HEAD = np.uint32(0x85EBCA6B)
+_FIRST, _SECOND = np.uint32(0x21F0AAAD), np.uint32(0x735A2D97)  # the hash's multipliers
+# The int32 with the same bits, for torch.
+_SIGNED_GOLDEN, _SIGNED_HEAD, *_SIGNED_MULTIPLIERS = (
+    int(x.view(np.int32)) for x in (_GOLDEN, _HEAD, _FIRST, _SECOND)
+)
 _GOLDEN_64 = 0x9E3779B97F4A7C15
 _MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -153,23 +161,10 @@ def _bits(x: torch.Tensor) -> np.ndarray:
     return x.numpy().view(np.uint32)
 
 
-def keep_features(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    """True where a feature stays, bool [T, width]. Args: keys: int32 [T]. salt: int32 scalar on the same device."""
-    if keys.device.type == "cpu":
-        return _keep_features_on_cpu(keys, salt, width, p)
-    return torch.ops.megatron_lite.keep_features(keys, salt, width, p)
-
-
-def _keep_features_on_cpu(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    kept = np.empty((len(keys), width), np.bool_)
-    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(_threshold(p)), kept)
-    return torch.from_numpy(kept)
-
-
 def hashed(x: torch.Tensor) -> torch.Tensor:
     """The hash on int32 tensors, whose bits are those of the uint32 result."""
-    for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
-        x = (x ^ _shifted(x, shift)) * _signed(multiplier)
+    for shift, multiplier in zip((16, 15), _SIGNED_MULTIPLIERS, strict=True):
+        x = (x ^ _shifted(x, shift)) * multiplier
     return x ^ _shifted(x, 15)
 
 
@@ -183,14 +178,9 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _signed(x: int) -> int:
-    """The int32 with the bits of a uint32."""
-    return x - 2**32 if x >= 2**31 else x
-
-
 def features_formula(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    """`keep_features` in torch, for compilers."""
-    features = torch.arange(width, dtype=torch.int32, device=keys.device) * _signed(_GOLDEN)
+    """`keep_features` in torch."""
+    features = torch.arange(width, dtype=torch.int32, device=keys.device) * _SIGNED_GOLDEN
     return stays(hashed((keys ^ salt)[:, None] + features), p)
 
 
@@ -198,31 +188,23 @@ def pairs_formula(
     queries: torch.Tensor, keys: torch.Tensor, salt: torch.Tensor, heads: torch.Tensor
 ) -> torch.Tensor:
     """The hash of attention weights, for int32 tensors that broadcast; heads are global numbers."""
-    return hashed((queries ^ salt) + keys * _signed(_GOLDEN) + heads * _signed(_HEAD))
+    return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
-@torch.library.custom_op("megatron_lite::keep_features", mutates_args=(), device_types="cuda")
-def _keep_features_on_cuda(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    return _compiled_formula()(keys, salt, width, p)
+def _keep_features_on_cpu(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
+    kept = np.empty((len(keys), width), np.bool_)
+    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(_threshold(p)), kept)
+    return torch.from_numpy(kept)
 
 
-_keep_features_on_cuda.register_kernel("cpu")(_keep_features_on_cpu)
-
-
-@_keep_features_on_cuda.register_fake
-def _(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    return keys.new_empty(len(keys), width, dtype=torch.bool)
-
-
-@functools.cache
-def _compiled_formula() -> Any:
-    return torch.compile(features_formula, dynamic=True)
+# True where a feature stays, bool [T, width]. Arguments: int32 keys [T], int32 scalar salt on their device, width, p.
+keep_features = fused(features_formula, _keep_features_on_cpu)
 
 
 @njit(nogil=True, inline="always")
 def _hash(z):  # type: ignore[no-untyped-def]
-    z = np.uint32((z ^ (z >> np.uint32(16))) * np.uint32(0x21F0AAAD))
-    z = np.uint32((z ^ (z >> np.uint32(15))) * np.uint32(0x735A2D97))
+    z = np.uint32((z ^ (z >> np.uint32(16))) * _FIRST)
+    z = np.uint32((z ^ (z >> np.uint32(15))) * _SECOND)
     return np.uint32(z ^ (z >> np.uint32(15)))
 
 
@@ -231,16 +213,16 @@ def _keep_features(keys, salt, threshold, kept):  # type: ignore[no-untyped-def]
     for token in range(kept.shape[0]):
         start = np.uint32(keys[token] ^ salt)
         for feature in range(kept.shape[1]):
-            step = np.uint32(np.uint32(feature) * np.uint32(0x9E3779B9))
+            step = np.uint32(np.uint32(feature) * _GOLDEN)
             kept[token, feature] = _hash(np.uint32(start + step)) >= threshold
 
 
 @njit(nogil=True, cache=True)
 def _keep_pairs(queries, keys, salt, first_head, threshold, kept):  # type: ignore[no-untyped-def]
     for head in range(kept.shape[0]):
-        of_head = np.uint32(np.uint32(head + first_head) * np.uint32(0x85EBCA6B))
+        of_head = np.uint32(np.uint32(head + first_head) * _HEAD)
         for query in range(kept.shape[1]):
             start = np.uint32(np.uint32(queries[query] ^ salt) + of_head)
             for key in range(kept.shape[2]):
-                step = np.uint32(keys[key] * np.uint32(0x9E3779B9))
+                step = np.uint32(keys[key] * _GOLDEN)
                 kept[head, query, key] = _hash(np.uint32(start + step)) >= threshold

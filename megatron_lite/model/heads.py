@@ -13,8 +13,6 @@ token, P of them once more from the borders of their span, M loss rows of CLS th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from data_utils.objectives import LOSSES
 from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.config.parameter_count import SPAN_PLACE_SIZE
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.fused import fused
 from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
@@ -162,7 +161,7 @@ class Heads(nn.Module):
         return rows if self.projection is None else self.projection(rows), classes
 
     def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
-        """[..., E] -> [..., local V with padding]: GPUs multiply aligned rows 2 to 4 times as fast."""
+        """[..., E] -> [..., local V with padding]: so the rows of all products begin at 16 bytes."""
         return linear(self.parallel.copy(vectors), embedding.weight)
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
@@ -174,8 +173,8 @@ class Heads(nn.Module):
 # Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
 # largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
 # and a gradient: 12 bytes per logit beside the logits. Here only the log-sum-exp is kept, and the backward pass turns
-# the saved logits into their gradient in place. On a GPU each of the two is compiled from its formula into a kernel; on
-# CPU chunks of rows are converted to fp32.
+# the saved logits into their gradient in place. A GPU compiles both from their formulas (fused.py); on CPU chunks of
+# rows are converted to fp32.
 
 _CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk: what a core's L2 cache holds
 
@@ -226,7 +225,7 @@ def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor,
 def sums_formula(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `cross_entropy` needs of the logits, for compilers: the log-sum-exp of each row, and the target's logit."""
+    """What `cross_entropy` needs of the logits: the log-sum-exp of each row, and the target's logit."""
     is_valid = torch.arange(logits.shape[1], device=logits.device) < valid
     log_sums = torch.where(is_valid, logits.float(), float("-inf")).logsumexp(-1)
     local, is_here = _local(targets, first, valid)
@@ -242,7 +241,7 @@ def gradient_formula(
     first: int,
     valid: int,
 ) -> None:
-    """Turns the logits into the gradient of sum(grad * cross entropy), for compilers."""
+    """Turns the logits into the gradient of sum(grad * cross entropy)."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     probabilities = torch.where(columns < valid, (logits.float() - log_sums[:, None]).exp(), 0.0)
     is_target = columns == (targets.long() - first)[:, None]
@@ -250,49 +249,14 @@ def gradient_formula(
     logits.copy_((probabilities - is_target.float()) * grad[:, None])
 
 
-@functools.cache
-def _compiled(formula: Callable[..., Any]) -> Any:
-    return torch.compile(formula, dynamic=True)
-
-
-@torch.library.custom_op("megatron_lite::cross_entropy_sums", mutates_args=(), device_types="cuda")
-def _sums(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _compiled(sums_formula)(logits, targets, first, valid)
-
-
-@torch.library.custom_op(
-    "megatron_lite::cross_entropy_gradient", mutates_args=("logits",), device_types="cuda"
-)
-def _gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    log_sums: torch.Tensor,
-    grad: torch.Tensor,
-    first: int,
-    valid: int,
-) -> None:
-    _compiled(gradient_formula)(logits, targets, log_sums, grad, first, valid)
-
-
-@_sums.register_fake
-def _(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    empty = logits.new_empty(len(logits), dtype=torch.float32)
-    return empty, torch.empty_like(empty)
-
-
-_sums.register_kernel("cpu")(_sums_on_cpu)
-_gradient.register_kernel("cpu")(_gradient_on_cpu)
+_sums = fused(sums_formula, _sums_on_cpu)
+_write_gradient = fused(gradient_formula, _gradient_on_cpu, overwrites=("logits",))
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first, valid):  # type: ignore[no-untyped-def]
-        sums = _sums_on_cpu if logits.device.type == "cpu" else _sums
-        log_sums, picked = sums(logits, targets, first, valid)
+        log_sums, picked = _sums(logits, targets, first, valid)
         if group.size > 1:
             most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
             log_sums = all_reduce((log_sums - most).exp(), group).log() + most
@@ -304,9 +268,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         logits, targets, log_sums = ctx.saved_tensors
-        write = _gradient_on_cpu if logits.device.type == "cpu" else _gradient
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
-        write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
+        _write_gradient(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
         return logits, None, None, None, None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,18 +56,9 @@ class ModelInput:
     dropout: Dropout | None
 
     @staticmethod
-    def from_batch(
-        batch: Batch,
-        device: torch.device,
-        config: ModelConfig,
-        *,
-        dropout_seed: int | None = None,
-        kernel: str = "auto",
-        multiple: int = 1,
-    ) -> ModelInput:
-        """`prepare` and `to` in one."""
-        prepared = prepare(batch, device, config, dropout_seed=dropout_seed, kernel=kernel, multiple=multiple)
-        return prepared.to(device)
+    def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
+        """`prepare` with its options and `to` in one."""
+        return prepare(batch, device, config, **options).to(device)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ attention weights happens within the kernel, from torch's generator of the devic
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +21,9 @@ import torch
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.model.batch import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
-from megatron_lite.model.compat import VarlenKernel, varlen_kernel
+from megatron_lite.model.compat import Gradients, varlen_kernel
 from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.fused import fused
 
 # Padding is computed as documents of so many tokens, because zeros would need a launch of their own.
 _PADDING_DOCUMENT = 64
@@ -185,8 +185,10 @@ class _VarlenCalls(torch.autograd.Function):
             state, saved = saved[:count], saved[count:]
             rows = grad[call.queries], qkv[call.queries, 0], keys[:, 0], keys[:, 1], whole[call.queries]
             grads.append(kernel.backward(*rows, state, call, ctx.dropout))
-        if plan.is_pair and qkv.is_cuda:
-            return join_pair(*grads[0], *grads[1], plan.calls[0].keys.start, plan.calls[1].place), None, None  # type: ignore[union-attr]
+        if plan.is_pair:
+            first, second = plan.calls
+            assert first.keys is not None
+            return join_pair(*grads[0], *grads[1], first.keys.start, second.place), None, None
         return _joined(qkv, plan, grads), None, None
 
 
@@ -195,55 +197,7 @@ def _keys(qkv: torch.Tensor, call: VarlenCall) -> torch.Tensor:
     return qkv[call.keys, 1:] if call.keys is not None else qkv[:, 1:].index_select(0, call.gathered)
 
 
-def pair_formula(
-    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
-    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """`_joined` of two calls as one kernel, for compilers: [T, 3, H, D].
-
-    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
-    """
-    token = torch.arange(len(place), device=place.device)
-
-    def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """x[index], and 0 where the index is outside."""
-        is_inside = ((index >= 0) & (index < len(x)))[:, None, None]
-        return torch.where(is_inside, x[index.clamp(0, len(x) - 1)], 0.0)
-
-    dq = rows(dq_0, token) + rows(dq_1, token - len(dq_0))
-    dk, dv = (rows(a, token - first_key) + rows(b, place.long()) for a, b in ((dk_0, dk_1), (dv_0, dv_1)))
-    part = torch.arange(3, device=place.device)[None, :, None, None]
-    return torch.where(part == 0, dq[:, None], torch.where(part == 1, dk[:, None], dv[:, None]))
-
-
-@functools.cache
-def _compiled_formula() -> Any:
-    return torch.compile(pair_formula, dynamic=True)
-
-
-@torch.library.custom_op("megatron_lite::join_pair", mutates_args=(), device_types="cuda")
-def join_pair(
-    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
-    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    return _compiled_formula()(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place)
-
-
-@join_pair.register_fake
-def _(
-    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
-    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    return dq_0.new_empty(len(place), 3, *dq_0.shape[1:])
-
-
-join_pair.register_kernel("cpu")(pair_formula)
-
-
-def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[VarlenKernel.Gradients]) -> torch.Tensor:
+def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[Gradients]) -> torch.Tensor:
     """The gradient of qkv from those of the calls."""
     total = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     of_queries = [dq for dq, _, _ in grads]
@@ -275,3 +229,28 @@ def _clear_others(of_keys: torch.Tensor, written: slice | None) -> None:
     for part in (of_keys[: written.start], of_keys[written.stop :]):
         if len(part):
             part.zero_()
+
+
+def pair_formula(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`_joined` of a pair of calls, in one kernel: [T, 3, H, D].
+
+    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
+    """
+    token = torch.arange(len(place), device=place.device)
+
+    def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """x[index], and 0 where the index is outside."""
+        is_inside = ((index >= 0) & (index < len(x)))[:, None, None]
+        return torch.where(is_inside, x[index.clamp(0, len(x) - 1)], 0.0)
+
+    dq = rows(dq_0, token) + rows(dq_1, token - len(dq_0))
+    dk, dv = (rows(a, token - first_key) + rows(b, place.long()) for a, b in ((dk_0, dk_1), (dv_0, dv_1)))
+    part = torch.arange(3, device=place.device)[None, :, None, None]
+    return torch.where(part == 0, dq[:, None], torch.where(part == 1, dk[:, None], dv[:, None]))
+
+
+join_pair = fused(pair_formula, pair_formula)

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 
 COMMUNICATION_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
-LENGTHS = 32  # on a GPU: into so many lengths the tokens of a batch are padded, 3 % at most
+LENGTHS = (
+    32  # on a GPU tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
+)
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -1,7 +1,7 @@
 """The model as a DeepSpeed PipelineModule, split over stages by cost.
 
 Every stage has the step's batches and prepares them itself, so a stage sends the next one nothing but the hidden state.
-The first and the last stage each hold the word embedding; DeepSpeed sums its gradients.
+The first and the last stage each hold the word embedding; the optimizer sums its gradients.
 """
 
 from __future__ import annotations
