@@ -76,15 +76,13 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.profile.advice import advise, dry_run_report, uncompiled
+    from megatron_lite.profile.advice import advise, dry_run_report
     from megatron_lite.profile.gpus import gpu_named
     from megatron_lite.profile.request import Request, profile
 
     gpu = gpu_named(gpu_name)
-    print(
-        dry_run_report(config, processes, gpu, profile(Request.of(uncompiled(config), processes, gpu))),
-        flush=True,
-    )
+    found = profile(Request.of(config, processes, gpu))
+    print(dry_run_report(config, processes, gpu, found), flush=True)
     advised = advise(config, processes, gpu)
     if advised is None:
         print(

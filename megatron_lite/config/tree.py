@@ -93,11 +93,6 @@ class Config:
             f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
             "shorter data.sequence_length.",
         )
-        check(
-            not self.training.compile or self.parallel.zero_stage != 3,
-            "training.compile is true with parallel.zero_stage 3, which gathers weights within the blocks; set compile "
-            "to null, or zero_stage to 2.",
-        )
         self._check_row_length()
         if self.model.vocab_size is not None:
             for section in chosen:

@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import Block, PositionEmbeddings
+from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
@@ -65,23 +65,6 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
     if settings.kernel == "apex":
         return nvidia_apex.make_adamw(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
-
-
-def compiles(config: Config, device: torch.device) -> bool:
-    """Whether the blocks of a run are compiled."""
-    if config.training.compile is not None:
-        return config.training.compile
-    gathers_weights = config.parallel.zero_stage == 3  # between the layers of a block
-    return device.type == "cuda" and not gathers_weights and config.training.layernorm == "torch"
-
-
-def compile_blocks(module: nn.Module) -> None:
-    """Compile the blocks of a model, or of a pipeline stage, when they first run."""
-    # A graph for each length of a batch, with and without gradients; torch would stop at 8.
-    torch._dynamo.config.recompile_limit = 64
-    for block in module.modules():
-        if isinstance(block, Block):
-            block.compile_parts()
 
 
 @contextlib.contextmanager
@@ -155,8 +138,6 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
-        if compiles(config, context.device):
-            compile_blocks(module)
         self.context = context
         self._config = config
         self._named = named
@@ -233,7 +214,7 @@ class Engine(ABC):
         if self.context.pp.size > 1:
             multiple = rows * length  # what stages send has one shape
         elif self.context.device.type == "cuda":
-            # Few lengths, so that memory is used again and blocks are compiled a few times at most.
+            # Few lengths, so that memory is used again, and rows of all products begin at 128 bytes.
             multiple = -(-rows * length // (LENGTHS * 64)) * 64
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly

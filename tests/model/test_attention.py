@@ -18,13 +18,15 @@ from support.attention import (
     recipe_arrays,
     reference_attention,
 )
+from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
 from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
 from megatron_lite.model.batch import make_layout
 from megatron_lite.model.flex import FlexPlan
-from megatron_lite.model.varlen import VarlenPlan, _joined, pair_formula
+from megatron_lite.model.fused import join_pair_kernel
+from megatron_lite.model.varlen import VarlenPlan, _joined
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -128,7 +130,9 @@ def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(recipe)
         counts = (call.queries.stop - call.queries.start, len(keys), len(keys))
         grads.append(tuple(torch.randn(count, 2, 8, generator=generator) for count in counts))
     expected = _joined(qkv, plan, grads)
-    ours = pair_formula(*grads[0], *grads[1], plan.calls[0].keys.start, plan.calls[1].place)
+    place = plan.calls[1].place
+    with interpreted_kernels():
+        ours = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
