@@ -6,18 +6,24 @@ rounded once, 2^-8 relative; torch rounds between its operators as well.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.kernels import interpreted_kernels
+from support.project import ROOT
 
 from megatron_lite.model import fused, heads
 from megatron_lite.model.dropout import FeatureDropout, drop, keep_features, salts, token_keys
 from megatron_lite.model.fused import Biased
 
 # An odd number of tokens, and a width that is no power of two.
-TOKENS, WIDTH = 37, 80
+TOKENS, WIDTH = 11, 72
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +109,9 @@ def test_a_norm_whose_sum_nobody_uses():
     assert_equal_gradients([ours], [F.layer_norm(hidden, (WIDTH,), gain, shift, 1e-5)], inputs, others)
 
 
-def test_more_tokens_than_programs_and_a_wide_row():
-    tokens, width = 300, 1100
+def test_more_tokens_than_programs_and_a_wide_row(monkeypatch):
+    monkeypatch.setattr(fused, "_NORM_PROGRAMS", 4)
+    tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
     ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
     hidden, gain, shift = others = wide(*inputs)
@@ -172,3 +179,19 @@ def test_gradients_of_a_pair_of_calls(first, second, keys, tokens, first_key):
         expected[first_key : first_key + first, part] = of_slice
         expected[gathered, part] += of_gathered
     assert torch.equal(fused.join_pair_kernel(*grads, first_key, place), expected)
+
+
+def test_kernels_compile_for_gpus_and_fit_into_registers():
+    """A row of up to 8,192 numbers stays in registers; of 12,288 some bytes of each thread do not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/support/compile_kernels.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3 * 10 and {name for name, *_ in found} == {
+        "_add_norm", "_add_norm_backward", "_finish_sums", "_gelu", "_gelu_backward", "_join_pair", "_log_sums",
+        "_write_gradient",
+    }  # fmt: skip
+    assert [line for line in found if line[-1]] == []

@@ -178,14 +178,12 @@ def test_embedding_gradient_shrink_scales_only_the_input_side():
     assert torch.equal(grads[1.0][block], grads[0.1][block])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("approximate", ["erf", "tanh"])
-def test_the_kernels_of_gpus_give_the_same_model(dropout, approximate):
+def test_the_kernels_of_gpus_give_the_same_model():
     """Where biases are added, what is kept for the backward pass, which gradients meet: on CPU, interpreted."""
     config = dataclasses.replace(
-        CONFIG, gelu=approximate, embedding_dropout=dropout, attention_dropout=dropout, output_dropout=dropout
+        CONFIG, vocab_size=20, embedding_dropout=0.1, attention_dropout=0.1, output_dropout=0.1
     )
-    batch = prefix_batch(0)
+    batch = prefix_batch(0, rows=1, length=20, vocab=20, documents=1)
     expected = gradients(make(config), batch, dropout_seed=5)
     with interpreted_kernels():
         ours = gradients(make(config), batch, dropout_seed=5)
