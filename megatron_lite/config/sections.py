@@ -365,9 +365,13 @@ class RunConfig:
         "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
     )
     log_interval: int = setting(10, "steps between log lines", at_least=1)
+    progress_bar: bool = setting(False, "show a progress bar below them where stderr is a terminal")
     tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
     peak_tflops: float | None = setting(
-        None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU", above=0
+        None,
+        "peak TFLOP/s of one device for MFU; null = the data sheet's of a known GPU; for other devices log lines give "
+        "the share of the rate that this machine's products of matrices reach",
+        above=0,
     )
 
 

@@ -55,11 +55,12 @@ class Metrics:
 
             self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
-    def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
-        """One record to JSONL and TensorBoard, `line` to the console."""
+    def write(self, kind: str, step: int, values: dict[str, Any], line: str = "") -> None:
+        """One record to JSONL and TensorBoard, `line` to the console unless it is empty."""
         if self._file is None:
             return
-        log.info(line)
+        if line:
+            log.info("%s", line)
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         try:
             _append(self._file, json.dumps(_strict(record), allow_nan=False).encode() + b"\n")
@@ -122,6 +123,22 @@ def _cut_last_line(file: io.FileIO) -> None:
     tail = file.read()
     if tail and not tail.endswith(b"\n"):
         file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
+
+
+def last_record(run: Path, kind: str) -> dict[str, Any] | None:
+    """The last record of a kind among the last bytes of RUN/metrics.jsonl; None if there is none, or no such file."""
+    try:
+        with (run / FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * MAX_LINE_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if record["kind"] == kind:
+                return dict(record)
+    return None
 
 
 def last_validation(run: Path) -> dict[str, Any]:
