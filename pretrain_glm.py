@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import data_utils.base.entry  # noqa: F401
 
@@ -20,7 +21,7 @@ import yaml
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import describe, to_tree
-from data_utils.samples.loader import open_datasets
+from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import newest_readable
 from megatron_lite.config.tree import CheckpointConfig, Config, load_config
@@ -172,6 +173,7 @@ def train_with(
                 loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,
+                fill=sample_fillings(config, data, tokenizer) if context.is_main else None,
             ).fit()
     finally:
         control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
@@ -180,6 +182,17 @@ def train_with(
     context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
     context.close()
     return status
+
+
+def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:
+    """What fills blanks at each evaluation; None unless it is asked for."""
+    if not config.training.eval_fillings or data.validation is None:
+        return None
+    from megatron_lite.generate.samples import SampleFillings
+
+    return SampleFillings(
+        data.validation, tokenizer, config.training.eval_fillings, config.training.eval_samples
+    )
 
 
 def require_start(run: Path, checkpoint: CheckpointConfig) -> None:

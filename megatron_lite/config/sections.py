@@ -241,6 +241,12 @@ class TrainingConfig:
     eval_samples: int = setting(
         256, "validation samples per evaluation, the same ones every time", at_least=1
     )
+    eval_fillings: int = setting(
+        0,
+        "validation texts whose short blanks the model fills at each evaluation, for metrics.jsonl and report.py",
+        at_least=0,
+        at_most=20,
+    )
     stop_after_step: int | None = setting(
         None,
         "save and stop cleanly after this step (a planned interruption); null = run to the end",

@@ -61,7 +61,8 @@ def device_name(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> 
         )
     except OSError:
         match = None
-    return f"{match[1].strip() if match else 'CPU'}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{match[1].strip() if match else 'CPU'}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def best_seconds(product: Callable[[], None], seconds: float, clock: Callable[[], float]) -> float:

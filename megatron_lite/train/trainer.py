@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatron_lite.config.events import EventLog
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
@@ -39,6 +40,7 @@ from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.machine import Yardstick
 from megatron_lite.train.metrics import Metrics, keep_aside
+from megatron_lite.train.plain import PlainEngine
 from megatron_lite.train.progress import Advance, progress_bar
 from megatron_lite.train.replicas import differing_replicas
 from megatron_lite.train.reports import (
@@ -71,8 +73,12 @@ class Trainer:
         loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
+        fill: Callable[[GLM], dict[str, Any]] | None = None,
     ):
-        """Args: control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched."""
+        """Args:
+        control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
+        fill: makes a record of filled blanks at each evaluation, on the main rank.
+        """
         self.config = config
         self.context = context
         self.engine = engine
@@ -102,6 +108,7 @@ class Trainer:
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
+        self._fill = fill
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
         )
@@ -183,6 +190,7 @@ class Trainer:
             "processes": self.context.world_size,
             "layout": layout(self.context),
             "device": self.yardstick.name,
+            "compared_with": str(self.yardstick),
             "program": version.describe(self._program),
             "parameters": parameter_count(self.config.model),
         }
@@ -416,8 +424,15 @@ class Trainer:
         losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+        self._record_fillings()
         self.yardstick.measure()
         return values
+
+    def _record_fillings(self) -> None:
+        if self._fill is not None and self.context.is_main and isinstance(self.engine, PlainEngine):
+            filled = self._fill(self.engine.model)
+            line = f"fillings at step {self.step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
+            self.metrics.write("fillings", self.step, filled, line)
 
     # State
 

@@ -62,12 +62,13 @@ def test_one_undisturbed_product_is_enough():
     assert timed(itertools.repeat(5.0)) == 5.0  # longer than the time for it: one counts
 
 
-def test_the_cpu_is_named(tmp_path):
+def test_the_cpu_is_named(tmp_path, monkeypatch):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Other\n")
-    threads = torch.get_num_threads()
-    assert device_name(torch.device("cpu"), cpuinfo) == f"Some CPU @ 2 GHz, {threads} threads"
-    assert device_name(torch.device("cpu"), tmp_path / "none") == f"CPU, {threads} threads"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert device_name(torch.device("cpu"), cpuinfo) == "Some CPU @ 2 GHz, 1 thread"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert device_name(torch.device("cpu"), tmp_path / "none") == "CPU, 2 threads"
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ from support.waiting import wait_until
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.train.metrics import Metrics, last_record
 from megatron_lite.train.reports import (
-    format_count,
-    format_duration,
     objective_losses,
     step_flops,
     train_line,
     validation_line,
 )
+from megatron_lite.train.words import format_count, format_duration
 
 
 def test_flops_of_a_hand_counted_model():
