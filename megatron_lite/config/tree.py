@@ -195,8 +195,8 @@ class Config:
         )
         check(
             not count or whole,
-            f"training.eval_fillings is {count}, but in this layout no rank holds the whole model; set it to 0 and fill "
-            "blanks with scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and "
+            f"training.eval_fillings is {count}, but in this layout no rank holds the whole model; set it to 0 and "
+            "fill blanks with scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and "
             "zero_stage to 1 or 2.",
         )
         check(

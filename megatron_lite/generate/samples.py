@@ -1,4 +1,4 @@
-"""The same blanks of validation texts, filled by a model at each evaluation: what a report shows of a run's progress."""
+"""The same blanks of validation texts, filled at each evaluation: what a report shows of the progress of a run."""
 
 from __future__ import annotations
 

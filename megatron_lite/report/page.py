@@ -20,7 +20,7 @@ from megatron_lite.train.words import format_count
 
 MAX_RUNS = 8  # as many as there are colours
 MAX_TEXT = 400  # characters of a value
-MISSING = "–"
+MISSING = "-"
 
 Text = Callable[[float], str]
 

@@ -408,6 +408,7 @@ class Trainer:
         self.metrics.write(
             "train", self.step, values, train_line(self.step, self.config.training.steps, values)
         )
+        self.yardstick.measure()  # between intervals: its time is nobody's
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
@@ -425,7 +426,6 @@ class Trainer:
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
         self._record_fillings()
-        self.yardstick.measure()
         return values
 
     def _record_fillings(self) -> None:
