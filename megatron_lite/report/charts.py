@@ -161,7 +161,7 @@ def _dots(
     return [
         element(
             "circle",
-            element("title", f"{line.label}, step {point.step:,}: {text(point.value)}"),
+            element("title", f"{line.label} step {point.step:,}: {text(point.value)}".strip()),
             cx=_percent(point.step, last_step),
             cy=_y(scale, point.value),
             r=3,
@@ -177,7 +177,8 @@ def _caption(line: Line, chart: Chart) -> Html:
     if chart.also != "mean":
         point = curve.least if chart.also == "lowest" else curve.greatest
         also = f"{chart.also} {text(point.value)} at step {point.step:,}"
-    words = f"{line.label}: last {text(curve.last.value)}, {also}"
+    label = f"{line.label}: " if line.label else ""
+    words = f"{label}last {text(curve.last.value)}, {also}"
     if curve.not_finite:
         words += f", not finite {curve.not_finite:,} times"
     return element("span", swatch(line.run, "thin" if line.thin else ""), words)

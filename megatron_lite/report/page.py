@@ -6,6 +6,7 @@ import base64
 import datetime
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -125,7 +126,12 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
             yield name, f"{start[name]:,}"
     for name in ("layout", "device", "program"):
         if name in start:
-            yield name, shorten(str(start[name]), MAX_TEXT)
+            yield name, shorten(_brief(str(start[name])), MAX_TEXT)
+
+
+def _brief(text: str) -> str:
+    """With the beginning of a commit's hash in its place."""
+    return re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}\b", r"\1", text)
 
 
 def int_or_0(value: Any) -> int:
@@ -153,14 +159,13 @@ def _charts(charts: Sequence[Chart]) -> list[Html]:
     return [element("div", *drawn, class_="charts")] if drawn else []
 
 
-def _lines(runs: Sequence[RunReport], kind: str, name: str, thin: bool = False) -> list[Line]:
-    many, words = len(runs) > 1, "training" if kind == "train" else kind
+def _lines(
+    runs: Sequence[RunReport], kind: str, name: str, label: str = "", thin: bool = False
+) -> list[Line]:
+    """Args: label: what it is of a run."""
     found = [(number, run, run.records.curve(kind, name)) for number, run in enumerate(runs)]
-    return [
-        Line(curve, number, f"{run.name}, {words}" if many else words, thin)
-        for number, run, curve in found
-        if curve is not None
-    ]
+    names = [", ".join(filter(None, (run.name if len(runs) > 1 else "", label))) for run in runs]
+    return [Line(curve, number, names[number], thin) for number, run, curve in found if curve is not None]
 
 
 def _restarts(runs: Sequence[RunReport]) -> list[tuple[int, int]]:
@@ -182,7 +187,10 @@ def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
     )
     charts = []
     for name in ("loss", *names):
-        lines = [*_lines(runs, "train", name, thin=True), *_lines(runs, "validation", name)]
+        lines = [
+            *_lines(runs, "train", name, "training", thin=True),
+            *_lines(runs, "validation", name, "validation"),
+        ]
         levels = [
             (number, run.unigram[name], "unigram model")
             for number, run in enumerate(runs)
@@ -258,6 +266,8 @@ def _words(value: Any) -> list[str]:
 
 
 def _answer(answer: str, original: str) -> object:
+    if not answer:
+        return element("span", "nothing", class_="weak")
     return element("span", answer, class_="right") if answer == original else answer
 
 
@@ -281,7 +291,7 @@ def _event_text(event: dict[str, Any]) -> str:
     again = event.get("restarts")
     what = "started" if not again else f"continued from step {event['step']:,} (restart {again})"
     facts = [str(event[name]) for name in ("layout", "compared_with", "program") if name in event]
-    return f"{what}, {event.get('processes', '?')} processes: {'; '.join(facts)}"
+    return f"{what}, {event.get('processes', '?')} processes: {_brief('; '.join(facts))}"
 
 
 def _corpora(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:

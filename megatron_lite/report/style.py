@@ -41,6 +41,7 @@ table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px; border-bottom: 1px solid var(--line);
   max-width: 34rem; overflow-wrap: anywhere; unicode-bidi: isolate; }
 td, thead th { min-width: 6rem; }
+.numbers td { min-width: 10rem; }
 tbody tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--card); }
 tbody th { font-weight: 600; min-width: 8rem; }
