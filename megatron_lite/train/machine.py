@@ -2,8 +2,8 @@
 
 A share of the first two is model FLOPs utilisation (MFU). Without them, above all on CPUs, products of matrices are
 timed with the project's own linear layer. Virtual CPUs change their speed by a factor of three within seconds, so one
-short measurement says little: the best time of many small products counts, all ranks multiply at once as they do in
-training, and every log line measures again. Checkpoints keep the rate, so that a resumed run compares with the same.
+short measurement says little: the best time of many small products counts, in time of the CPU, without what other
+programs take; all ranks multiply at once as they do in training, and every log line measures again. Checkpoints keep the rate, so that a resumed run compares with the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.parallel.context import ParallelContext
 
-START_SECONDS, LATER_SECONDS = 1.0, 0.02
+START_SECONDS, LATER_SECONDS = 0.5, 0.02
 CPU_SIZE, GPU_SIZE = 512, 8192  # of the square matrices: a CPU's product takes less than a time slice
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by words of torch's device name. The first
@@ -87,7 +87,10 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
             torch.cuda.synchronize()
 
     product()  # loads or compiles the kernel
-    return 2 * size**3 / best_seconds(product, seconds, time.perf_counter) / 1e12
+    clock = (
+        time.perf_counter if is_gpu else time.thread_time
+    )  # of the main thread, which takes part in every product
+    return 2 * size**3 / best_seconds(product, seconds, clock) / 1e12
 
 
 class Yardstick:
