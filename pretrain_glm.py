@@ -138,7 +138,7 @@ def train_with(
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     if launch.rank == 0:
-        log.info("%d processes, run.directory %s; loading libraries", launch.world_size, config.run.directory)
+        log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
     from data_utils.base.memory import keep_freed_memory
     from megatron_lite.parallel.context import initialize

@@ -291,7 +291,7 @@ def _event_text(event: dict[str, Any]) -> str:
     again = event.get("restarts")
     what = "started" if not again else f"continued from step {event['step']:,} (restart {again})"
     facts = [str(event[name]) for name in ("layout", "compared_with", "program") if name in event]
-    return f"{what}, {event.get('processes', '?')} processes: {_brief('; '.join(facts))}"
+    return f"{what}, processes {event.get('processes', '?')}: {_brief('; '.join(facts))}"
 
 
 def _corpora(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:

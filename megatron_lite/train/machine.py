@@ -3,7 +3,8 @@
 A share of the first two is model FLOPs utilisation (MFU). Without them, above all on CPUs, products of matrices are
 timed with the project's own linear layer. Virtual CPUs change their speed by a factor of three within seconds, so one
 short measurement says little: the best time of many small products counts, in time of the CPU, without what other
-programs take; all ranks multiply at once as they do in training, and every log line measures again. Checkpoints keep the rate, so that a resumed run compares with the same.
+programs take; all ranks multiply at once as they do in training, and every log line measures again. Checkpoints keep
+the rate, so that a resumed run compares with the same.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def read(*runs):
 def test_a_real_run_is_shown(real_run):
     found = read(real_run)
     for part in (
-        "step 6 of 6", "validation loss", "restarts 1", "started, 1 processes: pipeline 1 x data 1 x tensor 1",
+        "step 6 of 6", "validation loss", "restarts 1", "started, processes 1: pipeline 1 x data 1 x tensor 1",
         "continued from step 3 (restart 1)", "training.eval_interval 2 1000", "share of the time waited for data",
         "corpora", "step 2", "original", "train", "6 2", "MiB in 1 files", "learning rate", "gradient norm",
     ):  # fmt: skip
