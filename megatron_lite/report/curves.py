@@ -6,6 +6,7 @@ same pixels as one through all values, so that no spike is lost (M4, doi:10.1477
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -13,13 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron_lite.train.metrics import FILE, valid_records
 
 COLUMNS = 500
+BUFFERED = 1024  # values of a curve that are taken in together
 MAX_CURVES = 64  # of a kind of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
 KINDS = ("train", "validation")  # whose numbers are curves
+NO_CURVES = ("kind", "step", "time")
 
 
 class Point(NamedTuple):
@@ -28,28 +33,49 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """One number over the steps."""
+    """One number over the steps. Values are taken in together: `flush` before the attributes are read."""
 
     def __init__(self, columns: int = COLUMNS) -> None:
         self._most = columns
         self._width = 1  # steps in a column
         self._columns: dict[int, list[Point]] = {}  # first, least, greatest, last
+        self._steps: list[int] = []
+        self._values: list[float] = []
         self.count, self.sum, self.not_finite = 0, 0.0, 0
         self.least = self.greatest = self.last = Point(0, math.nan)
 
     def add(self, step: int, value: Any) -> None:
         """Steps come in order, except that a damaged file may hold anything. Null stands for what is not finite."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if type(value) not in (int, float) or not math.isfinite(value):
             self.not_finite += value is None
             return
-        point = Point(step, float(value))
-        self.last = point
-        self.least = point if self.count == 0 or point.value < self.least.value else self.least
-        self.greatest = point if self.count == 0 or point.value > self.greatest.value else self.greatest
-        self.count, self.sum = self.count + 1, self.sum + point.value
-        while step // self._width >= self._most:
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._steps) == BUFFERED:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._steps:
+            return
+        steps, values = np.array(self._steps, np.int64), np.array(self._values, np.float64)
+        self._steps, self._values = [], []
+        places = (values.argmin(), values.argmax(), -1)
+        least, greatest, last = (Point(int(steps[at]), float(values[at])) for at in places)
+        is_new = self.count == 0
+        self.least = least if is_new or least.value < self.least.value else self.least
+        self.greatest = greatest if is_new or greatest.value > self.greatest.value else self.greatest
+        self.last = last
+        self.count, self.sum = self.count + len(values), self.sum + float(values.sum())
+        while int(steps.max()) // self._width >= self._most:
             self._halve()
-        _include(self._columns.setdefault(step // self._width, []), point)
+        columns = steps // self._width
+        starts = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(steps)]
+        for start, end in itertools.pairwise(starts):
+            part = values[start:end]
+            edges = {start, start + int(part.argmin()), start + int(part.argmax()), end - 1}
+            for at in sorted(edges):
+                column = self._columns.setdefault(int(columns[at]), [])
+                _include(column, Point(int(steps[at]), float(values[at])))
 
     def _halve(self) -> None:
         """Make every two columns one."""
@@ -65,6 +91,7 @@ class Curve:
 
     def points(self) -> list[Point]:
         """In the order of steps."""
+        self.flush()
         return sorted({point for column in self._columns.values() for point in column})
 
 
@@ -117,11 +144,17 @@ class Records:
 
     def _add_numbers(self, kind: str, record: Mapping[str, Any]) -> None:
         curves = self.curves[kind]
+        step = record["step"]
         for name, value in record.items():
-            if name in ("kind", "step", "time") or isinstance(value, (str, list, dict)):
-                continue
-            if name in curves or len(curves) < MAX_CURVES:
-                curves.setdefault(name, Curve()).add(record["step"], value)
+            if name in curves:
+                curves[name].add(step, value)
+            elif (
+                len(curves) < MAX_CURVES
+                and name not in NO_CURVES
+                and not isinstance(value, (str, list, dict))
+            ):
+                curves[name] = Curve()
+                curves[name].add(step, value)
         if kind == "train":
             self.last_train = dict(record)
 
@@ -151,6 +184,8 @@ def read_records(run: Path) -> Records:
             f"{path.name}: {count:,} lines are no records and were left out, the first of them line {first:,}."
         )
     for kind, curves in records.curves.items():
+        for curve in curves.values():
+            curve.flush()
         if len(curves) == MAX_CURVES:
             records.notes.append(
                 f"{path.name}: of the numbers of kind {kind}, the first {MAX_CURVES} are shown."

@@ -226,7 +226,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
     """None if the line is not a record."""
     try:
         record = orjson.loads(line)
-        is_record = isinstance(record["kind"], str) and type(record["step"]) is int and record["step"] >= 0
+        is_record = (
+            isinstance(record["kind"], str) and type(record["step"]) is int and 0 <= record["step"] < 1 << 63
+        )
     except (ValueError, KeyError, TypeError):
         return None
     return record if is_record else None

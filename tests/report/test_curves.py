@@ -94,7 +94,7 @@ def test_lines_that_are_no_records_are_counted(tmp_path):
 
 def test_memory_is_bounded_whatever_the_file_holds(tmp_path):
     def records():
-        for step in range(5_000):
+        for step in range(10_000):
             yield train(step, **{f"loss/{step}": 1.0})
             yield {"kind": "event", "step": step, "time": 0, "event": "x" * 100}
             yield {"kind": "fillings", "step": step, "fillings": []}
@@ -104,13 +104,13 @@ def test_memory_is_bounded_whatever_the_file_holds(tmp_path):
     found = read_records(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1 << 20 < (run / "metrics.jsonl").stat().st_size
+    assert peak < 3 << 19 < (run / "metrics.jsonl").stat().st_size
     assert (
         len(found.curves["train"]) == MAX_CURVES
-        and len(found.events) == MAX_EVENTS < found.num_events == 5_000
+        and len(found.events) == MAX_EVENTS < found.num_events == 10_000
     )
     steps = [record["step"] for record in found.fillings]
-    assert steps[0] == 0 and steps[-1] == 4_999 and MAX_FILLINGS <= len(steps) <= 2 * MAX_FILLINGS
+    assert steps[0] == 0 and steps[-1] == 9_999 and MAX_FILLINGS <= len(steps) <= 2 * MAX_FILLINGS
     assert found.notes == [f"metrics.jsonl: of the numbers of kind train, the first {MAX_CURVES} are shown."]
 
 
