@@ -46,7 +46,8 @@ from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import cross_entropy
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.train.reports import known_peak_tflops, step_flops
+from megatron_lite.train.machine import known_peak_tflops
+from megatron_lite.train.reports import step_flops
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop

@@ -237,6 +237,12 @@ class TrainingConfig:
     eval_samples: int = setting(
         256, "validation samples per evaluation, the same ones every time", at_least=1
     )
+    eval_fillings: int = setting(
+        0,
+        "validation texts whose short blanks the model fills at each evaluation, for metrics.jsonl and report.py",
+        at_least=0,
+        at_most=20,
+    )
     stop_after_step: int | None = setting(
         None,
         "save and stop cleanly after this step (a planned interruption); null = run to the end",
@@ -356,9 +362,13 @@ class RunConfig:
         "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
     )
     log_interval: int = setting(10, "steps between log lines", at_least=1)
+    progress_bar: bool = setting(False, "show a progress bar below them where stderr is a terminal")
     tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
     peak_tflops: float | None = setting(
-        None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU", above=0
+        None,
+        "peak TFLOP/s of one device for MFU; null = the data sheet's of a known GPU; for other devices log lines give "
+        "the share of the rate that this machine's products of matrices reach",
+        above=0,
     )
 
 

@@ -98,6 +98,7 @@ class Config:
             for section in chosen:
                 section.check_vocabulary_size(self.model.vocab_size)
         self._check_heads()
+        self._check_fillings()
         self._check_layout()
         self.deepspeed_options()
 
@@ -180,6 +181,22 @@ class Config:
             model.segments in (0, *range(segments, 1000)),
             f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
             "to 0 for no segment embedding.",
+        )
+
+    def _check_fillings(self) -> None:
+        parallel, count = self.parallel, self.training.eval_fillings
+        whole = (
+            parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+        )
+        check(
+            not count or whole,
+            f"training.eval_fillings is {count}, but in this layout no rank holds the whole model; set it to 0 and "
+            "fill blanks with scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and "
+            "zero_stage to 1 or 2.",
+        )
+        check(
+            not count or any(choice.name == "blank_infilling" for choice in self.objective_choices),
+            f"training.eval_fillings is {count} without the objective blank_infilling; set it to 0.",
         )
 
     def _check_layout(self) -> None:

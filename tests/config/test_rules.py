@@ -228,6 +228,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
     ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
+    "fillings in this layout": (
+        over("training.eval_fillings=2", "parallel.tensor_parallel_size=2"),
+        ("training.eval_fillings is 2", "no rank holds the whole model", "set it to 0"),
+    ),
+    "fillings without stage 3": (
+        over("training.eval_fillings=2", "parallel.zero_stage=3"),
+        ("training.eval_fillings is 2", "zero_stage to 1 or 2"),
+    ),
+    "fillings of blanks": (
+        over("training.eval_fillings=2", "objectives.causal=1"),
+        ("training.eval_fillings is 2", "without the objective blank_infilling"),
+    ),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),
