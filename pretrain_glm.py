@@ -27,6 +27,7 @@ from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_envi
 from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
 from megatron_lite.train.nvidia_apex import require_apex
+from megatron_lite.train.trackers import require_trackers
 from megatron_lite.train.watchdog import Section, Watchdog
 
 
@@ -108,6 +109,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
     require_apex(config)
+    if launch.rank == 0:
+        require_trackers(config.trackers)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)

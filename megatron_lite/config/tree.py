@@ -1,8 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, events.py, data_utils/samples/config.py and beside each objective. This file checks
-what concerns several. A component that needs one section takes that one; those that put a run together take the tree.
-Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, events.py, observation.py, data_utils/samples/config.py and beside each objective. This
+file checks what concerns several. A component that needs one section takes that one; those that put a run together
+take the tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from data_utils.samples.config import DataConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.observation import TrackersConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -72,6 +73,7 @@ class Config:
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)
+    trackers: TrackersConfig = section(TrackersConfig)
     deepspeed: dict[str, Any] = setting_mapping(
         "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
         "contradicted"

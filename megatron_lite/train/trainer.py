@@ -49,6 +49,7 @@ from megatron_lite.train.reports import (
     train_line,
 )
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.trackers import make_trackers
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -112,9 +113,14 @@ class Trainer:
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
         self._begin()
-        with closing(self._ahead):
-            requests = self._train()
-        self._end()
+        outcome = "FAILED"
+        try:
+            with closing(self._ahead):
+                requests = self._train()
+            self._end()
+            outcome = "FINISHED" if self.step >= self.config.training.steps else "KILLED"
+        finally:
+            self.metrics.close(outcome)
         if self.step >= self._last_step:
             return ExitStatus.FINISHED
         return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
@@ -163,7 +169,10 @@ class Trainer:
             log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
-        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        trackers = make_trackers(self.config, self.restarts > 0) if self.context.is_main else []
+        self.metrics = Metrics(
+            self.directory, self.context.is_main, self.config.run.tensorboard, self.step, trackers
+        )
         for event in events:
             self._record(event, self.step)
 
@@ -181,7 +190,6 @@ class Trainer:
                 self.step,
                 steps,
             )
-        self.metrics.close()
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
