@@ -104,6 +104,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     launch = Launch.from_environment(local_rank)
     # Refuses a batch that does not divide over the ranks.
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
+    config.profiler.require_ranks(launch.world_size)
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()

@@ -49,6 +49,7 @@ from megatron_lite.train.reports import (
     train_line,
 )
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.step_profiler import StepProfiler
 from megatron_lite.train.trackers import make_trackers
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
@@ -97,6 +98,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
+        self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
@@ -117,6 +119,7 @@ class Trainer:
         try:
             with closing(self._ahead):
                 requests = self._train()
+            self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
             outcome = "FINISHED" if self.step >= self.config.training.steps else "KILLED"
         finally:
@@ -132,10 +135,14 @@ class Trainer:
         self.control.enter(Phase.TRAINING)
         while self.step < self._last_step and not requests.end:
             self._apply_events()
+            self._profiler.begin(self.step + 1)
             result, requests = self._train_step(interval)
             if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
+            if self._profiler.is_last(self.step):
+                with self._aside(interval, Section.STEP, "writing a trace"):
+                    self._profiler.write(self.step)
             if self._is_multiple(training.replica_check_interval):
                 with self._aside(interval, Section.STEP, "replica check"):
                     self._check_replicas()
