@@ -185,9 +185,16 @@ def _speed(config: Config, gpu: Gpu, profile: Profile) -> str:
     """Tokens/s and MFU if all communication overlaps, and if none does."""
     most = max(profile.expected.host_ms, profile.expected.roofline_ms)
     least, mfu = step_ms(profile), profile.expected.expected_mfu
-    tokens, days = profile.details.tokens, config.training.steps * least / 86400e3
+    tokens, hours = profile.details.tokens, config.training.steps * least / 3600e3
+    duration = (
+        f"{hours / 24:.3g} days"
+        if hours >= 48
+        else f"{hours:.3g} hours"
+        if hours >= 2
+        else f"{hours * 60:.3g} minutes"
+    )
     return (
         f"speed             {tokens / least * 1e3:,.0f} to {tokens / most * 1e3:,.0f} tokens/s, MFU "
         f"{mfu * most / least:.1%} to {mfu:.1%}, if no communication overlaps or all; {config.training.steps:,} steps "
-        f"take {days:.3g} days at most"
+        f"take {duration} at most"
     )
