@@ -93,7 +93,10 @@ class BlankFiller:
             start = list(self.plan.keys), list(self.plan.values)
             spans = self._hypotheses(position)
             self._replay(start, position, spans[0][1])
-            found.append([(math.exp(score), span) for score, span in spans])
+            totals: dict[tuple[int, ...], float] = {}
+            for score, span in spans:  # a span may end with eop and with eos
+                totals[tuple(span)] = totals.get(tuple(span), 0.0) + math.exp(score)
+            found.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
         return found
 
     def _begin(self, context: Sequence[int]) -> list[int]:

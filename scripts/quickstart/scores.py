@@ -100,7 +100,9 @@ def blanked_texts(loader: SampleLoader, num_samples: int, special: SpecialTokens
 
 def text_of(example: Example, special: SpecialTokens) -> Text:
     """The blanks of an Example of the token objective, in text order."""
-    context, before, blanks = example.tokens[example.ord == 0].tolist(), [], []
+    context = example.tokens[example.ord == 0].tolist()
+    before: list[int] = []
+    blanks: list[Blank] = []
     spans = iter(spans_of(example, special))
     for token in context:
         if token == special.mask:
