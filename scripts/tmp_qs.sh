@@ -1,0 +1,214 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+Usage: scripts/quickstart.sh [--smoke] [DIRECTORY]
+
+From a bare checkout to a small trained GLM, in under ten minutes on two CPU cores:
+installs the requirements into .venv, collects English text from the documentation of the
+installed packages, trains a tokenizer, builds the corpora, trains the model of
+configs/tiny.yaml with the deepspeed launcher (stopping halfway and resuming), draws the
+losses, scores how it fills the blanks of the validation text beside simpler models, shows
+its answers, and exports it to Hugging Face and loads the export.
+
+Everything but .venv is written below DIRECTORY (default: quickstart). Run it again to
+continue after an interruption: finished stages are skipped.
+
+  --smoke   a few training steps on little text: checks that everything works, not that
+            the model learns (default DIRECTORY: build/quickstart)
+
+Needs Python 3.11 or newer with venv and pip (PYTHON=... names another one than python3),
+a C compiler, 4 GB of memory and 8 GB of disk.
+END
+}
+
+smoke=false directory=
+for argument in "$@"; do
+    case $argument in
+        -h | --help) usage; exit 0 ;;
+        --smoke) smoke=true ;;
+        -*) echo "error: unknown option $argument; see scripts/quickstart.sh --help." >&2; exit 2 ;;
+        *)
+            if [[ -n $directory ]]; then
+                echo "error: more than one directory given; see scripts/quickstart.sh --help." >&2
+                exit 2
+            fi
+            directory=$(realpath -m -- "$argument")
+            ;;
+    esac
+done
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_environment.sh
+
+megabytes=6 vocab_size=512 margin=(--margin 0.3) scored_samples=400 overrides=()
+if $smoke; then
+    megabytes=0.5 vocab_size=512 margin=() scored_samples=20
+    overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
+        checkpoint.save_interval=0 run.log_interval=4)
+fi
+if [[ -z $directory ]]; then
+    directory=quickstart
+    if $smoke; then directory=build/quickstart; fi
+fi
+
+corpus=$directory/corpus.jsonl
+tokenizer=$directory/tokenizer/tokenizer.json
+data=$directory/data/corpus
+run=$directory/run
+exported=$directory/huggingface
+sentence='If this is [MASK], the function returns the [MASK].'
+
+# ---- the frame of a stage ----
+
+number=0 title=preparation
+readonly number_of_stages=10
+
+stage() { # TITLE FUNCTION
+    number=$((number + 1)) title=$1
+    local start=$SECONDS
+    printf '\n== %d/%d %s\n' "$number" "$number_of_stages" "$title"
+    "$2"
+    printf '== %d/%d done in %d s\n' "$number" "$number_of_stages" $((SECONDS - start))
+}
+
+report_failure() {
+    local status=$?
+    if ((status != 0)); then
+        printf '\nstage %d (%s) failed or was interrupted. See the message above; then run the same command\n' \
+            "$number" "$title" >&2
+        printf 'again: finished stages are skipped and training resumes from its last checkpoint.\n' >&2
+    fi
+}
+
+up_to_date() { # RESULT SOURCE: the result exists and is not older
+    [[ -e $1 && ! $1 -ot $2 ]] && echo "already there: $1"
+}
+
+# ---- stages ----
+
+install() {
+    :
+    "$python" --version
+}
+
+collect() {
+    if [[ -e $corpus ]]; then echo "already there: $corpus"; return; fi
+    "$python" -m scripts.quickstart.collect_corpus --max-megabytes "$megabytes" --output "$corpus"
+}
+
+tokenize() {
+    if up_to_date "$tokenizer" "$corpus"; then return; fi
+    rm -f "$tokenizer"
+    "$python" scripts/train_tokenizer.py --kind byte_bpe --vocab-size "$vocab_size" --input "$corpus" \
+        --output "$directory/tokenizer"
+}
+
+build() {
+    if up_to_date "${data}_test.json" "$tokenizer"; then return; fi
+    "$python" scripts/preprocess_data.py --input "$corpus" --output "$data" --overwrite \
+        --tokenizer-kind hf_json --tokenizer-path "$tokenizer" --split train=0.9,validation=0.05,test=0.05
+}
+
+pretrain() { # OVERRIDE...
+    .venv/bin/deepspeed --log_level error --master_port $((20000 + RANDOM % 10000)) --num_gpus "$processes" \
+        pretrain_glm.py --config configs/tiny.yaml "${settings[@]}" "$@"
+}
+
+trained_steps() { # the step of the newest checkpoint
+    local newest
+    newest=$(find "$run/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2>/dev/null | sort | tail -n 1)
+    [[ -n $newest ]] && echo $((10#${newest##*step_})) || echo 0
+}
+
+train_first_half() {
+    if [[ -e $run/config.yaml && $run/config.yaml -ot ${data}_test.json ]]; then
+        rm -rf "$run" # trained on a corpus that has been rebuilt since
+    fi
+    if (($(trained_steps) >= steps / 2)); then echo "already trained to step $(trained_steps)"; return; fi
+    pretrain training.stop_after_step=$((steps / 2))
+}
+
+train_to_the_end() {
+    if (($(trained_steps) >= steps)); then echo "already trained to step $(trained_steps)"; return; fi
+    pretrain
+}
+
+compare() {
+    "$python" -m scripts.quickstart.unigram_baseline "$run" "${margin[@]}"
+    "$python" -m scripts.quickstart.scores "$run" --samples "$scored_samples" | tee "$run/scores.txt"
+}
+
+draw() {
+    "$python" scripts/plot_metrics.py "$run"
+}
+
+fill() {
+    "$python" -m scripts.quickstart.fill_examples --checkpoint "$run" | tee "$run/examples.txt"
+}
+
+export_it() {
+    rm -rf "$exported"
+    "$python" scripts/convert_checkpoint.py export --checkpoint "$run" --output "$exported"
+    "$python" -m scripts.quickstart.fill_export --export "$exported" --checkpoint "$run" --text "$sentence"
+}
+
+tell() {
+    local minutes=$((SECONDS / 60)) seconds=$((SECONDS % 60))
+    printf '\n%s\n' '================================================================================'
+    printf 'Everything worked, in %d minutes %d seconds.\n\n' "$minutes" "$seconds"
+    printf '1. The curves of its losses: %s\n\n' "$run/loss.png"
+    printf '2. How it fills blanks that it has never seen, beside models that count tokens:\n\n'
+    sed 's/^/   /' "$run/scores.txt"
+    printf '\n3. Its answers, the original words first; = marks them among the answers:\n\n'
+    sed 's/^/   /' "$run/examples.txt"
+    cat <<END
+
+4. What to do next (source .venv/bin/activate):
+   your own sentence     python scripts/generate.py --checkpoint '$run' --text '$sentence'
+   train it longer       the model has just begun to learn: README.md, "Training"
+   your own text         README.md, "Your own corpus"
+   with transformers     pipeline("blank-infilling", model="$exported", trust_remote_code=True)
+   every logged number   $run/metrics.jsonl, or .venv/bin/tensorboard --logdir '$run/tensorboard'
+END
+}
+
+# ---- the whole ----
+
+trap report_failure EXIT
+if [[ -d $directory && -n $(ls -A "$directory") && ! -e $directory/.quickstart ]]; then
+    echo "error: $directory is not empty and not from an earlier quickstart; choose another directory." >&2
+    exit 2
+fi
+mkdir -p "$directory"
+touch "$directory/.quickstart"
+
+processes=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if ((processes > 2)); then processes=2; fi
+if ((processes == 0)); then
+    processes=2
+    export DS_ACCELERATOR=cpu # the launcher would warn on every start that it found no GPU
+fi
+threads=$(($(nproc) / processes))
+export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+
+stage 'environment' install
+settings=(
+    "tokenizer.path=$tokenizer"
+    "data.train=[{prefix: '${data}_train'}]"
+    "data.validation=[{prefix: '${data}_validation'}]"
+    "run.directory=$run"
+    "${overrides[@]}"
+)
+steps=$("$python" pretrain_glm.py --config configs/tiny.yaml "${settings[@]}" --print-config | sed -n 's/^  steps: //p')
+stage 'corpus: English text from the documentation of installed packages' collect
+stage "tokenizer: byte-level BPE with $vocab_size tokens" tokenize
+stage 'datasets: train, validation and test' build
+stage "training on $processes processes, stopped at step $((steps / 2)) of $steps" train_first_half
+stage 'training, the same command again: resumed to the end' train_to_the_end
+stage 'scores beside simpler models' compare
+stage 'loss plot' draw
+stage 'blanks of the validation text, the first of a random order' fill
+stage 'export to Hugging Face, loaded with transformers' export_it
+tell
