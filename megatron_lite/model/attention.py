@@ -16,7 +16,7 @@ Tokens that see nothing get zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -341,7 +341,8 @@ class _CallsOnCpu(torch.autograd.Function):
             group.put(Flash.backward(given, q, k, v, outs, state, group.is_causal, bias), total)
         for unit in long_units:
             own = [next(saved) for _ in range(3)]
-            _unit_backward(plan, unit, grad, out, own, saved, total[unit.start : unit.stop].unbind(1))
+            states = [next(saved) for call in unit.calls if call.kind != BLIND]
+            _unit_backward(plan, unit, grad, out, own, states, total[unit.start : unit.stop].unbind(1))
         return total.to(grad.dtype), None
 
 
@@ -361,12 +362,14 @@ def _unit_backward(
     grad: torch.Tensor,
     out: torch.Tensor,
     heads: Sequence[torch.Tensor],
-    states: Iterator[torch.Tensor],
+    states: list[torch.Tensor],
     totals: tuple[torch.Tensor, ...],
 ) -> None:
     """Write the gradients of a unit's q, k and v to `totals`, [unit, H, D] each."""
     is_first = True
-    for call in unit.calls:
+    for call in reversed(
+        unit.calls
+    ):  # the last one has most keys: they are written, and those of others added
         queries = slice(call.start, call.stop)
         if is_first and call.keys != ((0, unit.stop - unit.start),):
             for total in totals[1:]:
@@ -379,7 +382,7 @@ def _unit_backward(
             rows = slice(unit.start + call.start, unit.start + call.stop)
             given, out_rows = (x[rows].to(q.dtype).transpose(0, 1).unsqueeze(0) for x in (grad, out))
             parts = _kernel(q, k, call).backward(
-                given, q, k, v, out_rows, next(states), call.kind == CAUSAL, bias
+                given, q, k, v, out_rows, states.pop(), call.kind == CAUSAL, bias
             )
             totals[0][queries] = parts[0][0].transpose(0, 1)
             for total, part in zip(totals[1:], parts[1:], strict=True):
