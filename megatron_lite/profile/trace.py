@@ -68,7 +68,7 @@ def run_case(case: Case) -> dict[str, Any]:
         static = recorder.memory.now
         micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
         steps = _Steps(engine, recorder, micro_batches)
-        _warm_up(engine, steps, config)
+        _warm_up(engine, steps)
         _begin_timers(engine)
         steps.run()
     return {
@@ -157,7 +157,7 @@ def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
     return built
 
 
-def _warm_up(engine: Engine, steps: _Steps, config: Config) -> None:
+def _warm_up(engine: Engine, steps: _Steps) -> None:
     """What only a first step does: memory of sums is made, stages say what they will send, ZeRO 3 learns an order."""
     deepspeed = engine._engine
     if engine.context.pp.size > 1:  # one micro-batch says it all
@@ -165,7 +165,7 @@ def _warm_up(engine: Engine, steps: _Steps, config: Config) -> None:
         steps.run(1)
         deepspeed.micro_batches = count
     else:
-        steps.run(None if config.parallel.zero_stage == 3 else 1)
+        steps.run()
 
 
 def _begin_timers(engine: Engine) -> None:

@@ -8,6 +8,7 @@ sharded.py at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -27,7 +28,13 @@ from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, few_lengths, prepare
-from megatron_lite.model.tensor_parallel import is_partial, partition_of
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    is_partial,
+    partition_of,
+    take_products,
+)
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import nvidia_apex
 from megatron_lite.train.deepspeed_engines import deepspeed_engine
@@ -146,6 +153,7 @@ class Engine(ABC):
             else:
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
                 self._zero = self._engine.optimizer
+                self._sum_products(module, self._engine.optimizer)
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
 
@@ -174,6 +182,14 @@ class Engine(ABC):
             make_optimizer=lambda groups: make_adamw(groups, self._config.optimizer),
             offload=self._config.parallel.offload_optimizer,
         )
+
+    def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
+        """Have the blocks' weights, which are used once in a pass, summed where their gradients are computed."""
+        if self._config.model.share_layers:
+            return
+        for layer in module.modules():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_lite.model.tensor_parallel import add_product
 from megatron_lite.parallel.collectives import (
     Group,
     all_gather_parts,
@@ -144,6 +145,15 @@ class Bucket:
         """Take in the parameter's gradient, which stays where it is until enough have arrived to move them at once."""
         self.waiting[parameter] = None
         self.waiting_elements += parameter.numel()
+        self._count(parameter)
+
+    def add_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take in grad^T rows, which no kernel has computed yet."""
+        add_product(self.view(self._sums(), parameter), grad, rows, parameter in self.begun)
+        self.begun.add(parameter)
+        self._count(parameter)
+
+    def _count(self, parameter: nn.Parameter) -> None:
         count = self.arrived[parameter] = self.arrived.get(parameter, 0) + 1
         self.incomplete -= count == self.awaited
         self.arrivals += 1
@@ -151,23 +161,27 @@ class Bucket:
         if is_pass_over or self.waiting_elements >= MOVED_AT_ONCE:
             self._move()
 
-    def _move(self) -> None:
-        """Move the waiting gradients into the sums, with few kernels."""
+    def _sums(self) -> torch.Tensor:
         if self.summed is None:
             self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
+        return self.summed
+
+    def _move(self) -> None:
+        """Move the waiting gradients into the sums, with few kernels."""
+        summed = self._sums()
         first = [p for p in self.waiting if p not in self.begun]
         if first:
-            torch._foreach_copy_([self.view(self.summed, p) for p in first], [_gradient(p) for p in first])
+            torch._foreach_copy_([self.view(summed, p) for p in first], [_gradient(p) for p in first])
         later = [p for p in self.waiting if p in self.begun]
         small = [p for p in later if p.numel() < ADDED_ALONE]
         if small:
             # torch adds many tensors with one kernel only if all are of one type; it copies any.
             wide = [torch.empty_like(p, dtype=torch.float32) for p in small]
             torch._foreach_copy_(wide, [_gradient(p) for p in small])
-            torch._foreach_add_([self.view(self.summed, p) for p in small], wide)
+            torch._foreach_add_([self.view(summed, p) for p in small], wide)
         for parameter in later:
             if parameter.numel() >= ADDED_ALONE:
-                self.view(self.summed, parameter).add_(_gradient(parameter))
+                self.view(summed, parameter).add_(_gradient(parameter))
         self.begun.update(self.waiting)
         for parameter in self.waiting:
             parameter.grad = None
@@ -269,7 +283,18 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # its product was taken
+            return
         self._bucket_of[parameter].add(parameter)
+        self._reduce_complete()
+
+    @torch.no_grad()
+    def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""
+        self._bucket_of[parameter].add_product(parameter, grad, rows)
+        self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
             self._reduce_next()
 

@@ -51,3 +51,19 @@ def test_fp32_is_torch():
     x, weight, bias = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     assert not module.widens(x)
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_up_in_fp32(dtype, has_instructions, monkeypatch):
+    """Of two micro-batches. Without instructions for half precision nothing is rounded to it."""
+    monkeypatch.setattr(module, "cpu_has_half_matmul", lambda kind: has_instructions or kind == torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    total, expected = torch.full((6, 5), torch.nan), torch.zeros(6, 5, dtype=torch.float64)
+    for begun in (False, True):
+        grad, rows = (torch.randn(40, width, generator=generator).to(dtype) for width in (6, 5))
+        module.add_product(total, grad, rows, begun)
+        expected += grad.double().T @ rows.double()
+    rounded = dtype == torch.bfloat16 and has_instructions
+    tolerance = 2**-8 * expected.abs().max() if rounded else 1e-5
+    torch.testing.assert_close(total.double(), expected, rtol=0, atol=float(tolerance))

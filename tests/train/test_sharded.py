@@ -21,6 +21,7 @@ from data_utils.base.settings import build
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.fused import Biased
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.model.tensor_parallel import is_partial
 from megatron_lite.parallel.collectives import Group
@@ -279,7 +280,7 @@ def gradients_over_an_unused_layer(context):
         build(Config, tree(batch={"micro_batch_size": 4}, parallel={"zero_stage": 1})), context, num_losses=3
     )
     unused = engine.model.layers[1].mlp
-    unused.forward = lambda hidden: torch.zeros_like(hidden)
+    unused.forward = lambda hidden: Biased(torch.zeros_like(hidden))
     before = {name: p.detach().clone() for name, p in engine.named_parameters.items()}
     result = engine.train_step(micro_batches(1), lr=1e-3)
     changed = {name for name, p in engine.named_parameters.items() if not torch.equal(p, before[name])}
