@@ -30,6 +30,7 @@ from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
 from megatron_lite.train.metrics import last_record
 from megatron_lite.train.nvidia_apex import require_apex
+from megatron_lite.train.trackers import require_trackers
 from megatron_lite.train.watchdog import Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,13 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.profile.advice import advise, dry_run_report, uncompiled
+    from megatron_lite.profile.advice import advise, dry_run_report
     from megatron_lite.profile.gpus import gpu_named
     from megatron_lite.profile.request import Request, profile
 
     gpu = gpu_named(gpu_name)
-    print(
-        dry_run_report(config, processes, gpu, profile(Request.of(uncompiled(config), processes, gpu))),
-        flush=True,
-    )
+    found = profile(Request.of(config, processes, gpu))
+    print(dry_run_report(config, processes, gpu, found), flush=True)
     advised = advise(config, processes, gpu)
     if advised is None:
         print(
@@ -108,11 +107,14 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     launch = Launch.from_environment(local_rank)
     # Refuses a batch that does not divide over the ranks.
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
+    config.profiler.require_ranks(launch.world_size)
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
     control.refuse_if_halted()
     require_start(directory, config.checkpoint)
     require_apex(config)
+    if launch.rank == 0:
+        require_trackers(config.trackers)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)

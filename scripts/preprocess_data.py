@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a token dataset (.bin, .idx and manifest) from JSONL, parquet or text files. See docs/data.md.
+"""Build a token dataset (.bin, .idx and manifest) from JSONL, parquet, Arrow or text files. See docs/data.md.
 
 The same command continues a build that was stopped. With --mpi, ranks share the work:
 
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         dest="inputs",
         nargs="+",
         required=True,
-        help="files or globs: .jsonl .txt (each also .gz .zst) .parquet",
+        help="files or globs: .jsonl .txt (each also .gz .zst) .parquet .arrow; directories of save_to_disk",
     )
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
     add("--tokenizer-kind", required=True, choices=KINDS)

@@ -1,6 +1,8 @@
 """What an installation declares fits what the tests run with, and what it installs is complete."""
 
 import itertools
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from support.house import product_files
 from support.project import ROOT
 
@@ -25,6 +28,8 @@ def pins():
     return dict(line.lower().split("==") for line in found if "==" in line)
 
 
+INSTALLED_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pretrain_glm.py")
+INSTALLED_FOLDERS = ("data_utils", "megatron_lite", "scripts", "configs")
 DECLARED = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
 
 
@@ -48,9 +53,9 @@ def installation(tmp_path_factory):
     directory = tmp_path_factory.mktemp("installation")
     source, root = directory / "source", directory / "environment"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pretrain_glm.py"):
+    for name in INSTALLED_FILES:
         shutil.copy(ROOT / name, source)
-    for name in ("data_utils", "megatron_lite", "scripts", "configs"):
+    for name in INSTALLED_FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     venv.create(root)
     (site,) = root.glob("lib/python*/site-packages")
@@ -114,3 +119,47 @@ def test_every_script_has_a_command():
     without = {"__init__", "entry", "gpu_day"}  # the last one runs the tests of a checkout
     scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - without
     assert targets == scripts | {"pretrain_glm"}
+
+
+# The image: what docker would do, as far as it can be known without docker.
+
+
+def instructions():
+    """(instruction, arguments) of the Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in lines]
+
+
+def test_the_image_has_a_python_that_the_project_takes():
+    (base,) = [arguments for name, arguments in instructions() if name == "FROM"]
+    version = re.fullmatch(r"python:(\d+\.\d+)-slim-\w+", base)[1]
+    assert version in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_the_image_copies_what_an_installation_needs():
+    """The files of `installation` above, which runs the same `pip install --no-deps`, and nothing that is ignored."""
+    copied = {word for name, arguments in instructions() if name == "COPY" for word in arguments.split()[:-1]}
+    assert copied == {"requirements.txt", *INSTALLED_FILES, *INSTALLED_FOLDERS}
+    assert all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert ignored[0] == "**" and {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_the_image_installs_the_pinned_requirements_and_the_project():
+    installs = re.findall(r"pip install (.*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert installs == ["--no-cache-dir -r requirements.txt", "--no-cache-dir --no-deps ."]
+    packages = next(arguments for name, arguments in instructions() if "apt-get install" in arguments)
+    assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
+
+
+def test_the_image_runs_an_installed_command_and_not_as_root():
+    last = dict(instructions())
+    assert json.loads(last["CMD"])[0] in PROJECT["scripts"] and last["USER"] != "root"
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^docker run .*?glm ((?:.|\\\n)*?)$", page, re.M)
+    assert documented
+    for command in documented:
+        for path in re.findall(r"/opt/glm/(\S+)", command):
+            assert (ROOT / path).exists(), path
+        assert command.split()[0] in {*PROJECT["scripts"], "deepspeed"}

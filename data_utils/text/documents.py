@@ -1,16 +1,16 @@
-"""Readers: JSONL (plain, .gz, .zst), parquet and plain text files become documents.
+"""Readers: JSONL (plain, .gz, .zst), parquet, Arrow and plain text files become documents.
 
 Reading has three steps, so that a corpus build can share the work between processes. `plan_pieces` cuts the input into
 parts of about equal size by bytes alone, without reading it. `read_blocks` cuts a part into blocks of whole records
-without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, parquet
-files and text files of one document each are never cut, so a single huge .gz is the work of one process.
+without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, tables
+(parquet, Arrow) and text files of one document each are never cut, so a single huge .gz is the work of one process.
 
 A byte position inside a file stands for the next start of a record. Neighbouring parts use the same rule for the
 position they share, so each record is in exactly one part, wherever the cuts are.
 
 A bad record is reported as `file:line` with the problem. By default it stops the work; with `on_bad_record="skip"` it
 is counted by kind, up to a limit. Damage that hides where records begin and end (a truncated compressed stream, an
-unreadable parquet page, a huge record) always stops the work.
+unreadable table, a huge record) always stops the work.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import IO
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.text import column_files
 from data_utils.text.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
 from data_utils.text.stored_files import (
     COMPRESSIONS,
     decompressed,
-    parquet_texts,
     read_errors,
 )
 
@@ -41,7 +41,9 @@ BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
 
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_SUPPORTED = ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, and .parquet"
+_SUPPORTED = (
+    ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, .parquet and .arrow"
+)
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
@@ -51,7 +53,7 @@ _BOUNDARY_READ_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and its origin: `line` is the 1-based line (parquet: row) at which its record starts."""
+    """One text and its origin: `line` is the 1-based line (of a table: row) at which its record starts."""
 
     text: str
     source: str
@@ -72,7 +74,7 @@ class Place:
     """A record to be reported, and its problem."""
 
     source: str
-    line: int  # 1-based (parquet: row), counted from the file part that begins at byte `start`
+    line: int  # 1-based (of a table: row), counted from the file part that begins at byte `start`
     problem: str
     start: int = 0
 
@@ -85,7 +87,7 @@ class Block:
     """Whole, unparsed records of one part of a file."""
 
     source: str
-    layout: str  # "jsonl", "rows" (parquet), or how a text file is cut: one of TEXT_SPLITS
+    layout: str  # "jsonl", "rows" (of a table), or how a text file is cut: one of TEXT_SPLITS
     start: int  # byte at which the file part begins
     first_line: int  # line (or row) number of the first record, counted from the start of the file part
     data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
@@ -143,13 +145,15 @@ class ParsedBlock:
 def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
     """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
 
-    Raises: DataError for a missing file, a pattern without a match, a directory, or a suffix no reader knows.
+    A directory of Hugging Face `save_to_disk` stands for its files.
+
+    Raises: DataError for a missing file, a pattern without a match, another directory, or a suffix no reader knows.
     """
     files: dict[Path, None] = {}
     for pattern in map(str, patterns):
         if Path(pattern).is_dir():
-            raise DataError(f"input {pattern} is a directory; name files, or a glob like {pattern}/*.jsonl.")
-        if Path(pattern).exists():
+            matches = [str(path) for path in column_files.saved_dataset_files(Path(pattern))]
+        elif Path(pattern).exists():
             matches = [pattern]
         elif glob.has_magic(pattern):
             matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
@@ -176,7 +180,7 @@ def read_documents(
     """Yield the documents of files or globs in order.
 
     Args:
-        text_key: field (JSONL) or column (parquet) that holds the text.
+        text_key: field (JSONL) or column (of a table) that holds the text.
         text_split: how a .txt file is cut: one document per file, per paragraph ("blank_lines") or per line.
         on_bad_record: "error" stops at the first bad record, "skip" counts up to `max_bad_records` of them.
         counts: receives the numbers of bad, empty and blank records.
@@ -267,7 +271,7 @@ def read_blocks(
     for piece in pieces:
         layout = _layout(piece.path, text_split)
         if layout == "rows":
-            yield from _parquet_blocks(piece.path, text_key)
+            yield from _row_blocks(piece.path, text_key)
         else:
             yield from _byte_blocks(piece, layout, block_bytes)
 
@@ -276,14 +280,14 @@ def _layout(path: Path, text_split: str) -> str:
     suffixes = path.suffixes[-2:]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
-        if suffixes[-1:] == [".parquet"]:
-            suffixes = []  # parquet compresses itself, and its reader must seek
+        if suffixes[-1:] and suffixes[-1] in column_files.SUFFIXES:
+            suffixes = []  # they compress themselves, and their readers must seek
     suffix = suffixes[-1] if suffixes else ""
     if suffix in _JSONL_SUFFIXES:
         return "jsonl"
     if suffix == ".txt":
         return text_split
-    if suffix == ".parquet":
+    if suffix in column_files.SUFFIXES:
         return "rows"
     raise DataError(f"input {path} has an unknown suffix; supported are {_SUPPORTED}.")
 
@@ -371,12 +375,9 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
         yield chunk
 
 
-def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
-    with read_errors(path):
-        size = path.stat().st_size
+def _row_blocks(path: Path, text_key: str) -> Iterator[Block]:
     row, consumed = 1, 0
-    for rows, num_rows in parquet_texts(path, text_key):
-        position = size * (row + len(rows) - 1) // num_rows
+    for rows, position in column_files.column_texts(path, text_key):
         yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
         row, consumed = row + len(rows), position
 
@@ -429,7 +430,7 @@ def _unterminated_line(block: Block) -> int | None:
 
 
 def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line number, record). `None` is a parquet null."""
+    """Yield (line number, record). `None` is a table's null."""
     if not isinstance(block.data, bytes):
         yield from enumerate(block.data, block.first_line)
     elif block.layout == "file":

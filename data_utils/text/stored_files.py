@@ -1,4 +1,4 @@
-"""Reading stored input: the bytes of compressed files, and the texts of parquet files."""
+"""Reading stored input: the bytes of compressed files, and errors of reading any file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import zstandard
 
@@ -16,7 +16,6 @@ from data_utils.base.errors import DataError
 
 COMPRESSIONS = (".gz", ".zst")
 _READ_BYTES = 16 << 10  # of compressed data; small, because one read may expand ten-thousandfold
-_PARQUET_BATCH_ROWS = 512
 
 
 @contextlib.contextmanager
@@ -91,35 +90,3 @@ def _grouped(parts: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
             held, size = [], 0
     if size:
         yield b"".join(held)
-
-
-def parquet_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None], int]]:
-    """Yield (texts of the next records as bytes, which may not be UTF-8; number of records of the file)."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, text_key)
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key]):
-                # as bytes, so that one invalid string does not make the whole batch unreadable
-                texts = batch.column(0).cast(pyarrow.large_string())
-                yield texts.cast(pyarrow.large_binary()).to_pylist(), max(file.metadata.num_rows, 1)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise_if_out_of_memory(error)
-        problem = " ".join(str(error).split())
-        raise DataError(f"{path}: not a readable parquet file ({problem}); fetch it again.") from None
-
-
-def _check_column(path: Path, schema: Any, text_key: str) -> None:
-    import pyarrow
-
-    if text_key not in schema.names:
-        names = ", ".join(schema.names[:20])
-        raise DataError(f"{path}: there is no column {text_key!r}; name one of {names} with --text-key.")
-    kind = schema.field(text_key).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise DataError(
-            f"{path}: column {text_key!r} holds {kind}, not text; name a column of text with --text-key."
-        )

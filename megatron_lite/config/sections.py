@@ -197,10 +197,6 @@ class TrainingConfig:
         "what the backward pass recomputes: none, selective (attention) or full (whole blocks)",
         one_of=("none", "selective", "full"),
     )
-    compile: bool | None = setting(
-        None,
-        "compile the blocks into few kernels (torch.compile); null = on GPUs, except with ZeRO 3 or apex's LayerNorm",
-    )
     deterministic: bool = setting(
         False,
         "one order for every sum, so that runs on equal GPUs repeat each other bit for bit (CPUs do anyway); slower",
@@ -254,11 +250,6 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        check(
-            not self.compile or self.layernorm == "torch",
-            "training.compile is true and training.layernorm is apex, which cannot be compiled; set compile to null, "
-            "or layernorm to torch.",
-        )
         check(
             not self.loss_weights or self.loss_normalization == "per_objective",
             f"training.loss_weights is set but training.loss_normalization is {self.loss_normalization}; set "

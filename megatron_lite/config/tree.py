@@ -1,8 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, events.py, data_utils/samples/config.py and beside each objective. This file checks
-what concerns several. A component that needs one section takes that one; those that put a run together take the tree.
-Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, events.py, observation.py, data_utils/samples/config.py and beside each objective. This
+file checks what concerns several. A component that needs one section takes that one; those that put a run together
+take the tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from data_utils.samples.config import DataConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -72,6 +73,8 @@ class Config:
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)
+    trackers: TrackersConfig = section(TrackersConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     deepspeed: dict[str, Any] = setting_mapping(
         "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
         "contradicted"
@@ -84,6 +87,11 @@ class Config:
             f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
             f"schedule ends ({self.decay_steps}); lower it or raise training.steps ({steps}).",
         )
+        first = self.profiler.first_step
+        check(
+            first is None or first <= steps,
+            f"profiler.first_step is {first}, but training.steps is {steps}; trace an earlier step.",
+        )
         self._check_objectives()
         chosen = [choice.section for choice in self.objective_choices]
         needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
@@ -92,11 +100,6 @@ class Config:
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
             f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
             "shorter data.sequence_length.",
-        )
-        check(
-            not self.training.compile or self.parallel.zero_stage != 3,
-            "training.compile is true with parallel.zero_stage 3, which gathers weights within the blocks; set compile "
-            "to null, or zero_stage to 2.",
         )
         self._check_row_length()
         if self.model.vocab_size is not None:

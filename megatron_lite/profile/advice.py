@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
@@ -46,7 +46,7 @@ class Layout:
             "training": {"recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch},
         }  # fmt: skip
-        return uncompiled(build(Config, merge(to_tree(config), changes)))
+        return build(Config, merge(to_tree(config), changes))
 
     def settings(self) -> str:
         """As they are written on a command line."""
@@ -56,11 +56,6 @@ class Layout:
         sequence = " parallel.sequence_parallel=true" if self.tensor > 1 else ""
         rest = f"training.recompute={self.recompute} batch.micro_batch_size={self.micro_batch}"
         return f"{parallel}{sequence} parallel.zero_stage={self.zero} {rest}"
-
-
-def uncompiled(config: Config) -> Config:
-    """The configuration without compiled blocks: compiling would take half a minute for each traced rank."""
-    return replace(config, training=replace(config.training, compile=False))
 
 
 def step_ms(profile: Profile) -> float:
@@ -190,9 +185,16 @@ def _speed(config: Config, gpu: Gpu, profile: Profile) -> str:
     """Tokens/s and MFU if all communication overlaps, and if none does."""
     most = max(profile.expected.host_ms, profile.expected.roofline_ms)
     least, mfu = step_ms(profile), profile.expected.expected_mfu
-    tokens, days = profile.details.tokens, config.training.steps * least / 86400e3
+    tokens, hours = profile.details.tokens, config.training.steps * least / 3600e3
+    duration = (
+        f"{hours / 24:.3g} days"
+        if hours >= 48
+        else f"{hours:.3g} hours"
+        if hours >= 2
+        else f"{hours * 60:.3g} minutes"
+    )
     return (
         f"speed             {tokens / least * 1e3:,.0f} to {tokens / most * 1e3:,.0f} tokens/s, MFU "
         f"{mfu * most / least:.1%} to {mfu:.1%}, if no communication overlaps or all; {config.training.steps:,} steps "
-        f"take {days:.3g} days at most"
+        f"take {duration} at most"
     )

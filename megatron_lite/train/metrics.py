@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl and TensorBoard. Needs no torch, so that scripts read records at once."""
+"""A run's records: metrics.jsonl, TensorBoard and trackers. Needs no torch, so that scripts read records at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from data_utils.base.errors import DataError
+from megatron_lite.train.trackers import Background
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,16 @@ class Metrics:
     null in the records.
     """
 
-    def __init__(self, directory: Path, enabled: bool, tensorboard: bool, step: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        enabled: bool,
+        tensorboard: bool,
+        step: int = 0,
+        trackers: Sequence[Background] = (),
+    ):
         """Args: step: of the checkpoint that the run continues from; TensorBoard hides what was logged after it."""
+        self._trackers = trackers
         self._file: io.FileIO | None = None
         self._board: Any = None
         self._lost = 0  # records in a row
@@ -59,7 +68,7 @@ class Metrics:
             self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any], line: str = "") -> None:
-        """One record to JSONL and TensorBoard, `line` to the console unless it is empty."""
+        """One record to JSONL, TensorBoard and the trackers, `line` to the console unless it is empty."""
         if self._file is None:
             return
         if line:
@@ -78,6 +87,8 @@ class Metrics:
                 log.warning("%s can be written again; %d records were lost.", self._file.name, self._lost)
             self._lost = 0
         self._write_board(kind, step, values)
+        for tracker in self._trackers:
+            tracker.write(kind, step, values)
 
     def _write_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._board is None:
@@ -90,12 +101,15 @@ class Metrics:
             self._board = None
             log.warning("TensorBoard's file cannot be written: %s; metrics.jsonl goes on.", error)
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
+        """Args: outcome: what trackers show of the run: FINISHED, KILLED or FAILED."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
+        for tracker in self._trackers:
+            tracker.close(outcome)
 
 
 def _strict(value: Any) -> Any:

@@ -55,6 +55,8 @@ from megatron_lite.train.reports import (
     validation_line,
 )
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.step_profiler import StepProfiler
+from megatron_lite.train.trackers import make_trackers
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class Trainer:
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
         self._machine_rates: dict[str, float] = {}
+        self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
@@ -121,10 +124,16 @@ class Trainer:
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
         self._begin()
+        outcome = "FAILED"
         wanted = self.config.run.progress_bar and self.context.is_main
-        with closing(self._ahead), progress_bar(wanted, self.step, self._last_step) as advance:
-            requests = self._train(advance)
-        self._end()
+        try:
+            with closing(self._ahead), progress_bar(wanted, self.step, self._last_step) as advance:
+                requests = self._train(advance)
+            self._profiler.write(self.step)  # if the run ends before the last step to trace
+            self._end()
+            outcome = "FINISHED" if self.step >= self.config.training.steps else "KILLED"
+        finally:
+            self.metrics.close(outcome)
         if self.step >= self._last_step:
             return ExitStatus.FINISHED
         return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
@@ -136,11 +145,15 @@ class Trainer:
         self.control.enter(Phase.TRAINING)
         while self.step < self._last_step and not requests.end:
             self._apply_events()
+            self._profiler.begin(self.step + 1)
             result, requests = self._train_step(interval)
             advance(self.step)
             if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
+            if self._profiler.is_last(self.step):
+                with self._aside(interval, Section.STEP, "writing a trace"):
+                    self._profiler.write(self.step)
             if self._is_multiple(training.replica_check_interval):
                 with self._aside(interval, Section.STEP, "replica check"):
                     self._check_replicas()
@@ -178,7 +191,10 @@ class Trainer:
             log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
-        self.metrics = Metrics(self.directory, self.context.is_main, self.config.run.tensorboard, self.step)
+        trackers = make_trackers(self.config, self.restarts > 0) if self.context.is_main else []
+        self.metrics = Metrics(
+            self.directory, self.context.is_main, self.config.run.tensorboard, self.step, trackers
+        )
         self._record_start()
         for event in events:
             self._record(event, self.step)
@@ -210,7 +226,6 @@ class Trainer:
                 then = f"`python scripts/report.py {self.directory}` shows the run."
             ending = "stopped" if self.step < steps else "finished"
             log.info("%s at step %d of %d; %s", ending, self.step, steps, then)
-        self.metrics.close()
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0

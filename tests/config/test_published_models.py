@@ -196,7 +196,7 @@ def test_ernie_2_adds_a_task_every_50000_steps():
 
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
-    assert named == {"tiny", "ernie2-base", *PUBLISHED, *SYSTEMS}
+    assert named == {"tiny", "small", "ernie2-base", *PUBLISHED, *SYSTEMS}
 
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -62,14 +62,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "number of processes that divides 6",
         ),
     ),
-    "compile with ZeRO 3": (
-        over("training.compile=true", "parallel.zero_stage=3"),
-        ("training.compile is true", "zero_stage 3", "set compile to null, or zero_stage to 2"),
-    ),
-    "compile with apex": (
-        over("training.compile=true", "training.layernorm=apex"),
-        ("training.compile is true", "layernorm is apex", "set compile to null, or layernorm to torch"),
-    ),
     "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
     "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
     "zero under a pipeline": (

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from support.commands import assert_refused, pretrain
 from support.project import ROOT
 
+from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import load_config
 from megatron_lite.profile import advice
-from megatron_lite.profile.advice import Layout, fits, guess, possible_layouts, step_ms
+from megatron_lite.profile.advice import (
+    RESERVED_GIB,
+    Layout,
+    fits,
+    guess,
+    possible_layouts,
+    step_ms,
+    uncompiled,
+)
 from megatron_lite.profile.gpus import GPUS
+from megatron_lite.profile.request import Request, profile
 
 TEN_B = ROOT / "configs/glm-10b.yaml"
 
@@ -66,6 +77,35 @@ def test_the_dry_run_shows_a_layout_and_advises_one():
     )
     assert "it fits 79 GiB" in done.stdout and "tokens/s, MFU" in done.stdout
     assert "\nadvice            parallel.tensor_parallel_size=" in done.stdout
+
+
+def said_of_small():
+    """GiB at the peak, GiB of a GPU, minutes and FLOPs in the comment of configs/small.yaml; its configuration."""
+    path = ROOT / "configs/small.yaml"
+    text = " ".join(path.read_text(encoding="utf-8").replace("# ", "").split())
+    found = re.search(r"([\d.]+) GiB at the peak, of (\d+) .*; (\d+) minutes .* is ([\d.e]+) FLOPs", text)
+    return *map(float, found.groups()), load_config([path], ["model.vocab_size=32000"])
+
+
+def test_the_small_configuration_fits_where_it_says():
+    """By the formulas that choose what is traced: within a factor of 2."""
+    gib, room, minutes, flops, config = said_of_small()
+    ms, guessed = guess(config, Layout(1, 1, 1, "none", 16), 1, GPUS["h100"])
+    assert 0.5 < guessed / gib < 2 and gib + RESERVED_GIB < room
+    assert 0.5 < config.training.steps * ms / 60e3 / minutes < 2
+    tokens = config.training.steps * config.batch.global_batch_size * config.row_length
+    assert 0.5 < flops / (6 * parameter_count(config.model) * tokens) < 2
+
+
+@pytest.mark.slow
+def test_the_small_configuration_needs_what_it_says():
+    """By a trace, of the time of the GPU alone: this machine's load is no part of it."""
+    gib, _, minutes, flops, config = said_of_small()
+    found = profile(Request.of(uncompiled(config), 1, GPUS["h100"])).expected
+    assert found.peak_gib == pytest.approx(gib, rel=0.1)
+    assert config.training.steps * found.roofline_ms / 60e3 == pytest.approx(minutes, rel=0.15)
+    seconds = config.training.steps * max(found.host_ms, found.roofline_ms) / 1000
+    assert seconds * found.expected_mfu * GPUS["h100"].peak_tflops * 1e12 == pytest.approx(flops, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_records_go_to_jsonl_and_tensorboard_on_the_main_rank_only(tmp_path):
     for enabled in (False, True):
         metrics = Metrics(tmp_path / str(enabled), enabled, tensorboard=True)
         metrics.write("train", 3, {"loss": 1.5, "note": "x"}, "line")
-        metrics.close()
+        metrics.close("FINISHED")
     assert not (tmp_path / "False").exists()
     record = json.loads((tmp_path / "True/metrics.jsonl").read_text())
     assert (record["kind"], record["step"], record["loss"], record["note"]) == ("train", 3, 1.5, "x")
@@ -49,7 +49,7 @@ def steps_in(path):
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
     metrics = Metrics(tmp_path, True, tensorboard=False)
     metrics.write("train", 3, {"grad_norm": float("inf"), "by_layer": {"a": [float("nan"), 1.0]}}, "line")
-    metrics.close()
+    metrics.close("FINISHED")
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -82,7 +82,7 @@ def test_a_tensorboard_that_fails_is_given_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(metrics._board, "add_scalar", broken)
     for step in (1, 2):
         metrics.write("train", step, {"loss": 1.0}, "line")
-    metrics.close()
+    metrics.close("FINISHED")
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
     assert caplog.text.count("TensorBoard's file cannot be written") == 1
 
@@ -101,7 +101,7 @@ def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path):
         metrics = Metrics(tmp_path, True, tensorboard=True, step=start)
         for step, loss in losses.items():
             metrics.write("train", step, {"loss": loss}, "line")
-        metrics.close()
+        metrics.close("FINISHED")
         second = int(time.time())
         wait_until(
             lambda last=second: int(time.time()) > last

@@ -1,0 +1,105 @@
+"""Traces of chosen steps and ranks, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from support.commands import assert_refused, pretrain
+from support.distributed import run_ranks
+from support.training import fit, records
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.config.observation import ProfilerConfig
+from megatron_lite.train import step_profiler
+from megatron_lite.train.step_profiler import StepProfiler
+
+
+def events_of(path):
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_chosen_steps_of_a_chosen_rank_are_traced(settings, tmp_path):
+    settings["profiler"] = {"first_step": 2, "last_step": 3, "ranks": [1]}
+    run_ranks(fit, 2, settings)
+    (path,) = (tmp_path / "run/profile").iterdir()
+    assert path.name == "steps_2_to_3_rank_1.trace.json.gz"
+    names = [event["name"] for event in events_of(path)]
+    # 8 samples a step are 2 micro-batches a rank; an embedding is read once in each.
+    assert names.count("aten::embedding") >= 4 and names.count("aten::embedding") % 4 == 0
+    traced = records(tmp_path / "run")
+    settings["profiler"], settings["run"]["directory"] = {}, str(tmp_path / "other")
+    run_ranks(fit, 2, settings)
+    assert records(tmp_path / "other") == traced and not (tmp_path / "other/profile").exists()
+
+
+def test_a_run_that_ends_earlier_writes_what_it_has(settings, tmp_path):
+    settings["training"]["stop_after_step"] = 2
+    settings["profiler"] = {"first_step": 2, "last_step": 5}
+    run_ranks(fit, 1, settings)
+    (path,) = (tmp_path / "run/profile").iterdir()
+    assert path.name == "steps_2_to_2_rank_0.trace.json.gz" and events_of(path)
+
+
+def test_nothing_is_recorded_without_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", None)  # a call would fail
+    profiler = StepProfiler(ProfilerConfig(), tmp_path, 0, torch.device("cpu"))
+    for step in (1, 2):
+        profiler.begin(step)
+        assert not profiler.is_last(step)
+        profiler.write(step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_costs_the_trace_only(tmp_path, caplog):
+    (tmp_path / "profile").write_text("")
+    profiler = StepProfiler(ProfilerConfig(first_step=1), tmp_path, 0, torch.device("cpu"))
+    profiler.begin(1)
+    profiler.write(1)
+    assert "rank_0.trace.json.gz cannot be written" in caplog.text
+
+
+def test_a_memory_snapshot_is_written_on_gpus(tmp_path, monkeypatch):
+    """With stand-ins for the two functions of torch, which need a GPU."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: calls.append(name))
+    config = ProfilerConfig(first_step=4, memory=True)
+    profiler = StepProfiler(config, tmp_path, 0, torch.device("cuda"))
+    profiler.begin(3)
+    assert calls == []
+    profiler.begin(4)
+    profiler.write(4)
+    snapshot = str(tmp_path / "profile/steps_4_to_4_rank_0.memory.pickle")
+    assert calls == [{"max_entries": step_profiler.MAX_MEMORY_EVENTS}, snapshot, {"enabled": None}]
+
+
+def test_a_memory_snapshot_on_a_cpu_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"profiler\.memory is true, but the run is on the cpu"):
+        StepProfiler(ProfilerConfig(first_step=1, memory=True), tmp_path, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"last_step": 3}, "profiler.first_step is null"),
+        ({"memory": True}, "profiler.first_step is null"),
+        ({"first_step": 3, "last_step": 2}, "the first must not be the larger"),
+        ({"first_step": 3, "ranks": ()}, r"profiler.ranks is \[\]"),
+        ({"first_step": 3, "ranks": (-1,)}, r"profiler.ranks is \[-1\]"),
+    ],
+)
+def test_settings_that_make_no_trace_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ProfilerConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("profiler.first_step=100000000", "profiler.first_step is 100000000, but training.steps is"),
+        ("profiler={first_step: 1, ranks: [2]}", "profiler.ranks is [2], but the run has 1 processes"),
+    ],
+)
+def test_traces_of_no_step_or_rank_are_refused_before_torch_is_loaded(override, message):
+    assert_refused(pretrain("--config", "configs/tiny.yaml", override), message)
