@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,15 +85,23 @@ def _name(path: Path) -> str:
 
 def _read_config(run: RunReport) -> None:
     try:
-        run.config = load_yaml(run.path / "config.yaml")
-        build(Config, run.config)
+        config = load_yaml(run.path / "config.yaml")
+        run.config = _public(config)
+        build(Config, config)
     except UserError as error:
         run.notes.append(f"Defaults are not compared: {error}")
         return
-    required = {
-        section: {key: run.config[section][key] for key in keys} for section, keys in REQUIRED.items()
-    }
+    required = {section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()}
     run.defaults = to_tree(build(Config, required))
+
+
+def _public(tree: Any) -> Any:
+    """A tree of settings without the passwords of addresses: a page is mailed around."""
+    if isinstance(tree, Mapping):
+        return {key: _public(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_public(value) for value in tree]
+    return re.sub(r"(://[^/@\s]*?:)[^/@\s]+@", r"\1***@", tree) if isinstance(tree, str) else tree
 
 
 def _read_checkpoints(run: RunReport) -> None:

@@ -89,9 +89,11 @@ def test_several_runs_are_side_by_side(real_run, tmp_path):
     other = write_records(tmp_path / "other", [train(1), train(2)])
     config = yaml.safe_load((real_run / "config.yaml").read_text())
     config["optimizer"]["lr"] = 0.25
+    config["trackers"]["mlflow"] = {"uri": "https://me:secret@host.example/mlflow"}
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     found = read(real_run, other)
     assert "optimizer.lr 0.003 0.25 0.0001" in found.text
+    assert "https://me:***@host.example/mlflow" in found.text and "secret" not in found.text
     assert any("run1" in str(value) for name, value in found.attributes if name == "class")
 
 
