@@ -121,6 +121,7 @@ EARLY_MISTAKES = {
     "scripts.checkpoints": ["list", "absent"],
     "scripts.convert_checkpoint": ["export", "--checkpoint", "absent", "--output", "new"],
     "scripts.plot_metrics": ["absent"],
+    "scripts.report": ["absent"],
     "scripts.quickstart.unigram_baseline": ["absent"],
     "scripts.heartbeats": ["absent"],
     "scripts.inspect_batch": ["--config", "absent"],

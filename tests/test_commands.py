@@ -26,6 +26,7 @@ RUN = {
     "python scripts/dataset.py": "the tutorial below; tests/scripts",
     "python scripts/inspect_batch.py": "the tutorial below; tests/scripts",
     "python scripts/generate.py": "the tutorial below; tests/scripts",
+    "python scripts/report.py": "tests/report",
     "python scripts/plot_metrics.py": "the tutorial below; tests/scripts",
     "python scripts/convert_checkpoint.py": "the tutorial below; tests/hf",
     "python scripts/checkpoints.py": "tests/scripts",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lite.report.curves import Curve, Point
 from megatron_lite.report.html import Html, element, joined
+from megatron_lite.train.words import format_count
 
 HEIGHT = 190  # of the curves, in pixels
 WIDTH = 1000  # of the curves' own coordinates, which stretch
@@ -123,7 +124,9 @@ def _grid(scale: Scale, last_step: int, text: Callable[[float], str]) -> list[Ht
     for step in steps:
         anchor = "start" if step == 0 else "end" if step > 0.9 * last_step else "middle"
         parts.append(
-            element("text", f"{step:,}", x=_percent(step, last_step), y=HEIGHT + 18, text_anchor=anchor)
+            element(
+                "text", format_count(step), x=_percent(step, last_step), y=HEIGHT + 18, text_anchor=anchor
+            )
         )
     return parts
 

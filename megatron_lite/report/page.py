@@ -282,7 +282,7 @@ def _events(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         [f"{event['step']:,}", utc(event.get("time")), shorten(_event_text(event), MAX_TEXT)]
         for event in events
     ]
-    yield table(["step", "time", "what"], rows)
+    yield table(["step", "time", "what"], rows, "events")
 
 
 def _event_text(event: dict[str, Any]) -> str:
@@ -326,7 +326,7 @@ def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         problem = element("span", shorten(saved.problem, MAX_TEXT), class_="bad")
         size = problem if saved.bytes is None else f"{saved.bytes / 2**20:,.1f} MiB in {saved.ranks} files"
         rows.append([f"{saved.step:,}", saved.saved_at or MISSING, size])
-    yield table(["step", "saved at", "size"], rows)
+    yield table(["step", "saved at", "size"], rows, "events")
 
 
 # Configuration

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class RunReport:
     name: str
     records: Records
     config: dict[str, Any] = field(default_factory=dict)  # the resolved tree
-    defaults: dict[str, Any] = field(default_factory=dict)  # {} if the settings are not those of this version
+    defaults: dict[str, Any] = field(default_factory=dict)  # of this version; {} if they could not be made
     checkpoints: list[SavedStep] = field(default_factory=list)  # newest first
     num_checkpoints: int = 0
     state: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
@@ -84,15 +85,29 @@ def _name(path: Path) -> str:
 
 def _read_config(run: RunReport) -> None:
     try:
-        run.config = load_yaml(run.path / "config.yaml")
-        build(Config, run.config)
+        config = load_yaml(run.path / "config.yaml")
+        run.config = _public(config)
+        # The run may be of another version, with other settings: defaults are made from the required ones alone.
+        sizes = {section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()}
+        run.defaults = to_tree(build(Config, sizes))
     except UserError as error:
-        run.notes.append(f"Defaults are not compared: {error}")
-        return
-    required = {
-        section: {key: run.config[section][key] for key in keys} for section, keys in REQUIRED.items()
-    }
-    run.defaults = to_tree(build(Config, required))
+        run.notes.append(f"Settings are not compared with the defaults: {error}")
+    except (KeyError, TypeError):
+        run.notes.append(
+            "Settings are not compared with the defaults: config.yaml lacks sizes of the model, or steps."
+        )
+    for section, keys in REQUIRED.items():
+        for key in keys:
+            run.defaults.get(section, {}).pop(key, None)
+
+
+def _public(tree: Any) -> Any:
+    """A tree of settings without the passwords of addresses: a page is mailed around."""
+    if isinstance(tree, Mapping):
+        return {key: _public(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_public(value) for value in tree]
+    return re.sub(r"(://[^/@\s]*?:)[^/@\s]+@", r"\1***@", tree) if isinstance(tree, str) else tree
 
 
 def _read_checkpoints(run: RunReport) -> None:
@@ -138,6 +153,8 @@ def flat(tree: Any, path: str = "") -> dict[str, str]:
             for name, value in tree.items()
             for key, text in flat(value, f"{path}.{name}".lstrip(".")).items()
         }
+    if not path:
+        return {}
     try:
         return {path: json.dumps(tree, ensure_ascii=False, default=str)}
     except ValueError:  # a list that holds itself

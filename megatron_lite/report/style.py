@@ -41,6 +41,8 @@ table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px; border-bottom: 1px solid var(--line);
   max-width: 34rem; overflow-wrap: anywhere; unicode-bidi: isolate; }
 td, thead th { min-width: 6rem; }
+.events tbody th { min-width: 4rem; }
+.events td:last-child { min-width: 17rem; }
 .numbers td { min-width: 10rem; }
 tbody tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--card); }

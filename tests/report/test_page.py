@@ -63,7 +63,11 @@ def test_a_real_run_is_shown(real_run):
         "corpora", "step 2", "original", "train", "6 2", "MiB in 1 files", "learning rate", "gradient norm",
     ):  # fmt: skip
         assert part.lower() in found.text.lower(), part
-    assert "The configuration" not in found.text and found.text.count("lowest") >= 4
+    assert "not compared" not in found.text and "model.num_layers 2 -" in found.text
+    assert (
+        "optimizer.eps" not in found.text.partition("Whole configuration")[0]
+        and found.text.count("lowest") >= 4
+    )
     assert found.names.count("figure") >= 8 and "script" not in found.names
 
 
@@ -89,9 +93,13 @@ def test_several_runs_are_side_by_side(real_run, tmp_path):
     other = write_records(tmp_path / "other", [train(1), train(2)])
     config = yaml.safe_load((real_run / "config.yaml").read_text())
     config["optimizer"]["lr"] = 0.25
+    config["another_version"] = {"setting": 7}
+    config["trackers"]["mlflow"] = {"uri": "https://me:secret@host.example/mlflow"}
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     found = read(real_run, other)
     assert "optimizer.lr 0.003 0.25 0.0001" in found.text
+    assert "another_version.setting - 7 -" in found.text
+    assert "https://me:***@host.example/mlflow" in found.text and "secret" not in found.text
     assert any("run1" in str(value) for name, value in found.attributes if name == "class")
 
 
@@ -117,10 +125,12 @@ def damaged(run, name, content):
 DAMAGED = {
     "no configuration": (None, b"", "config.yaml: No such file"),
     "no YAML": ("config.yaml", b"a: [", "is not valid YAML"),
-    "another version's setting": (
+    "a size is missing": ("config.yaml", b"model: {num_layers: 1}", "config.yaml lacks sizes of the model"),
+    "no section": ("config.yaml", b"model: 3", "config.yaml lacks sizes of the model"),
+    "a wrong size": (
         "config.yaml",
-        b"model: {num_layers: 1, unknown: 2}",
-        "Defaults are not compared",
+        b"{model: {num_layers: 0, hidden_size: 4, num_attention_heads: 2}, training: {steps: 3}}",
+        "model.num_layers is 0",
     ),
     "no mapping": ("config.yaml", b"[1]", "must hold a mapping"),
     "no losses": ("unigram.json", b'{"loss": []}', "unigram.json cannot be read"),
