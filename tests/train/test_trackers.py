@@ -18,7 +18,9 @@ from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit
 
+from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
+from megatron_lite.config.observation import MlflowConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.train.metrics import Metrics, read_metrics
 from megatron_lite.train.trackers import Background, TrackerError, make_trackers, require_trackers
@@ -165,6 +167,14 @@ def test_a_missing_key_of_wandb_is_refused_without_asking(settings, tmp_path):
     assert not Path(settings["run"]["directory"]).exists()
 
 
+def test_a_password_in_the_address_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as raised:
+        MlflowConfig(uri="https://me:secret@mlflow.example.org/a")
+    assert "secret" not in str(raised.value)
+    for uri in ("https://mlflow.example.org/a@b", "sqlite:///a@b.db", "runs/mlruns"):
+        assert MlflowConfig(uri=uri).uri == uri
+
+
 class StandIn:
     """A service that fails for some calls."""
 
@@ -282,6 +292,6 @@ def test_a_network_that_goes_down_in_mid_run_costs_a_warning(corpus, tmp_path, m
     assert [
         json.loads(line)["step"] for line in Path(tmp_path, "metrics.jsonl").read_text().splitlines()
     ] == [1, 2, 3]
-    warnings = [r.message for r in caplog.records if r.name.endswith("trackers")]
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 2 and warnings[0].startswith("MLflow failed: ")
     assert warnings[1] == "MLflow lacks 2 records of this run; metrics.jsonl has them."
