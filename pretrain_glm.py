@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import data_utils.base.entry  # noqa: F401
 
@@ -20,15 +21,19 @@ import yaml
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import describe, to_tree
-from data_utils.samples.loader import open_datasets
+from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.manifest import newest_readable
 from megatron_lite.config.tree import CheckpointConfig, Config, load_config
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
+from megatron_lite.train.metrics import last_record
 from megatron_lite.train.nvidia_apex import require_apex
 from megatron_lite.train.trackers import require_trackers
 from megatron_lite.train.watchdog import Section, Watchdog
+
+log = logging.getLogger(__name__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,15 +82,13 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.profile.advice import advise, dry_run_report, uncompiled
+    from megatron_lite.profile.advice import advise, dry_run_report
     from megatron_lite.profile.gpus import gpu_named
     from megatron_lite.profile.request import Request, profile
 
     gpu = gpu_named(gpu_name)
-    print(
-        dry_run_report(config, processes, gpu, profile(Request.of(uncompiled(config), processes, gpu))),
-        flush=True,
-    )
+    found = profile(Request.of(config, processes, gpu))
+    print(dry_run_report(config, processes, gpu, found), flush=True)
     advised = advise(config, processes, gpu)
     if advised is None:
         print(
@@ -117,6 +120,11 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     tokenizer = load_tokenizer(config.tokenizer)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
+    reason = nothing_to_do(config)
+    if reason is not None:
+        if launch.rank == 0:
+            log.info("%s", reason)
+        return ExitStatus.FINISHED
     # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
@@ -131,6 +139,8 @@ def train_with(
     config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
+    if launch.rank == 0:
+        log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
     from data_utils.base.memory import keep_freed_memory
     from megatron_lite.parallel.context import initialize
@@ -151,6 +161,8 @@ def train_with(
     if context.device.type == "cpu":
         keep_freed_memory()
     watchdog.at("building the model")
+    if context.is_main:
+        log.info("all processes have met; building the model")
     try:
         with memory_advice(config), watchdog.name_dead_ranks():
             engine = make_engine(config, context, len(data.loss_names))
@@ -163,6 +175,7 @@ def train_with(
                 loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,
+                fill=sample_fillings(config, data, tokenizer) if context.is_main else None,
             ).fit()
     finally:
         control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
@@ -171,6 +184,17 @@ def train_with(
     context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
     context.close()
     return status
+
+
+def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:
+    """What fills blanks at each evaluation; None unless it is asked for."""
+    if not config.training.eval_fillings or data.validation is None:
+        return None
+    from megatron_lite.generate.samples import SampleFillings
+
+    return SampleFillings(
+        data.validation, tokenizer, config.training.eval_fillings, config.training.eval_samples
+    )
 
 
 def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
@@ -189,6 +213,28 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
             Path(checkpoint.initialize_from),
             "set checkpoint.initialize_from to a run or one of its checkpoints",
         )
+
+
+def nothing_to_do(config: Config) -> str | None:
+    """Why a start would train no step, None if it would. Told before libraries are loaded."""
+    run, training = Path(config.run.directory), config.training
+    if config.checkpoint.resume == "never":
+        return None
+    try:
+        newest = newest_readable(run / "checkpoints")
+    except CheckpointError:
+        return None  # the start itself says more
+    last = training.stop_after_step or training.steps
+    if newest is None or newest.step < last:
+        return None
+    validated = last_record(run, "validation") or {}
+    if newest.step == training.steps and config.data.validation and validated.get("step") != newest.step:
+        return None  # the start was ended between its last save and its last evaluation
+    name = "steps" if training.stop_after_step is None else "stop_after_step"
+    return (
+        f"nothing to do: the newest checkpoint of {run} is of step {newest.step}, and training.{name} is {last}; "
+        f"raise training.{name} to train on."
+    )
 
 
 def command() -> None:

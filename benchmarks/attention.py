@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""What attention costs per objective: the plan's calls beside one dense masked call, time and peak memory.
+"""What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
+
+The second table has the three kernels of megatron_lite/model/cpu_kernels.py, casts included, and the one that a plan
+takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
 real corpus. A step is forward and backward of one layer. Times are medians of rounds in which both plans take turns.
@@ -12,8 +15,10 @@ Peak memory is that of a forked process beyond the inputs (q, k, v and the gradi
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -39,7 +44,10 @@ from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.cpu_kernels import KERNELS, Kernel, choose
+from megatron_lite.model.tensor_parallel import widens
 
+SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")
 HEAD_DIM = 64
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal
 TOKENS = 4096  # per micro-batch of the shorter rows
@@ -47,7 +55,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "configs/objectives"
 ROWS_OF_A_MIXTURE = 8  # times as many rows where kinds of Examples are mixed
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-KERNELS = ("auto", "dense")
+PLANS = ("auto", "dense")
 COLUMNS = (
     *("objective", "documents", "length", "row tokens", "plan ms"),
     *("ours ms", "dense ms", "dense / ours", "ours MB", "dense MB"),
@@ -164,12 +172,48 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], np.ndar
                 yield {"objective": objective, "documents": kind, "length": length, "rows": rows}, batch
 
 
+def kernel_of(q: torch.Tensor) -> str:
+    """The kernel that a plan takes for a call with as many keys as queries; without AMX it casts half precision."""
+    return "flash fp32" if widens(q) else choose(q.dtype, q.shape[2], q.shape[2], is_full=True)
+
+
+def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record per shape of a call: the time of each kernel, and which one is taken."""
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    columns = [
+        "batch, heads, tokens, head size",
+        *(f"{name} ms" for name in KERNELS),
+        "taken",
+        "over the best",
+    ]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    records = []
+    for shape in options.shapes:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [int(size) for size in shape.split(",")]
+        q, k, v, grad = (torch.randn(sizes, generator=generator).to(DTYPES[options.dtype]) for _ in range(4))
+
+        def run(kernel: type[Kernel], q=q, k=k, v=v, grad=grad) -> None:  # type: ignore[no-untyped-def]
+            out, state = kernel.forward(q, k, v, False, None)
+            kernel.backward(grad, q, k, v, out, state, False, None)
+
+        works = [functools.partial(run, kernel) for kernel in KERNELS.values()]
+        times = dict(zip(KERNELS, milliseconds(works, options.repeats, options.clock), strict=True))
+        taken = kernel_of(q)
+        over = times[taken] / min(times.values())
+        records.append({"shape": sizes, "dtype": options.dtype, **times, "taken": taken, "over": over})
+        cells = " | ".join(f"{ms:.3g}" for ms in times.values())
+        print(f"| {', '.join(map(str, sizes))} | {cells} | {taken} | {over:.2f} |", flush=True)
+    return records
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One record per case. Memory comes first: later, freed memory is kept, and there are threads."""
     dtype = DTYPES[options.dtype]
     records = []
     for record, batch in cases(options):
-        peaks = [memory_megabytes(batch, kernel, options.heads, dtype) for kernel in KERNELS]
+        peaks = [memory_megabytes(batch, kernel, options.heads, dtype) for kernel in PLANS]
         records.append(
             record | {"row tokens": batch.shape[2]} | dict(zip(("ours MB", "dense MB"), peaks, strict=True))
         )
@@ -177,7 +221,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     keep_freed_memory()
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for record, (_, batch) in zip(records, cases(options), strict=True):
-        steps = [Step(batch, kernel, options.heads, dtype) for kernel in KERNELS]
+        steps = [Step(batch, kernel, options.heads, dtype) for kernel in PLANS]
         (record["plan ms"],) = milliseconds([steps[0].plan], options.repeats, options.clock)
         steps[1].plan()
         times = milliseconds([step.run for step in steps], options.repeats, options.clock)
@@ -223,13 +267,20 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=100)
 
 
+def shape(text: str) -> str:
+    """The argument, four positive numbers with commas."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not batch,heads,tokens,head size, as 1,16,512,64")
+    return text
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     recipes = [f"blank_infilling:{path.stem}" for path in sorted(RECIPES.glob("*.yaml"))]
     add(
         "--objectives",
-        nargs="+",
+        nargs="*",
         default=[*OBJECTIVES, "blank_infilling:paper"],
         choices=[*OBJECTIVES, *recipes],
         help="with its defaults, or blank_infilling:NAME as in configs/objectives (default: all, and the paper's GLM)",
@@ -243,6 +294,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--documents", nargs="+", default=["one", "packed"], choices=["one", "packed"], help="(default: both)"
+    )
+    add(
+        "--shapes",
+        nargs="*",
+        default=SHAPES,
+        type=shape,
+        metavar="B,H,T,D",
+        help=f"of calls for the kernels' table (default: {' '.join(SHAPES)})",
     )
     add("--heads", type=int, default=4, help=f"of {HEAD_DIM} dimensions (default: 4)")
     add("--dtype", default="fp32", choices=DTYPES, help="(default: fp32)")
@@ -266,10 +325,11 @@ def main(arguments: list[str] | None = None) -> int:
     check_places(result=options.json)
     if options.clock == "process" and options.threads > 1:
         raise ConfigError("--clock process counts CPU time of one thread; use it with --threads 1.")
-    records = measure(options)
+    records = measure(options) if options.objectives else []
+    kernels = measure_kernels(options)
     if options.json:
-        write_json(options.json, records)
-    if options.plot:
+        write_json(options.json, {"objectives": records, "kernels": kernels})
+    if options.plot and records:
         plot(records, options.plot)
     return 0
 

@@ -44,8 +44,9 @@ from megatron_lite.model.batch import Batch  # noqa: E402
 from megatron_lite.model.model_input import MicroBatch  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
+from megatron_lite.train.machine import known_peak_tflops  # noqa: E402
 from megatron_lite.train.plain import make_engine  # noqa: E402
-from megatron_lite.train.reports import peak_tflops, step_flops  # noqa: E402
+from megatron_lite.train.reports import step_flops  # noqa: E402
 
 DEFAULT_LAYOUTS = [
     "1x1x1", "1x1x1+selective", "1x1x1+full", "1x1x2", "1x1x2+zero2", "1x1x2+zero3", "1x1x2+offload", "2x1x1",
@@ -197,9 +198,9 @@ def measure(context: ParallelContext, layout: Layout, options: argparse.Namespac
     tokens, rows = int((samples[:, DOC] >= 0).sum()), int(np.count_nonzero(samples[:, WEIGHTS]))
     flops = step_flops(config.model, tokens, rows, Batch(samples).visible_keys)
     tflops = flops / seconds / ranks / 1e12
-    mfu = None
-    if context.device.type == "cuda":
-        mfu = tflops / peak_tflops(None, train_step.DTYPES[options.dtype], context.device)
+    is_gpu = context.device.type == "cuda"
+    peak = known_peak_tflops(torch.cuda.get_device_name(context.device)) if is_gpu else None
+    mfu = None if peak is None else tflops / peak
     return Row(
         layout.text, ranks, seconds, totals[0], totals[1] / ranks / 1e6, totals[2] / ranks, tflops, mfu
     )

@@ -13,6 +13,7 @@ and a short model alone would overstate the head, which is where GLM saves most.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -37,16 +38,17 @@ from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.memory import keep_freed_memory
 from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.objectives.planes import DOC, ORD, TARGETS, WEIGHTS
+from data_utils.objectives.planes import DOC, ORD, TARGETS
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import cross_entropy
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.model_input import ModelInput, few_lengths
 from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.train.reports import known_peak_tflops, step_flops
+from megatron_lite.train.machine import known_peak_tflops
+from megatron_lite.train.reports import step_flops
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop
@@ -91,13 +93,17 @@ class Row:
     flop_bound: float | None  # the speed-up if both ran at the same FLOP/s
 
 
-def make_batch(samples: int) -> np.ndarray:
-    """Random text through the real collation: int32 [samples, fields, row length], one document per sample."""
+def make_batch(samples: int, number: int = 0) -> np.ndarray:
+    """Random text through the real collation: int32 [samples, fields, row length], one document per sample.
+
+    Args: number: of the batch; each has other spans, and so another number of tokens.
+    """
     objective = BlankInfilling(BlankInfillingConfig(), Vocabulary(SPECIAL, 3000), 1, SEQUENCE_LENGTH)
     # A window of one fresh document holds sequence_length - 1 tokens; the objective adds CLS in front.
     lengths = np.full(samples, SEQUENCE_LENGTH - 1)
     text = np.random.default_rng(0).integers(1000, 30000, lengths.sum())
-    return collate(objective, text, lengths, np.ones(samples, np.int64), np.arange(samples))
+    numbers = np.arange(samples) + number * samples
+    return collate(objective, text, lengths, np.ones(samples, np.int64), numbers)
 
 
 def model_config(shape: str, layers: int) -> ModelConfig:
@@ -124,39 +130,51 @@ def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callabl
 
 
 def glm_variants(
-    config: ModelConfig, samples: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, samples: int, dtype: torch.dtype, device: torch.device, batches: int = 1
 ) -> list[Variant]:
-    """Ours, and the same weights with a dense mask and logits on every row."""
-    batch = make_batch(samples)
+    """Ours, and the same weights with a dense mask and logits on every row. Args: batches: that take turns."""
     model = GLM(config)
     initialize_parameters(model.named_parameters(), config, seed=1)
     model.to(device, dtype)
-    inputs = {
-        kernel: ModelInput.from_batch(Batch(batch), device, config, kernel=kernel)
-        for kernel in ("auto", "dense")
-    }
-    rows, length = batch.shape[0], batch.shape[2]
-    loss_rows = len(inputs["auto"].targets)
-    real, visible = int((batch[:, DOC] >= 0).sum()), Batch(batch).visible_keys
-    useful = step_flops(config, real, loss_rows, visible)
-    targets = torch.from_numpy(batch[:, TARGETS].reshape(-1).astype(np.int64)).to(device)
-    weights = torch.from_numpy(batch[:, WEIGHTS].view(np.float32).reshape(-1)).to(device)
+    made = [make_batch(samples, number) for number in range(batches)]
+    rows, length = made[0].shape[0], made[0].shape[2]
+    multiple = few_lengths(rows * length, device, dtype)  # as in training
+    ours, dense = (
+        [ModelInput.from_batch(Batch(x), device, config, kernel=kernel, multiple=m) for x in made]
+        for kernel, m in (("auto", multiple), ("dense", 1))
+    )
+    loss_rows = statistics.mean(len(inputs.targets) for inputs in ours)
+    real = statistics.mean(Batch(x).tokens for x in made)
+    useful = step_flops(config, real, loss_rows, statistics.mean(Batch(x).visible_keys for x in made))
+    wanted = [
+        tuple(
+            torch.from_numpy(part.reshape(-1)).to(device)
+            for part in (x[:, TARGETS].astype(np.int64), Batch(x).weights)
+        )
+        for x in made
+    ]
+    of_ours, of_dense = itertools.cycle(ours), itertools.cycle(zip(dense, wanted, strict=True))
 
-    def ours() -> torch.Tensor:
-        return model(inputs["auto"])[0] / loss_rows
+    def our_loss() -> torch.Tensor:
+        inputs = next(of_ours)
+        return model(inputs)[0] / len(inputs.targets)
 
-    def dense() -> torch.Tensor:
-        i = inputs["dense"]
+    def dense_loss() -> torch.Tensor:
+        i, (targets, weights) = next(of_dense)
         hidden = model.hidden_states(i.tokens, i.ids, i.plan)
         losses = cross_entropy(model.logits(hidden), targets)
-        return (losses * weights).sum() / loss_rows
+        return (losses * weights).sum() / torch.count_nonzero(weights)
 
     tokens = rows * SEQUENCE_LENGTH
-    executed = step_flops(config, computed_rows(inputs["auto"]), loss_rows, computed_keys(batch))
+    computed, keys = (
+        statistics.mean(of(x) for x in arrays)
+        for of, arrays in ((computed_rows, ours), (computed_keys, made))
+    )
+    executed = step_flops(config, computed, loss_rows, keys)
     dense_executed = step_flops(config, rows * length, rows * length, rows * length * length)
     return [
-        Variant("GLM", training_step(model, ours), Work(tokens, useful, executed)),
-        Variant("GLM dense", training_step(model, dense), Work(tokens, useful, dense_executed)),
+        Variant("GLM", training_step(model, our_loss), Work(tokens, useful, executed)),
+        Variant("GLM dense", training_step(model, dense_loss), Work(tokens, useful, dense_executed)),
     ]
 
 
@@ -281,7 +299,9 @@ def measure(
 
 def all_variants(config: ModelConfig, options: argparse.Namespace) -> list[Variant]:
     dtype, device = DTYPES[options.dtype], torch.device(options.device)
-    variants = matmul_variants(dtype, device) + glm_variants(config, options.micro_batch, dtype, device)
+    variants = matmul_variants(dtype, device) + glm_variants(
+        config, options.micro_batch, dtype, device, options.batches
+    )
     if not options.no_transformers:
         variants += transformers_variants(config, options.micro_batch, dtype, device)
     if options.optimizer:
@@ -389,6 +409,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bf16", choices=DTYPES, help="of weights and activations (default: bf16)")
     add("--micro-batch", type=int, default=4, help="samples per step (default: 4)")
     add(
+        "--batches",
+        type=int,
+        default=8,
+        help="GLM's batches of different lengths, which take turns; 1 = the same again and again (default: 8)",
+    )
+    add(
         "--layers",
         type=int,
         help="time 1 and this many blocks and extend to the full depth (default: full depth)",
@@ -409,7 +435,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    check_at_least(options, 1, "micro_batch", "repeats", "threads")
+    check_at_least(options, 1, "micro_batch", "batches", "repeats", "threads")
     check_places(result=options.json)
     if options.layers is not None and options.layers < 2:
         raise ConfigError(f"--layers is {options.layers}; it must be at least 2, a slope needs two depths.")
@@ -430,8 +456,8 @@ def main(arguments: list[str] | None = None) -> int:
     depth = "full depth" if options.layers is None else f"extended from 1 and {options.layers} layers"
     print(
         f"{options.dtype}, {options.device}, {options.threads} threads, micro-batch {options.micro_batch} x "
-        f"{SEQUENCE_LENGTH} source tokens, {depth}, median of {options.repeats}, {options.clock} clock, "
-        f"torch {torch.__version__}\n"
+        f"{SEQUENCE_LENGTH} source tokens, {options.batches} batches, {depth}, median of {options.repeats}, "
+        f"{options.clock} clock, torch {torch.__version__}\n"
     )
     print(table(rows))
     for line in mfu_lines(rows, torch.device(options.device)):

@@ -9,7 +9,6 @@ RUN_DIRECTORY/unigram.json exists (scripts/quickstart/unigram_baseline.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from matplotlib.axes import Axes
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_writable
+from megatron_lite.report.run import read_unigram
 from megatron_lite.train.metrics import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
@@ -44,19 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_writable(output, "--output")
     plot(read_metrics(args.run), read_unigram(args.run), output)
     print(output)
-
-
-def read_unigram(run: Path) -> dict[str, float]:
-    """The unigram model's losses, {} if they were not computed. Raises DataError for a damaged file."""
-    path = run / "unigram.json"
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        raise DataError(
-            f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
-        ) from None
 
 
 def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], output: Path) -> None:

@@ -9,7 +9,8 @@ From a bare checkout to a small trained GLM, in under ten minutes on two CPU cor
 installs the requirements into .venv, collects English text from the documentation of the
 installed packages, trains a tokenizer, builds the corpora, trains the model of
 configs/tiny.yaml with the deepspeed launcher (stopping halfway and resuming), draws the
-losses, compares them with a unigram model, and fills blanks of the validation text.
+losses, scores how it fills the blanks of the validation text beside simpler models, shows
+its answers, and exports it to Hugging Face and loads the export.
 
 Everything but .venv is written below DIRECTORY (default: quickstart). Run it again to
 continue after an interruption: finished stages are skipped.
@@ -41,9 +42,9 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=6 vocab_size=4096 margin=(--margin 0.3) overrides=()
+megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 overrides=()
 if $smoke; then
-    megabytes=0.5 vocab_size=1024 margin=()
+    megabytes=0.5 vocab_size=512 margin=() scored_samples=20
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
         checkpoint.save_interval=0 run.log_interval=4)
 fi
@@ -56,11 +57,13 @@ corpus=$directory/corpus.jsonl
 tokenizer=$directory/tokenizer/tokenizer.json
 data=$directory/data/corpus
 run=$directory/run
+exported=$directory/huggingface
+sentence='If this is [MASK], the function returns the [MASK].'
 
 # ---- the frame of a stage ----
 
 number=0 title=preparation
-readonly number_of_stages=9
+readonly number_of_stages=10
 
 stage() { # TITLE FUNCTION
     number=$((number + 1)) title=$1
@@ -134,6 +137,7 @@ train_to_the_end() {
 
 compare() {
     "$python" -m scripts.quickstart.unigram_baseline "$run" "${margin[@]}"
+    "$python" -m scripts.quickstart.scores "$run" --samples "$scored_samples" | tee "$run/scores.txt"
 }
 
 draw() {
@@ -141,10 +145,33 @@ draw() {
 }
 
 fill() {
-    "$python" -m scripts.quickstart.fill_examples --checkpoint "$run"
-    printf -- '--- your own text, with scripts/generate.py ---\n'
-    "$python" scripts/generate.py --checkpoint "$run" --max-length 16 \
-        --text 'If this argument is [MASK], the function returns a [MASK] of the input.'
+    "$python" -m scripts.quickstart.fill_examples --checkpoint "$run" | tee "$run/examples.txt"
+}
+
+export_it() {
+    rm -rf "$exported"
+    "$python" scripts/convert_checkpoint.py export --checkpoint "$run" --output "$exported"
+    "$python" -m scripts.quickstart.fill_export --export "$exported" --checkpoint "$run" --text "$sentence"
+}
+
+tell() {
+    local minutes=$((SECONDS / 60)) seconds=$((SECONDS % 60))
+    printf '\n%s\n' '================================================================================'
+    printf 'Everything worked, in %d minutes %d seconds.\n\n' "$minutes" "$seconds"
+    printf '1. The curves of its losses: %s\n\n' "$run/loss.png"
+    printf '2. How it fills blanks that it has never seen, beside models that count tokens:\n\n'
+    sed 's/^/   /' "$run/scores.txt"
+    printf '\n3. Its answers, the original words first; = marks them among the answers:\n\n'
+    sed 's/^/   /' "$run/examples.txt"
+    cat <<END
+
+4. What to do next (source .venv/bin/activate):
+   your own sentence     python scripts/generate.py --checkpoint '$run' --text '$sentence'
+   train it longer       the model has just begun to learn: README.md, "Training"
+   your own text         README.md, "Your own corpus"
+   with transformers     pipeline("blank-infilling", model="$exported", trust_remote_code=True)
+   every logged number   $run/metrics.jsonl, or .venv/bin/tensorboard --logdir '$run/tensorboard'
+END
 }
 
 # ---- the whole ----
@@ -180,13 +207,8 @@ stage "tokenizer: byte-level BPE with $vocab_size tokens" tokenize
 stage 'datasets: train, validation and test' build
 stage "training on $processes processes, stopped at step $((steps / 2)) of $steps" train_first_half
 stage 'training, the same command again: resumed to the end' train_to_the_end
-stage 'validation loss beside that of a unigram model' compare
+stage 'scores beside simpler models' compare
 stage 'loss plot' draw
-stage 'blanks filled by the model' fill
-
-printf '\nEverything worked, in %d minutes %d seconds. The run is in %s:\n' $((SECONDS / 60)) $((SECONDS % 60)) "$run"
-printf '  %-24s %s\n' loss.png 'losses, with the unigram model' \
-    metrics.jsonl 'every logged number' \
-    config.yaml 'the resolved configuration' \
-    checkpoints/ 'the model and its optimizer' \
-    tensorboard/ ".venv/bin/tensorboard --logdir '$run/tensorboard'"
+stage 'blanks of the validation text, the first of a random order' fill
+stage 'export to Hugging Face, loaded with transformers' export_it
+tell

@@ -27,6 +27,7 @@ from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout
+from megatron_lite.model.cpu_kernels import KERNELS
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
 
@@ -227,15 +228,20 @@ def test_bad_layouts_are_one_line_errors(monkeypatch, arguments, expected):
 def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
     file, picture = tmp_path / "rows.json", tmp_path / "attention.png"
     arguments = "--objectives blank_infilling unilmv2 --lengths 32 64 --heads 1 --repeats 1 --threads 1"
+    arguments += " --dtype bf16 --shapes 2,2,40,16 1,1,520,8"
     assert attention.main([*arguments.split(), "--json", str(file), "--plot", str(picture)]) == 0
-    rows = json.loads(file.read_text())
+    measured = json.loads(file.read_text())
+    rows = measured["objectives"]
     cases = [(row["length"], row["documents"], row["objective"]) for row in rows]
     kinds = ("one", "packed")
     assert cases == [(n, kind, o) for n in (32, 64) for kind in kinds for o in ("blank_infilling", "unilmv2")]
     assert all(
         row["ours ms"] > 0 and row["dense ms"] > 0 and row["row tokens"] > row["length"] for row in rows
     )
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+    assert [row["shape"] for row in measured["kernels"]] == [[2, 2, 40, 16], [1, 1, 520, 8]]
+    for row in measured["kernels"]:
+        assert row["over"] == row[row["taken"]] / min(row[name] for name in KERNELS) >= 1
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows) + 3 + 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_lite.model.tensor_parallel import Partition
+if TYPE_CHECKING:  # it loads torch, which commands that only look at manifests do not need
+    from megatron_lite.model.tensor_parallel import Partition
 
 
 @dataclass(frozen=True, order=True)

@@ -197,10 +197,6 @@ class TrainingConfig:
         "what the backward pass recomputes: none, selective (attention) or full (whole blocks)",
         one_of=("none", "selective", "full"),
     )
-    compile: bool | None = setting(
-        None,
-        "compile the blocks into few kernels (torch.compile); null = on GPUs, except with ZeRO 3 or apex's LayerNorm",
-    )
     deterministic: bool = setting(
         False,
         "one order for every sum, so that runs on equal GPUs repeat each other bit for bit (CPUs do anyway); slower",
@@ -241,6 +237,12 @@ class TrainingConfig:
     eval_samples: int = setting(
         256, "validation samples per evaluation, the same ones every time", at_least=1
     )
+    eval_fillings: int = setting(
+        0,
+        "validation texts whose short blanks the model fills at each evaluation, for metrics.jsonl and report.py",
+        at_least=0,
+        at_most=20,
+    )
     stop_after_step: int | None = setting(
         None,
         "save and stop cleanly after this step (a planned interruption); null = run to the end",
@@ -248,11 +250,6 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        check(
-            not self.compile or self.layernorm == "torch",
-            "training.compile is true and training.layernorm is apex, which cannot be compiled; set compile to null, "
-            "or layernorm to torch.",
-        )
         check(
             not self.loss_weights or self.loss_normalization == "per_objective",
             f"training.loss_weights is set but training.loss_normalization is {self.loss_normalization}; set "
@@ -365,9 +362,13 @@ class RunConfig:
         "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
     )
     log_interval: int = setting(10, "steps between log lines", at_least=1)
+    progress_bar: bool = setting(False, "show a progress bar below them where stderr is a terminal")
     tensorboard: bool = setting(True, "write TensorBoard event files below directory/tensorboard")
     peak_tflops: float | None = setting(
-        None, "peak TFLOP/s of one device for MFU; null = known GPUs by name, else measured on CPU", above=0
+        None,
+        "peak TFLOP/s of one device for MFU; null = the data sheet's of a known GPU; for other devices log lines give "
+        "the share of the rate that this machine's products of matrices reach",
+        above=0,
     )
 
 

@@ -101,16 +101,12 @@ class Config:
             f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
             "shorter data.sequence_length.",
         )
-        check(
-            not self.training.compile or self.parallel.zero_stage != 3,
-            "training.compile is true with parallel.zero_stage 3, which gathers weights within the blocks; set compile "
-            "to null, or zero_stage to 2.",
-        )
         self._check_row_length()
         if self.model.vocab_size is not None:
             for section in chosen:
                 section.check_vocabulary_size(self.model.vocab_size)
         self._check_heads()
+        self._check_fillings()
         self._check_layout()
         self.deepspeed_options()
 
@@ -193,6 +189,22 @@ class Config:
             model.segments in (0, *range(segments, 1000)),
             f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
             "to 0 for no segment embedding.",
+        )
+
+    def _check_fillings(self) -> None:
+        parallel, count = self.parallel, self.training.eval_fillings
+        whole = (
+            parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+        )
+        check(
+            not count or whole,
+            f"training.eval_fillings is {count}, but in this layout no rank holds the whole model; set it to 0 and "
+            "fill blanks with scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and "
+            "zero_stage to 1 or 2.",
+        )
+        check(
+            not count or any(choice.name == "blank_infilling" for choice in self.objective_choices),
+            f"training.eval_fillings is {count} without the objective blank_infilling; set it to 0.",
         )
 
     def _check_layout(self) -> None:

@@ -8,6 +8,7 @@ best of them for the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -73,16 +74,41 @@ class BlankFiller:
             context: part A: CLS, the text with its mask tokens, and eos where the text is complete.
         Raises: DataError without a mask, or if positions exceed the model's tables.
         """
+        search = self._beam if self.config.strategy == "beam" else self._one_by_one
+        return [search(position) for position in self._begin(context)]
+
+    @torch.no_grad()
+    def answers(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
+        """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
+
+        Later blanks see the likeliest span. Beams may miss a likely span that begins unlikely.
+
+        Args: context: as of `fill`.
+        """
+        assert self.config.strategy == "beam" and self.config.length_penalty == 0.0, (
+            "scores are log probabilities"
+        )
+        found = []
+        for position in self._begin(context):
+            start = list(self.plan.keys), list(self.plan.values)
+            spans = self._hypotheses(position)
+            self._replay(start, position, spans[0][1])
+            totals: dict[tuple[int, ...], float] = {}
+            for score, span in spans:  # a span may end with eop and with eos
+                totals[tuple(span)] = totals.get(tuple(span), 0.0) + math.exp(score)
+            found.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
+        return found
+
+    def _begin(self, context: Sequence[int]) -> list[int]:
+        """Encode part A. Returns the positions of its blanks."""
         masks = {self.special.mask, self.special.smask, self.special.gmask}
         blanks = [position for position, token in enumerate(context) if token in masks]
         if not blanks:
             raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
         self.require_room(context)
         self.plan = CachedPlan(self.model.config.num_layers)
-        positions = range(len(context))
-        self._hidden([list(context)], [list(positions)], [[0] * len(context)])
-        search = self._beam if self.config.strategy == "beam" else self._one_by_one
-        return [search(position) for position in blanks]
+        self._hidden([list(context)], [list(range(len(context)))], [[0] * len(context)])
+        return blanks
 
     def require_room(self, context: Sequence[int]) -> None:
         """Raise DataError if part A has more tokens than the model has positions, or its beams need too much memory."""
@@ -147,11 +173,17 @@ class BlankFiller:
         return log_probability / max(length, 1) ** self.config.length_penalty
 
     def _beam(self, position: int) -> list[int]:
+        start = list(self.plan.keys), list(self.plan.values)
+        span = self._hypotheses(position)[0][1]
+        self._replay(start, position, span)
+        return span
+
+    def _hypotheses(self, position: int) -> list[tuple[float, list[int]]]:
+        """Up to `num_beams` spans for a blank with their scores, the best first; changes the cache."""
         beams = self.config.num_beams
         live: list[tuple[list[int], float]] = [([], 0.0)]  # (span, log probability) per cached row
         finished: list[tuple[float, list[int]]] = []
         tokens = [self.special.sop]
-        start = list(self.plan.keys), list(self.plan.values)
         for block_position in range(1, self._longest() + 1):
             log_p = self.next_logits(tokens, position, block_position).log_softmax(-1)
             totals = log_p + torch.tensor([p for _, p in live], device=self.device)[:, None]
@@ -174,9 +206,7 @@ class BlankFiller:
             tokens = [span[-1] for span, _ in live]
         if not finished:  # nothing ended within max_length
             finished = [(self._score(p, len(span)), span) for span, p in live]
-        span = max(finished, key=lambda item: item[0])[1]
-        self._replay(start, position, span)
-        return span
+        return sorted(finished, key=lambda item: item[0], reverse=True)
 
     def _is_decided(self, finished: list, live: list, length: int) -> bool:
         """True if no live hypothesis can become better than the finished ones (for length penalties up to 1)."""

@@ -5,7 +5,7 @@ runs all layers in this order, so no layer moves tokens. The plans:
 
   CallPlan     CPU: a few kernel calls per document on disjoint queries, most of them without a mask. What needs a mask
                runs in blocks of queries whose small masks are made when they are needed, in the backward pass again,
-               so memory grows linearly with the row length.
+               so memory grows linearly with the row length. Short documents of similar length share one masked call.
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
   FlexPlan     CUDA, the rest: FlexAttention with the rule as its mask function (flex.py).
@@ -16,7 +16,7 @@ Tokens that see nothing get zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from megatron_lite.model.batch import (
     BLIND,
     CAUSAL,
+    FULL,
     MASKED,
     Call,
     Layout,
@@ -34,12 +35,16 @@ from megatron_lite.model.batch import (
     may_see,
     padded_order,
 )
-from megatron_lite.model.compat import flash_backward_on_cpu, flash_forward_on_cpu
+from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, choose
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.tensor_parallel import widens
 
 # CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 4; UniLMv2 would take 35.
 _MOST_KEYS = 6
+# CPU: units are computed in groups, of lengths that differ by less than SIMILAR_ROWS, up to so many products of query
+# and key: tokens^2 x heads x head size. Measured at 1 to 4 million: 1.1 to 2.8 times as fast as calls for each unit. At
+# 8 to 16 million 0.8 to 0.9 times, since the pairs that are masked cost more than calls.
+SHORT_PRODUCTS, SIMILAR_ROWS = 1 << 22, 32
 
 
 class AttentionPlan(Protocol):
@@ -135,7 +140,8 @@ def _attend_with_dropout(
 
 
 class CallPlan:
-    """The calls of `make_units`, one after another, on CPU. The tokens are in the order of the calls.
+    """The calls of `make_units`, one after another, on CPU; short units are computed in groups. The tokens are in the
+    order of the units.
 
     Args: length: T, the tokens of the batch and padding after them.
     """
@@ -150,6 +156,7 @@ class CallPlan:
         )
         self._has_groups = bool(layout.grp.any())
         self._columns = torch.from_numpy(layout.columns)
+        self._parts: tuple[list[UnitGroup], list[Unit]] | None = None
 
     def arrays(self) -> list[np.ndarray]:
         return []
@@ -191,13 +198,31 @@ class CallPlan:
         if call.kind != MASKED and not (causal and call.kind == CAUSAL):
             return None
         columns = self._columns[:, unit.start : unit.stop]
-        seen = may_see(
-            columns[:, call.start : call.stop, None],
-            _part(columns, call, 1)[:, None],
-            has_groups=self._has_groups,
-            joins_documents=self._joins_documents,
-        )
+        seen = self._may_see(columns[:, call.start : call.stop, None], _part(columns, call, 1)[:, None])
         return torch.full(seen.shape, float("-inf"), dtype=dtype).masked_fill_(seen, 0.0)
+
+    def parts(self, width: int) -> tuple[list[UnitGroup], list[Unit]]:
+        """Groups of short units, and the other units. Args: width: heads x head size, the same at each call."""
+        if self._parts is None:
+            groups: dict[int, list[Unit]] = {}
+            long_units = []
+            for unit in self.units:
+                length = unit.stop - unit.start
+                if length**2 * width <= SHORT_PRODUCTS:
+                    groups.setdefault(-(-length // SIMILAR_ROWS), []).append(unit)
+                else:
+                    long_units.append(unit)
+            self._parts = [UnitGroup(members) for members in groups.values()], long_units
+        return self._parts
+
+    def _may_see(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return may_see(query, key, has_groups=self._has_groups, joins_documents=self._joins_documents)
+
+    def group_seen(self, group: UnitGroup) -> torch.Tensor:
+        """Which keys the queries of a group see: bool [units, tokens, tokens]."""
+        columns = self._columns[:, group.place]
+        is_pair = group.is_real[..., None] & group.is_real[:, None]
+        return self._may_see(columns[..., None], columns[..., None, :]) & is_pair
 
 
 def _part(x: torch.Tensor, call: Call, dim: int) -> torch.Tensor:
@@ -206,85 +231,170 @@ def _part(x: torch.Tensor, call: Call, dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+class UnitGroup:
+    """Units of similar length, each filled up to the longest: one call instead of several for each unit.
+
+    Calls on a hundred tokens cost more to prepare than to compute.
+    """
+
+    def __init__(self, units: Sequence[Unit]):
+        self.units = units
+        lengths = np.array([unit.stop - unit.start for unit in units])
+        columns = np.arange(lengths.max())
+        starts = np.array([unit.start for unit in units])[:, None]
+        is_real = columns < lengths[:, None]
+        # [units, tokens], in the order of the plan; what is filled in takes the unit's first token and sees nothing.
+        self.place = torch.from_numpy(starts + np.where(is_real, columns, 0))
+        self.is_real = torch.from_numpy(is_real)
+        self.inside = torch.from_numpy(np.flatnonzero(is_real))  # int64 [real tokens], among units x tokens
+        self.rows = self.place.flatten()[self.inside]  # the same in the order of the plan
+        (first, *more), alike = units[0].calls, {unit.calls for unit in units}
+        is_one_call = len(alike) == 1 and not more
+        self.is_causal = is_one_call and first.kind == CAUSAL
+        self.needs_mask = not (is_one_call and first.kind in (FULL, CAUSAL))
+        self._mask: tuple[torch.Tensor | None, torch.Tensor] | None = None
+
+    def mask(self, plan: CallPlan, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What is added to the scores, [units, 1, tokens, tokens] or None, and which queries see any key.
+
+        Made once for all layers: a few numbers for each token, since units are short.
+        """
+        if self._mask is None:
+            if not self.needs_mask:
+                self._mask = None, self.is_real
+            else:
+                seen = plan.group_seen(self)
+                sees = seen.any(-1)
+                bias = torch.full(seen.shape, float("-inf"), dtype=dtype).masked_fill_(seen, 0.0)
+                # The softmax of no keys would be NaN: such a query sees all, its output and its gradient are zeroed.
+                bias[~sees] = 0.0
+                self._mask = bias.unsqueeze(1), sees
+        return self._mask
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n, H, D] -> [n, units, H, tokens, D], a copy in fp32 or wider: see cpu_kernels.py."""
+        x = x.flatten(1).index_select(0, self.place.flatten()).view(*self.place.shape, *x.shape[1:])
+        x = x.permute(2, 0, 3, 1, 4)
+        return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
+
+    def put(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Write n tensors [units, H, tokens, D] to their tokens of [T, n, H, D]."""
+        x = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(0, 1).flatten(1)
+        into.flatten(1).index_copy_(0, self.rows, x.index_select(0, self.inside).to(into.dtype))
+
+
 class _CallsOnCpu(torch.autograd.Function):
     """All calls of a plan as one autograd node.
 
-    It saves q, k, v in the kernel's layout, the output, and one number per query and head. The backward pass makes the
-    masks again and adds the gradients of keys in place.
+    It saves q, k, v in the kernels' layout, the output, and one number per query and head. The backward pass makes the
+    masks of long units again and adds the gradients of keys in place.
     """
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, plan: CallPlan) -> torch.Tensor:
-        heads = [_heads_first(x).unsqueeze(0) for x in qkv.unbind(1)]
         out = torch.empty(plan.length, *qkv.shape[2:], dtype=qkv.dtype)
         out[plan.tokens :] = 0.0
-        sums = []  # log of the sum of exponentials, of each call
-        for unit, call in _calls(plan):
-            rows = slice(unit.start + call.start, unit.start + call.stop)
-            if call.kind == BLIND:
-                out[rows] = 0.0
-                continue
-            keys, values = (_part(x[:, :, unit.start : unit.stop], call, 2) for x in heads[1:])
-            bias = plan.bias(unit, call, keys.dtype)
-            queries = heads[0][:, :, rows]
-            part, log_sum = flash_forward_on_cpu(
-                queries, keys, values, 0.0, call.kind == CAUSAL, attn_mask=bias
-            )
-            out[rows] = part[0].transpose(0, 1)
-            sums.append(log_sum)
+        saved: list[torch.Tensor] = [out]
+        groups, long_units = plan.parts(qkv[0, 0].numel())
+        for group in groups:
+            heads = group.heads_first(qkv)
+            bias, sees = group.mask(plan, heads[0].dtype)
+            q, k, v = heads
+            part, state = Flash.forward(q, k, v, group.is_causal, bias)
+            if bias is not None:
+                part = part.masked_fill(~sees[:, None, :, None], 0.0)
+            group.put([part], out[:, None])
+            saved += [heads, state]
+        for unit in long_units:
+            own = [_heads_first(x).unsqueeze(0) for x in qkv[unit.start : unit.stop].unbind(1)]
+            saved += own
+            for call in unit.calls:
+                rows = slice(unit.start + call.start, unit.start + call.stop)
+                if call.kind == BLIND:
+                    out[rows] = 0.0
+                    continue
+                q, k, v = _operands(own, call)
+                bias = plan.bias(unit, call, q.dtype)
+                part, state = _kernel(q, k, call).forward(q, k, v, call.kind == CAUSAL, bias)
+                out[rows] = part[0].transpose(0, 1)
+                saved.append(state)
         ctx.plan = plan
-        ctx.save_for_backward(out, *heads, *sums)
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         plan: CallPlan = ctx.plan
-        out, *heads = ctx.saved_tensors
-        heads, sums = heads[:3], heads[3:]
+        out, *rest = ctx.saved_tensors
+        saved = iter(rest)
         # fp32: a key's gradient is a sum over calls.
         wide = torch.promote_types(out.dtype, torch.float32)
         total = torch.empty(plan.length, 3, *out.shape[1:], dtype=wide)
         total[plan.tokens :] = 0.0
-        totals = total.unbind(1)
-        for unit in reversed(plan.units):
-            is_first = True
-            for call in reversed(unit.calls):
-                rows = slice(unit.start + call.start, unit.start + call.stop)
-                if is_first:
-                    _clear(totals[1:], unit, call)
-                if call.kind == BLIND:
-                    totals[0][rows] = 0.0
-                else:
-                    keys, values = (_part(x[:, :, unit.start : unit.stop], call, 2) for x in heads[1:])
-                    bias = plan.bias(unit, call, keys.dtype)
-                    given, out_rows = (
-                        x[rows].to(keys.dtype).transpose(0, 1).unsqueeze(0) for x in (grad, out)
-                    )
-                    inputs = (given, heads[0][:, :, rows], keys, values, out_rows, sums.pop(), 0.0)
-                    parts = flash_backward_on_cpu(*inputs, call.kind == CAUSAL, attn_mask=bias)
-                    totals[0][rows] = parts[0][0].transpose(0, 1)
-                    for total_of, part in zip(totals[1:], parts[1:], strict=True):
-                        _add(total_of, part[0].transpose(0, 1), unit, call, is_first)
-                is_first = False
+        groups, long_units = plan.parts(out[0].numel())
+        for group in groups:
+            heads, state = next(saved), next(saved)
+            bias, sees = group.mask(plan, heads.dtype)
+            given, outs = (group.heads_first(x[:, None])[0] for x in (grad, out))
+            given.masked_fill_(~sees[:, None, :, None], 0.0)
+            q, k, v = heads
+            group.put(Flash.backward(given, q, k, v, outs, state, group.is_causal, bias), total)
+        for unit in long_units:
+            own = [next(saved) for _ in range(3)]
+            states = [next(saved) for call in unit.calls if call.kind != BLIND]
+            _unit_backward(plan, unit, grad, out, own, states, total[unit.start : unit.stop].unbind(1))
         return total.to(grad.dtype), None
 
 
-def _calls(plan: CallPlan) -> Iterator[tuple[Unit, Call]]:
-    return ((unit, call) for unit in plan.units for call in unit.calls)
+def _operands(heads: Sequence[torch.Tensor], call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a call out of those of its unit, [1, H, unit, D]."""
+    q, k, v = heads
+    return q[:, :, call.start : call.stop], _part(k, call, 2), _part(v, call, 2)
 
 
-def _clear(totals: tuple[torch.Tensor, ...], unit: Unit, first: Call) -> None:
-    """Zero the gradients of the unit's keys, unless its first call has all of them."""
-    if first.keys != ((0, unit.stop - unit.start),):
-        for total in totals:
-            total[unit.start : unit.stop] = 0.0
+def _kernel(q: torch.Tensor, k: torch.Tensor, call: Call) -> type[Kernel]:
+    return KERNELS[choose(q.dtype, q.shape[2], k.shape[2], is_full=call.kind == FULL)]
 
 
-def _add(total: torch.Tensor, part: torch.Tensor, unit: Unit, call: Call, is_first: bool) -> None:
-    """Add the gradients of a call's keys, [keys, H, D]; the first call of a unit writes them."""
+def _unit_backward(
+    plan: CallPlan,
+    unit: Unit,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    heads: Sequence[torch.Tensor],
+    states: list[torch.Tensor],
+    totals: tuple[torch.Tensor, ...],
+) -> None:
+    """Write the gradients of a unit's q, k and v to `totals`, [unit, H, D] each."""
+    is_first = True
+    for call in reversed(
+        unit.calls
+    ):  # the last one has most keys: they are written, and those of others added
+        queries = slice(call.start, call.stop)
+        if is_first and call.keys != ((0, unit.stop - unit.start),):
+            for total in totals[1:]:
+                total.zero_()
+        if call.kind == BLIND:
+            totals[0][queries] = 0.0
+        else:
+            q, k, v = _operands(heads, call)
+            bias = plan.bias(unit, call, q.dtype)
+            rows = slice(unit.start + call.start, unit.start + call.stop)
+            given, out_rows = (x[rows].to(q.dtype).transpose(0, 1).unsqueeze(0) for x in (grad, out))
+            parts = _kernel(q, k, call).backward(
+                given, q, k, v, out_rows, states.pop(), call.kind == CAUSAL, bias
+            )
+            totals[0][queries] = parts[0][0].transpose(0, 1)
+            for total, part in zip(totals[1:], parts[1:], strict=True):
+                _add(total, part[0].transpose(0, 1), call, is_first)
+        is_first = False
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, call: Call, is_first: bool) -> None:
+    """Add the gradients of a call's keys, [keys, H, D], to those of its unit; the first call writes them."""
     at = 0
     for start, stop in call.keys:
-        place = total[unit.start + start : unit.start + stop]
+        place = total[start:stop]
         if is_first:
             place.copy_(part[at : at + stop - start])
         else:

@@ -10,7 +10,8 @@ So a token drops the same in every layout (data, tensor, sequence and pipeline p
 any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention kernels of
 CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
 
-The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask.
+The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask, on a GPU the kernel
+that needs it (kernels.py).
 Hash: "lowbias32" of C. Wellons, nullprogram.com/blog/2018/07/31.
 """
 
@@ -23,8 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit
-
-from megatron_lite.model.fused import fused
 
 PLACES = ("embedding", "attention", "attended", "expanded")
 
@@ -77,6 +76,10 @@ class Dropout:
     def attention(self, p: float, layer: int) -> AttentionDropout:
         return AttentionDropout(self, p, layer)
 
+    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
+        """None if nothing is dropped. Args: layer: -1 for the embedding. place: of PLACES."""
+        return FeatureDropout(self.keys, self.salts[layer, PLACES.index(place)], p) if p else None
+
 
 @dataclass(frozen=True)
 class AttentionDropout:
@@ -107,30 +110,26 @@ class AttentionDropout:
     def keep(self, queries: torch.Tensor, keys: torch.Tensor, heads: int) -> torch.Tensor:
         """True where a weight stays, bool [heads, Q, K], for int32 token keys [Q] and [K]; on CPU."""
         kept = np.empty((heads, len(queries), len(keys)), np.bool_)
-        threshold = np.uint32(_threshold(self.p))
+        threshold = np.uint32(threshold_of(self.p))
         _keep_pairs(_bits(queries), _bits(keys), _bits(self.salt)[()], self.first_head, threshold, kept)
         return torch.from_numpy(kept)
 
 
-def drop(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    p: float,
-    keys: torch.Tensor | None,
-    salts: torch.Tensor | None,
-    place: str,
-) -> torch.Tensor:
-    """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p.
+@dataclass(frozen=True)
+class FeatureDropout:
+    """Dropout of hidden states at one place, with probability p."""
 
-    Args: keys: int32 [T] of the tokens. salts: int32 [len(PLACES)] of the layer. Without them nothing is dropped.
-    """
-    if p == 0.0 or keys is None or salts is None:
+    keys: torch.Tensor  # int32 [T]
+    salt: torch.Tensor  # int32 scalar
+    p: float
+
+
+def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout | None) -> torch.Tensor:
+    """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p. On CPU."""
+    if dropout is None:
         return x if residual is None else residual + x
-    salt, scale = salts[PLACES.index(place)], 1.0 / (1.0 - p)
-    if torch.compiler.is_compiling():  # where the mask costs no memory
-        kept = torch.where(features_formula(keys, salt, x.shape[1], p), x * scale, 0.0)
-        return kept if residual is None else residual + kept
-    return _Drop.apply(x, residual, keep_features(keys, salt, x.shape[1], p), scale)
+    mask = keep_features(dropout.keys, dropout.salt, x.shape[1], dropout.p)
+    return _Drop.apply(x, residual, mask, 1.0 / (1.0 - dropout.p))
 
 
 class _Drop(torch.autograd.Function):
@@ -151,7 +150,7 @@ class _Drop(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(grad, stays, ctx.scale), of_residual, None, None
 
 
-def _threshold(p: float) -> int:
+def threshold_of(p: float) -> int:
     """An element stays if its hash, uint32, is not below this."""
     return round(p * 2**32)
 
@@ -170,18 +169,12 @@ def hashed(x: torch.Tensor) -> torch.Tensor:
 
 def stays(hashes: torch.Tensor, p: float) -> torch.Tensor:
     """True for int32 `hashes` that are, as uint32, not below the threshold of p."""
-    return (hashes ^ -(2**31)) >= _threshold(p) - 2**31
+    return (hashes ^ -(2**31)) >= threshold_of(p) - 2**31
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """x >> by, as of uint32."""
     return (x >> by) & ((1 << (32 - by)) - 1)
-
-
-def features_formula(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    """`keep_features` in torch."""
-    features = torch.arange(width, dtype=torch.int32, device=keys.device) * _SIGNED_GOLDEN
-    return stays(hashed((keys ^ salt)[:, None] + features), p)
 
 
 def pairs_formula(
@@ -191,14 +184,11 @@ def pairs_formula(
     return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
-def _keep_features_on_cpu(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
+def keep_features(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
+    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 scalar salt; on CPU."""
     kept = np.empty((len(keys), width), np.bool_)
-    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(_threshold(p)), kept)
+    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(threshold_of(p)), kept)
     return torch.from_numpy(kept)
-
-
-# True where a feature stays, bool [T, width]. Arguments: int32 keys [T], int32 scalar salt on their device, width, p.
-keep_features = fused(features_formula, _keep_features_on_cpu)
 
 
 @njit(nogil=True, inline="always")

@@ -1,46 +1,247 @@
-"""Formulas that are one or two kernels on a GPU: work which torch's own operators would spread over many.
+"""What lies between matrix products, with few passes through memory on a GPU: there each function is one kernel in each
+direction (kernels.py), and one more that ends the sums over tokens. On CPU they are torch's own operators.
 
-A formula is a function on tensors, for torch's compiler. On CUDA it is compiled when it is first used. On CPU a
-function of our own computes the same without a compiler; tests compare the two.
+A product leaves its bias to the function that takes its output, where adding it costs nothing, and so does summing its
+gradient. Kernels draw dropout's masks anew in the backward pass instead of keeping them.
+
+Shapes: T tokens, D width, P programs of a kernel that sum over a part of the tokens each.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+from megatron_lite.model.dropout import FeatureDropout, drop
+
+DEVICES = ("cuda",)  # where kernels run
+_NORM_PROGRAMS, _GELU_PROGRAMS = (
+    256,
+    64,
+)  # most that sum over tokens: enough for a GPU, few enough to add up soon
 
 
-def fused(
-    formula: Callable[..., Any], on_cpu: Callable[..., Any], *, overwrites: tuple[str, ...] = ()
-) -> Callable[..., Any]:
-    """`formula` as an operator of its name.
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether the tensor is where kernels run."""
+    return x.device.type in DEVICES
+
+
+def operator(allocate: Callable[..., Any], overwrites: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The kernel of the same name as an operator of torch.
 
     Args:
-        formula: annotated as torch's operators are; its first argument is a tensor, whose device decides.
-        on_cpu: with the same arguments.
-        overwrites: names of arguments that are written. Such a formula returns nothing.
+        allocate: makes the results, empty, from the operator's arguments; annotated as torch's operators are.
+        overwrites: arguments that the kernel writes.
     """
+    name = f"megatron_lite::{allocate.__name__}"
 
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        return torch.compile(formula, dynamic=True)
+    def run(*arguments: Any) -> Any:
+        from megatron_lite.model import kernels
 
-    operator = torch.library.custom_op(
-        f"megatron_lite::{formula.__name__}",
-        lambda *arguments: compiled()(*arguments),
-        mutates_args=overwrites,
-        device_types="cuda",
-        schema=torch.library.infer_schema(formula, mutates_args=overwrites),
-    )
-    operator.register_kernel("cpu")(on_cpu)
-    if not overwrites:
-        operator.register_fake(formula)
+        results = allocate(*arguments)
+        written = results if isinstance(results, tuple) else () if results is None else (results,)
+        getattr(kernels, allocate.__name__)(*arguments, *written)
+        return results
 
-    def run(first: torch.Tensor, *others: Any) -> Any:
-        # The operator's way to the CPU takes tens of microseconds.
-        return (on_cpu if first.device.type == "cpu" else operator)(first, *others)
+    torch.library.define(name, torch.library.infer_schema(allocate, mutates_args=overwrites))
+    torch.library.impl(name, "default", run)
+    torch.library.register_fake(name, allocate)
+    return getattr(torch.ops.megatron_lite, allocate.__name__)
 
-    return run
+
+class Biased(NamedTuple):
+    """x [T, D] + bias [D], not added yet; None = no bias. A tuple, so that DeepSpeed finds the tensors in it."""
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def added(self) -> torch.Tensor:
+        return self.x if self.bias is None else self.x + self.bias
+
+
+# The operators: what each makes, empty, and what the kernel writes there. p: probability of dropout.
+
+
+def _missing(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0)
+
+
+def add_norm(
+    x: torch.Tensor | None, x_bias: torch.Tensor | None, keys: torch.Tensor | None, salt: torch.Tensor | None, p: float,
+    hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """total = hidden + dropout(x + x_bias), its LayerNorm, and of each token its mean and 1 / deviation, fp32 [T]."""
+    like = hidden if x is None else x
+    assert like is not None
+    total = _missing(like) if x is None else torch.empty_like(like)
+    if weight is None:
+        return total, _missing(like), _missing(like), _missing(like)
+    mean, rstd = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
+    return total, torch.empty_like(like), mean, rstd
+
+
+def add_norm_backward(
+    d_total: torch.Tensor | None, d_normed: torch.Tensor | None, total: torch.Tensor | None,
+    weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor | None,
+    keys: torch.Tensor | None, salt: torch.Tensor | None, p: float, has_x_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of hidden, if there is a norm; of x, if it is another; sums of weight's, bias's, x_bias's [P, ..]."""
+    like = d_total if d_normed is None else d_normed
+    assert like is not None
+    d_hidden = _missing(like) if d_normed is None else torch.empty_like(like)
+    d_x = torch.empty_like(like) if p else _missing(like)
+    rows, width = like.shape
+    sums = 2 * (d_normed is not None) + has_x_bias
+    return d_hidden, d_x, like.new_empty(min(_NORM_PROGRAMS, rows), sums * width, dtype=torch.float32)
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    """gelu(x + bias)"""
+    return torch.empty_like(x)
+
+
+def bias_gelu_backward(
+    x: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor, tanh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of x, and sums of bias's, fp32 [P, D]."""
+    rows, width = x.shape
+    return torch.empty_like(x), x.new_empty(min(_GELU_PROGRAMS, rows), width, dtype=torch.float32)
+
+
+def finish_sums(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The sums of all programs, [P, D] -> [D] of the type of `like`."""
+    return like.new_empty(sums.shape[1])
+
+
+def join_pair(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py.
+
+    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
+    """
+    return dq_0.new_empty(len(place), 3, *dq_0.shape[1:])
+
+
+def log_sums(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the log of the sum of exponentials, and the target's logit, 0 if it is elsewhere: fp32 [K]."""
+    sums, picked = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    return sums, picked
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    sums: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    valid: int,
+) -> None:
+    """Turns logits into the gradient of sum(grad * cross entropy)."""
+
+
+_add_norm, _add_norm_backward = operator(add_norm), operator(add_norm_backward)
+_bias_gelu, _bias_gelu_backward = operator(bias_gelu), operator(bias_gelu_backward)
+_finish_sums = operator(finish_sums)
+join_pair_kernel, log_sums_kernel = operator(join_pair), operator(log_sums)
+write_gradient_kernel = operator(write_gradient, overwrites=("logits",))
+
+
+def _parts(dropout: FeatureDropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    return (None, None, 0.0) if dropout is None else (dropout.keys, dropout.salt, dropout.p)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, x, x_bias, weight, bias, epsilon, dropout):  # type: ignore[no-untyped-def]
+        keys, salt, p = _parts(dropout)
+        total, normed, mean, rstd = _add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon)
+        if x is None:
+            total = hidden
+        ctx.save_for_backward(total, weight, mean, rstd, keys, salt)
+        ctx.p, ctx.has_x, ctx.has_x_bias = p, x is not None, x_bias is not None
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, d_total, d_normed):  # type: ignore[no-untyped-def]
+        total, weight, mean, rstd, keys, salt = ctx.saved_tensors
+        d_total = None if d_total is None else d_total.contiguous()
+        of_norm = total, weight, mean, rstd
+        d_hidden, d_x, sums = _add_norm_backward(
+            d_total, d_normed.contiguous(), *of_norm, keys, salt, ctx.p, ctx.has_x_bias
+        )
+        d_weight, d_bias, *d_x_bias = _finish_sums(sums, weight).view(-1, len(weight)).unbind(0)
+        of_x = (d_x if ctx.p else d_hidden) if ctx.has_x else None
+        return d_hidden, of_x, d_x_bias[0] if d_x_bias else None, d_weight, d_bias, None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, x, x_bias, dropout):  # type: ignore[no-untyped-def]
+        keys, salt, p = _parts(dropout)
+        total, *_ = _add_norm(x, x_bias, keys, salt, p, hidden, None, None, 0.0)
+        ctx.save_for_backward(keys, salt, x_bias)
+        ctx.p, ctx.has_hidden = p, hidden is not None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, d_total):  # type: ignore[no-untyped-def]
+        keys, salt, x_bias = ctx.saved_tensors
+        d_total = d_total.contiguous()
+        d_x, d_x_bias = d_total, None
+        if ctx.p or x_bias is not None:
+            _, dropped, sums = _add_norm_backward(
+                d_total, None, None, None, None, None, keys, salt, ctx.p, x_bias is not None
+            )
+            d_x = dropped if ctx.p else d_total
+            d_x_bias = None if x_bias is None else _finish_sums(sums, x_bias)
+        return d_total if ctx.has_hidden else None, d_x, d_x_bias, None
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, bias, tanh):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
+        return _bias_gelu(x, bias, tanh)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
+        x, bias = ctx.saved_tensors
+        d_x, sums = _bias_gelu_backward(x, bias, grad.contiguous(), ctx.tanh)
+        return d_x, None if bias is None else _finish_sums(sums, bias), None
+
+
+def add(hidden: torch.Tensor | None, x: Biased, dropout: FeatureDropout | None) -> torch.Tensor:
+    """hidden + dropout(x), [T, D]. Without `hidden` the second term alone."""
+    if has_kernels(x.x):
+        return _Add.apply(hidden, x.x, x.bias, dropout)
+    return drop(x.added(), hidden, dropout)
+
+
+def add_and_normalize(
+    hidden: torch.Tensor,
+    x: Biased | None,
+    dropout: FeatureDropout | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden + dropout(x), or hidden alone, and its LayerNorm: [T, D] each. On a GPU."""
+    x = x or Biased(None, None)  # type: ignore[arg-type]
+    return _AddNorm.apply(hidden, x.x, x.bias, weight, bias, epsilon, dropout)
+
+
+def gelu(x: Biased, approximate: str) -> torch.Tensor:
+    """gelu(x), [T, D]. Args: approximate: as of torch's."""
+    if has_kernels(x.x):
+        return _BiasGelu.apply(x.x, x.bias, approximate == "tanh")
+    return F.gelu(x.added(), approximate=approximate)

@@ -26,7 +26,8 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
-from megatron_lite.model.dropout import Dropout, drop
+from megatron_lite.model.dropout import Dropout, FeatureDropout
+from megatron_lite.model.fused import Biased, add, gelu
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
@@ -72,6 +73,10 @@ class Flow:
             own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
         return Flow(shape, plan, dropout, own)
 
+    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
+        """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
+        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
+
 
 class PositionEmbeddings(nn.Module):
     """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
@@ -108,9 +113,8 @@ class PositionEmbeddings(nn.Module):
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
-        own = flow.own_dropout
-        keys, salts = (None, None) if own is None else (own.keys, own.salts[-1])
-        return drop(hidden, None, self.dropout, keys, salts, "embedding")
+        dropout = flow.features(self.dropout, -1, "embedding")
+        return hidden if dropout is None else add(None, Biased(hidden), dropout)
 
 
 class Embedding(PositionEmbeddings):
@@ -138,14 +142,13 @@ class Attention(nn.Module):
         )
         self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
 
-    def forward(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        """[T, 3D] of this rank's heads -> [T, D] of them: what lies between the two products."""
-        qkv = qkv.view(*flow.shape, 3, -1, self.head_dim)
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
+        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_dim)
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
             out = self._attend(qkv, flow, layer)
-        return out.reshape(math.prod(flow.shape), -1)
+        return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         dropout = None
@@ -159,12 +162,13 @@ class MLP(nn.Module):
         super().__init__()
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
         self.parallel = parallel
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, parallel)
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size, 4 * config.hidden_size, parallel, leaves_bias=True
+        )
         self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, parallel)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        expanded = self.dense_h_to_4h(hidden)
-        return self.dense_4h_to_h(F.gelu(expanded, approximate=self.approximate))
+    def forward(self, hidden: torch.Tensor) -> Biased:
+        return self.dense_4h_to_h(gelu(self.dense_h_to_4h(hidden), self.approximate))
 
 
 class Block(nn.Module):
@@ -189,43 +193,12 @@ class Block(nn.Module):
         return self._forward(hidden, flow, layer)
 
     def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        own = flow.own_dropout
-        keys, salts = (None, None) if own is None else (own.keys, own.salts[layer])
-        qkv, hidden = self.before(hidden)
-        return self.after(self.attention(qkv, flow, layer), hidden, keys, salts)
-
-    def before(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes before attention: Q, K and V, and the residual, so that its gradients meet in the same graph."""
-        return self.attention.query_key_value(self.input_layernorm(hidden)), hidden.view_as(hidden)
-
-    def after(
-        self,
-        attended: torch.Tensor,
-        hidden: torch.Tensor,
-        keys: torch.Tensor | None,
-        salts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """What comes after attention. Args: keys, salts: of dropout, see `drop`; None = no dropout."""
-        hidden, normed = self.between(self.attention.dense(attended), hidden, keys, salts)
-        return self.end(self.mlp(normed), hidden, keys, salts)
-
-    def between(
-        self, x: torch.Tensor, hidden: torch.Tensor, keys: torch.Tensor | None, salts: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = drop(x, hidden, self.dropout, keys, salts, "attended")
-        return hidden, self.post_attention_layernorm(hidden)
-
-    def end(
-        self, x: torch.Tensor, hidden: torch.Tensor, keys: torch.Tensor | None, salts: torch.Tensor | None
-    ) -> torch.Tensor:
-        return drop(x, hidden, self.dropout, keys, salts, "expanded")
-
-    def compile_parts(self) -> None:
-        """Compile what lies between attention's kernels, or between the collectives of tensor parallelism."""
-        parts = ("before", "after") if self.parallel.group.size == 1 else ("between", "end")
-        for name in parts:
-            # Batches come in few lengths, see Engine.prepared: each is compiled once.
-            setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, dynamic=False))
+        hidden, normed = self.input_layernorm.after_sum(hidden)
+        x = self.attention(normed, flow, layer)
+        dropout = flow.features(self.dropout, layer, "attended")
+        hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
+        x = self.mlp(normed)
+        return add(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
 
 def final_layernorm(config: ModelConfig) -> LayerNorm:

@@ -26,7 +26,7 @@ from data_utils.objectives import LOSSES
 from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.config.parameter_count import SPAN_PLACE_SIZE
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.fused import fused
+from megatron_lite.model import fused
 from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
@@ -173,8 +173,8 @@ class Heads(nn.Module):
 # Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
 # largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
 # and a gradient: 12 bytes per logit beside the logits. Here only the log-sum-exp is kept, and the backward pass turns
-# the saved logits into their gradient in place. A GPU compiles both from their formulas (fused.py); on CPU chunks of
-# rows are converted to fp32.
+# the saved logits into their gradient in place. On a GPU a kernel does each (fused.py); on CPU chunks of rows are
+# converted to fp32.
 
 _CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk: what a core's L2 cache holds
 
@@ -222,41 +222,11 @@ def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor,
     return local.masked_fill(~is_here, 0), is_here
 
 
-def sums_formula(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `cross_entropy` needs of the logits: the log-sum-exp of each row, and the target's logit."""
-    is_valid = torch.arange(logits.shape[1], device=logits.device) < valid
-    log_sums = torch.where(is_valid, logits.float(), float("-inf")).logsumexp(-1)
-    local, is_here = _local(targets, first, valid)
-    picked = logits.gather(1, local[:, None]).squeeze(1).float()
-    return log_sums, torch.where(is_here, picked, 0.0)
-
-
-def gradient_formula(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    log_sums: torch.Tensor,
-    grad: torch.Tensor,
-    first: int,
-    valid: int,
-) -> None:
-    """Turns the logits into the gradient of sum(grad * cross entropy)."""
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    probabilities = torch.where(columns < valid, (logits.float() - log_sums[:, None]).exp(), 0.0)
-    is_target = columns == (targets.long() - first)[:, None]
-    is_target &= columns < valid
-    logits.copy_((probabilities - is_target.float()) * grad[:, None])
-
-
-_sums = fused(sums_formula, _sums_on_cpu)
-_write_gradient = fused(gradient_formula, _gradient_on_cpu, overwrites=("logits",))
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first, valid):  # type: ignore[no-untyped-def]
-        log_sums, picked = _sums(logits, targets, first, valid)
+        sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_on_cpu
+        log_sums, picked = sums_of(logits, targets, first, valid)
         if group.size > 1:
             most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
             log_sums = all_reduce((log_sums - most).exp(), group).log() + most
@@ -269,7 +239,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         logits, targets, log_sums = ctx.saved_tensors
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
-        _write_gradient(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
+        write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_on_cpu
+        write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
         return logits, None, None, None, None
 
 

@@ -26,6 +26,8 @@ from torch import nn
 from megatron_lite.config.parameter_count import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.compat import cpu_has_half_matmul
+from megatron_lite.model.dropout import FeatureDropout
+from megatron_lite.model.fused import Biased, add, add_and_normalize, has_kernels
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -148,7 +150,7 @@ class _ColumnParallel(torch.autograd.Function):
             grad_hidden, summing = grad_whole, start_sum(grad_whole, group)
         finish(gathering)
         grad_weight = _product(grad.T, whole)
-        grad_bias = grad.sum(0)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         finish(summing)
         return grad_hidden, grad_weight, grad_bias, None
 
@@ -191,10 +193,22 @@ def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it."""
+    """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
-    def __init__(self, in_features: int, out_features: int, parallel: TensorParallel, parts: int = 1):
+    Args: parts: blocks of the output, each split by itself. leaves_bias: to the next function, where kernels run.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel: TensorParallel,
+        *,
+        parts: int = 1,
+        leaves_bias: bool = False,
+    ):
         super().__init__()
+        self.leaves_bias = leaves_bias
         size = parallel.group.size
         assert out_features % (parts * size) == 0, "configuration checks that features divide"
         partition = Partition(dim=0, parts=parts)
@@ -202,10 +216,12 @@ class ColumnParallelLinear(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Biased:
+        later = self.bias if self.leaves_bias and has_kernels(x) else None
+        bias = self.bias if later is None else None
         if self.parallel.group.size == 1:
-            return linear(x, self.weight, self.bias)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.parallel)
+            return Biased(linear(x, self.weight, bias), later)
+        return Biased(_ColumnParallel.apply(x, self.weight, bias, self.parallel), later)
 
 
 class RowParallelLinear(nn.Module):
@@ -220,10 +236,12 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
         parallel.mark_replicated(self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Biased:
         if self.parallel.group.size == 1:
-            return linear(x, self.weight, self.bias)
-        return self.parallel.leave(linear(x, self.weight)) + self.parallel.replicated(self.bias)
+            if has_kernels(x):
+                return Biased(linear(x, self.weight), self.bias)
+            return Biased(linear(x, self.weight, self.bias))
+        return Biased(self.parallel.leave(linear(x, self.weight)), self.parallel.replicated(self.bias))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -266,6 +284,16 @@ class LayerNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.parallel.replicated(self.weight), self.parallel.replicated(self.bias)
         return self.normalize(x, weight.shape, weight, bias, self.epsilon)
+
+    def after_sum(
+        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden + dropout(x), or hidden alone, and its norm: [T, D] each."""
+        if has_kernels(hidden) and self.normalize is F.layer_norm:
+            weight, bias = self.parallel.replicated(self.weight), self.parallel.replicated(self.bias)
+            return add_and_normalize(hidden, x, dropout, weight, bias, self.epsilon)
+        total = hidden if x is None else add(hidden, x, dropout)
+        return total, self(total)
 
 
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:

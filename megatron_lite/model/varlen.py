@@ -23,7 +23,7 @@ from data_utils.base.errors import ConfigError
 from megatron_lite.model.batch import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
 from megatron_lite.model.compat import Gradients, varlen_kernel
 from megatron_lite.model.dropout import AttentionDropout
-from megatron_lite.model.fused import fused
+from megatron_lite.model.fused import has_kernels, join_pair_kernel
 
 # Padding is computed as documents of so many tokens, because zeros would need a launch of their own.
 _PADDING_DOCUMENT = 64
@@ -185,10 +185,10 @@ class _VarlenCalls(torch.autograd.Function):
             state, saved = saved[:count], saved[count:]
             rows = grad[call.queries], qkv[call.queries, 0], keys[:, 0], keys[:, 1], whole[call.queries]
             grads.append(kernel.backward(*rows, state, call, ctx.dropout))
-        if plan.is_pair:
+        if plan.is_pair and has_kernels(grad):
             first, second = plan.calls
             assert first.keys is not None
-            return join_pair(*grads[0], *grads[1], first.keys.start, second.place), None, None
+            return join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place), None, None
         return _joined(qkv, plan, grads), None, None
 
 
@@ -229,28 +229,3 @@ def _clear_others(of_keys: torch.Tensor, written: slice | None) -> None:
     for part in (of_keys[: written.start], of_keys[written.stop :]):
         if len(part):
             part.zero_()
-
-
-def pair_formula(
-    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
-    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """`_joined` of a pair of calls, in one kernel: [T, 3, H, D].
-
-    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
-    """
-    token = torch.arange(len(place), device=place.device)
-
-    def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """x[index], and 0 where the index is outside."""
-        is_inside = ((index >= 0) & (index < len(x)))[:, None, None]
-        return torch.where(is_inside, x[index.clamp(0, len(x) - 1)], 0.0)
-
-    dq = rows(dq_0, token) + rows(dq_1, token - len(dq_0))
-    dk, dv = (rows(a, token - first_key) + rows(b, place.long()) for a, b in ((dk_0, dk_1), (dv_0, dv_1)))
-    part = torch.arange(3, device=place.device)[None, :, None, None]
-    return torch.where(part == 0, dq[:, None], torch.where(part == 1, dk[:, None], dv[:, None]))
-
-
-join_pair = fused(pair_formula, pair_formula)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
@@ -46,7 +46,7 @@ class Layout:
             "training": {"recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch},
         }  # fmt: skip
-        return uncompiled(build(Config, merge(to_tree(config), changes)))
+        return build(Config, merge(to_tree(config), changes))
 
     def settings(self) -> str:
         """As they are written on a command line."""
@@ -56,11 +56,6 @@ class Layout:
         sequence = " parallel.sequence_parallel=true" if self.tensor > 1 else ""
         rest = f"training.recompute={self.recompute} batch.micro_batch_size={self.micro_batch}"
         return f"{parallel}{sequence} parallel.zero_stage={self.zero} {rest}"
-
-
-def uncompiled(config: Config) -> Config:
-    """The configuration without compiled blocks: compiling would take half a minute for each traced rank."""
-    return replace(config, training=replace(config.training, compile=False))
 
 
 def step_ms(profile: Profile) -> float:

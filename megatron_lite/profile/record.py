@@ -114,16 +114,6 @@ class Recorder(TorchDispatchMode):
     def now(self) -> Counts:
         return self.counts[self.phase]
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Lets torch.compile work under this mode: it refuses modes that may change what is computed."""
-        return True
-
-    def kernel(self, name: str, size: float) -> None:
-        """A compiled kernel that reads and writes `size` bytes."""
-        self.now.launches += 1
-        self.now.micros["elementwise"] += max(self.gpu.least_us, size / self.gpu.bandwidth_tbs / 1e6)  # type: ignore[assignment]
-
     def wait(self, what: str) -> None:
         """The host waits until the device has done all work so far."""
         self.now.waits[f"{place()} {what}"] += 1

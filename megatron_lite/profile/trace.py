@@ -24,7 +24,7 @@ from megatron_lite.model import glm
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.profile import compiler, guards
+from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
 from megatron_lite.profile.fake_cuda import patch
 from megatron_lite.profile.gpus import gpu_named
@@ -32,7 +32,7 @@ from megatron_lite.profile.pipes import Sent, connect_stages
 from megatron_lite.profile.record import Recorder
 from megatron_lite.profile.roofline import Members
 from megatron_lite.train import plain
-from megatron_lite.train.engine import Engine, compiles
+from megatron_lite.train.engine import Engine
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -59,11 +59,6 @@ def run_case(case: Case) -> dict[str, Any]:
     groups = _Groups()
     recorder = Recorder(gpu, groups.of)
     patch(recorder, gpu)
-    compiled = compiles(config, torch.device("cuda"))
-    if compiled and compiler.is_available():
-        compiler.install(recorder, gpu)
-    else:
-        config = replace(config, training=replace(config.training, compile=False))
     batches = random_batches(config, case.micro_batches)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         context = _context(config, case)
@@ -83,7 +78,6 @@ def run_case(case: Case) -> dict[str, Any]:
         "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
         "tokens": sum(batch.tokens for batch in batches),
         "loss_rows": sum(batch.loss_rows for batch in batches),
-        "without_compiler": compiled and not compiler.is_available(),
         "visible_keys": sum(batch.visible_keys for batch in batches),
     }
 
@@ -164,14 +158,14 @@ def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
 
 
 def _warm_up(engine: Engine, steps: _Steps, config: Config) -> None:
-    """What only a first step does: blocks are compiled, stages say what they will send, ZeRO 3 learns an order."""
+    """What only a first step does: memory of sums is made, stages say what they will send, ZeRO 3 learns an order."""
     deepspeed = engine._engine
     if engine.context.pp.size > 1:  # one micro-batch says it all
         count, deepspeed.micro_batches = deepspeed.micro_batches, 1
         steps.run(1)
         deepspeed.micro_batches = count
-    elif config.parallel.zero_stage == 3 or config.training.compile is not False:
-        steps.run()
+    else:
+        steps.run(None if config.parallel.zero_stage == 3 else 1)
 
 
 def _begin_timers(engine: Engine) -> None:

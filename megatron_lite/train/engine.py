@@ -25,8 +25,8 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import Block, PositionEmbeddings
-from megatron_lite.model.model_input import HostInput, MicroBatch, prepare
+from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.model_input import HostInput, MicroBatch, few_lengths, prepare
 from megatron_lite.model.tensor_parallel import is_partial, partition_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import nvidia_apex
@@ -36,11 +36,8 @@ from megatron_lite.train.zero3 import Zero3
 
 log = logging.getLogger(__name__)
 
-COMMUNICATION_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
-LENGTHS = (
-    32  # on a GPU tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
-)
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -65,23 +62,6 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
     if settings.kernel == "apex":
         return nvidia_apex.make_adamw(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
-
-
-def compiles(config: Config, device: torch.device) -> bool:
-    """Whether the blocks of a run are compiled."""
-    if config.training.compile is not None:
-        return config.training.compile
-    gathers_weights = config.parallel.zero_stage == 3  # between the layers of a block
-    return device.type == "cuda" and not gathers_weights and config.training.layernorm == "torch"
-
-
-def compile_blocks(module: nn.Module) -> None:
-    """Compile the blocks of a model, or of a pipeline stage, when they first run."""
-    # A graph for each length of a batch, with and without gradients; torch would stop at 8.
-    torch._dynamo.config.recompile_limit = 64
-    for block in module.modules():
-        if isinstance(block, Block):
-            block.compile_parts()
 
 
 @contextlib.contextmanager
@@ -155,8 +135,6 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
-        if compiles(config, context.device):
-            compile_blocks(module)
         self.context = context
         self._config = config
         self._named = named
@@ -191,7 +169,7 @@ class Engine(ABC):
                 "reduce_bucket_size", default_bucket_size(self.context.dp.size)
             ),
             clip_grad_norm=self._config.optimizer.clip_grad_norm,
-            communication_type=COMMUNICATION_TYPES[options["communication_data_type"]],
+            communication_type=TYPES[options["communication_data_type"]],
             loss_scaler=loss_scaler,
             make_optimizer=lambda groups: make_adamw(groups, self._config.optimizer),
             offload=self._config.parallel.offload_optimizer,
@@ -232,9 +210,8 @@ class Engine(ABC):
         multiple = 1
         if self.context.pp.size > 1:
             multiple = rows * length  # what stages send has one shape
-        elif self.context.device.type == "cuda":
-            # Few lengths, so that memory is used again and blocks are compiled a few times at most.
-            multiple = -(-rows * length // (LENGTHS * 64)) * 64
+        else:
+            multiple = few_lengths(rows * length, self.context.device, TYPES[self._config.training.precision])
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         return prepare(

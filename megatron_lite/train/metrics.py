@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from data_utils.base.errors import DataError
 from megatron_lite.train.trackers import Background
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
 MAX_LINE_BYTES = 1 << 16  # of a record
+_MOST_BYTES = 1 << 24  # of a line that is read
 
 
 def keep_aside(directory: Path) -> None:
@@ -64,11 +67,12 @@ class Metrics:
 
             self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
-    def write(self, kind: str, step: int, values: dict[str, Any], line: str) -> None:
-        """One record to JSONL, TensorBoard and the trackers, `line` to the console."""
+    def write(self, kind: str, step: int, values: dict[str, Any], line: str = "") -> None:
+        """One record to JSONL, TensorBoard and the trackers, `line` to the console unless it is empty."""
         if self._file is None:
             return
-        log.info(line)
+        if line:
+            log.info("%s", line)
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         try:
             _append(self._file, json.dumps(_strict(record), allow_nan=False).encode() + b"\n")
@@ -138,6 +142,22 @@ def _cut_last_line(file: io.FileIO) -> None:
         file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
+def last_record(run: Path, kind: str) -> dict[str, Any] | None:
+    """The last record of a kind among the last bytes of RUN/metrics.jsonl; None if there is none, or no such file."""
+    try:
+        with (run / FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * MAX_LINE_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if record["kind"] == kind:
+                return dict(record)
+    return None
+
+
 def last_validation(run: Path) -> dict[str, Any]:
     """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
     records = [record for record in read_metrics(run) if record["kind"] == "validation"]
@@ -153,25 +173,76 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     Raises DataError if the file is missing or damaged. An incomplete last line is ignored.
     """
     path = run / FILE
+
+    def refuse(number: int) -> None:
+        raise DataError(f"{path}, line {number} is not a metrics record; remove the line.")
+
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        records = {(record["kind"], record["step"]): record for record in valid_records(path, refuse)}
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text, so it is damaged; restore it from a copy.") from None
-    records: dict[tuple[str, int], dict[str, Any]] = {}
-    last = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            continue
-        try:
-            record = json.loads(line)
-            kind, step = record["kind"], record["step"]
-            if kind == "train":
-                if step <= last:  # a restart: the later records are void
-                    records = {key: kept for key, kept in records.items() if key[1] < step}
-                last = step
-            records[kind, step] = record
-        except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}, line {number} is not a metrics record; remove the line.") from None
     return sorted(records.values(), key=lambda record: record["step"])
+
+
+def valid_records(path: Path, damaged: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    """The records that no later start has made void by training their steps again, in the order of the file.
+
+    Reads the file twice, in memory that grows with the number of restarts only. Raises OSError.
+
+    Args: damaged: called with the number of each line that is not a record. An incomplete last line is ignored.
+    """
+    voids = _voids(path)
+    for number, line in _lines(path):
+        record = _record(line)
+        if record is None:
+            damaged(number)
+            continue
+        while voids and voids[-1][0] <= number:
+            voids.pop()
+        if not voids or record["step"] < voids[-1][1]:
+            yield record
+
+
+def _voids(path: Path) -> list[tuple[int, int]]:
+    """(line, step): before the line, records of the step or a later one are void. The last lines come first."""
+    found: list[tuple[int, int]] = []
+    last = 0
+    for number, line in _lines(path):
+        record = _record(line)
+        if record is None:
+            continue
+        kind, step = record["kind"], record["step"]
+        # Without a record of its start, as in files of earlier versions, a restart shows by a step that comes again.
+        if kind == "start" or (kind == "train" and step <= last):
+            found.append((number, step + (kind == "start")))
+        if kind in ("start", "train"):
+            last = step
+    least = math.inf
+    effective = []
+    for number, step in reversed(found):
+        least = min(least, step)
+        effective.append((number, int(least)))
+    return effective
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered complete lines, each cut at a length that no record has."""
+    number, inside = 1, False
+    with path.open("rb") as file:
+        while line := file.readline(_MOST_BYTES):
+            if not inside and (line.endswith(b"\n") or len(line) == _MOST_BYTES):
+                yield number, line
+            inside = not line.endswith(b"\n")
+            number += not inside
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """None if the line is not a record."""
+    try:
+        record = orjson.loads(line)
+        is_record = (
+            isinstance(record["kind"], str) and type(record["step"]) is int and 0 <= record["step"] < 1 << 63
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if is_record else None

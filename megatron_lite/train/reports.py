@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -18,29 +17,11 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import to_tree
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config, ModelConfig
-from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
+from megatron_lite.train.words import fitted, format_count, format_duration
 
-# Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by words of torch's device name. The first
-# entry whose words all occur counts: cards of the same chip with less power come before the usual form.
-GPU_PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800 PCIe": 756.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "V100": 125.0,  # fp16: it has no bf16
-}
+WAIT_SHOWN = 0.05  # share of the time waited for data from which it is said
 
 
 def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
@@ -57,38 +38,6 @@ def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: in
     attention = 2.0 * 2 * h * model.num_layers * visible_keys
     head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
     return 3.0 * (blocks + attention + head)
-
-
-def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) -> float:
-    """Measured rate of a large matmul on this device with the project's own linear layer, in TFLOP/s."""
-    size = 8192 if device.type == "cuda" else 1024
-    x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    linear(x, weight)
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        start = time.perf_counter()
-        linear(x, weight)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
-
-
-def known_peak_tflops(device_name: str) -> float | None:
-    """The data sheet's peak of a GPU by torch's name of it; None if it is unknown, or a part of a GPU (MIG)."""
-    words = set(re.split(r"[\s-]+", device_name))
-    if "MIG" in words:
-        return None
-    known = (peak for name, peak in GPU_PEAK_TFLOPS.items() if words.issuperset(name.split()))
-    return next(known, None)
-
-
-def peak_tflops(configured: float | None, dtype: torch.dtype, device: torch.device) -> float:
-    """Peak for MFU: the configured one, a known GPU's, or that of a measured matmul."""
-    if configured is not None:
-        return configured
-    known = known_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return matmul_tflops(dtype, device) if known is None else known
 
 
 @dataclass
@@ -121,33 +70,35 @@ def objective_losses(
     return {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
 
 
-def format_duration(seconds: float) -> str:
-    seconds = int(seconds)
-    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
-    return (f"{days}d" if days else "") + f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}"
-
-
 def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
-    """The console line of a training interval."""
+    """The console line of a training interval. metrics.jsonl holds every number; what is unusual is shown as well."""
+    share = (
+        f"machine {values['machine_share']:.1%}" if "machine_share" in values else f"MFU {values['mfu']:.1%}"
+    )
     parts = [
         f"step {step}/{steps}",
-        f"samples {values['consumed_samples']:,}",
-        f"tokens {values['consumed_tokens']:,}",
+        f"loss {values['loss']:.4f}",
+        f"lr {values['lr']:.2e}",
+        f"grad norm {values['grad_norm']:.3g}",
+        f"{format_count(values['tokens_per_second'])} tokens/s",
+        share,
     ]
-    parts += [f"{name} {values[name]:.4f}" for name in values if name == "loss" or name.startswith("loss/")]
-    parts += [
-        f"lr {values['lr']:.3e}",
-        f"grad norm {values['grad_norm']:.3f}",
-        f"scale {values['loss_scale']:g}",
+    if values["skipped_steps"]:
+        parts.append(f"skipped {values['skipped_steps']}")
+    if values["data_share"] >= WAIT_SHOWN:
+        parts.append(f"data wait {values['data_share']:.0%}")
+    return fitted([*parts, f"{format_duration(values['eta_seconds'])} left"])
+
+
+def validation_line(step: int, values: dict[str, Any]) -> str:
+    """The console line of an evaluation."""
+    parts = [
+        f"validation at step {step}",
+        f"loss {values['loss']:.4f}",
+        f"perplexity {values['perplexity']:.4g}",
     ]
-    parts += [f"skipped {values['skipped_steps']}", f"{values['tokens_per_second']:,.0f} tokens/s"]
-    parts += [
-        f"{values['tflops_per_device']:.3g} TFLOP/s",
-        f"MFU {values['mfu']:.1%}",
-        f"mem {values['memory_gib']:.1f} GiB",
-    ]
-    parts += [f"data {values['data_share']:.1%}", f"ETA {format_duration(values['eta_seconds'])}"]
-    return " | ".join(parts)
+    by_loss = {name.removeprefix("loss/"): values[name] for name in values if name.startswith("loss/")}
+    return fitted([*parts, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
 
 
 def memory_gib(device: torch.device) -> float:
@@ -176,7 +127,10 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
     return (
-        f"{parameter_count(config.model):,} parameters | pipeline {context.pp.size} x data {context.dp.size} x "
-        f"tensor {context.tp.size} ranks | {config.training.precision} on {context.device.type} | "
-        f"step {step} to {config.training.steps}; the first step on a machine compiles"
+        f"{parameter_count(config.model):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
+
+
+def layout(context: ParallelContext) -> str:
+    return f"pipeline {context.pp.size} x data {context.dp.size} x tensor {context.tp.size}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from data_utils.samples.loader import SampleLoader
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
+from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
@@ -36,17 +38,21 @@ from megatron_lite.train.control import Phase, Requests, RunControl
 from megatron_lite.train.engine import Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.lr_schedule import learning_rate
+from megatron_lite.train.machine import Yardstick
 from megatron_lite.train.metrics import Metrics, keep_aside
+from megatron_lite.train.plain import PlainEngine
+from megatron_lite.train.progress import Advance, progress_bar
 from megatron_lite.train.replicas import differing_replicas
 from megatron_lite.train.reports import (
     Interval,
+    layout,
     memory_gib,
     objective_losses,
-    peak_tflops,
     save_resolved,
     start_line,
     step_flops,
     train_line,
+    validation_line,
 )
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.step_profiler import StepProfiler
@@ -69,8 +75,12 @@ class Trainer:
         loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
+        fill: Callable[[GLM], dict[str, Any]] | None = None,
     ):
-        """Args: control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched."""
+        """Args:
+        control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
+        fill: makes a record of filled blanks at each evaluation, on the main rank.
+        """
         self.config = config
         self.context = context
         self.engine = engine
@@ -88,9 +98,6 @@ class Trainer:
         self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
         self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
-        self.peak_tflops = peak_tflops(
-            config.run.peak_tflops, DTYPES[config.training.precision], context.device
-        )
         self.step = 0
         self.consumed_samples = 0
         self.consumed_tokens = 0
@@ -98,11 +105,13 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
+        self._machine_rates: dict[str, float] = {}
         self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
+        self._fill = fill
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
         )
@@ -116,9 +125,10 @@ class Trainer:
         """
         self._begin()
         outcome = "FAILED"
+        wanted = self.config.run.progress_bar and self.context.is_main
         try:
-            with closing(self._ahead):
-                requests = self._train()
+            with closing(self._ahead), progress_bar(wanted, self.step, self._last_step) as advance:
+                requests = self._train(advance)
             self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
             outcome = "FINISHED" if self.step >= self.config.training.steps else "KILLED"
@@ -128,8 +138,8 @@ class Trainer:
             return ExitStatus.FINISHED
         return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
 
-    def _train(self) -> Requests:
-        """The loop. Returns the last step's requests."""
+    def _train(self, advance: Advance) -> Requests:
+        """The loop. Returns the last step's requests. Args: advance: called after each step."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
@@ -137,6 +147,7 @@ class Trainer:
             self._apply_events()
             self._profiler.begin(self.step + 1)
             result, requests = self._train_step(interval)
+            advance(self.step)
             if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
@@ -171,8 +182,12 @@ class Trainer:
         self.control = self._control or RunControl(self.directory, self.context.is_main)
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         events = self._resume()
+        self.watchdog.enter(Section.SETUP, "measuring the machine")
+        peak, dtype = self.config.run.peak_tflops, DTYPES[self.config.training.precision]
+        self.yardstick = Yardstick(peak, dtype, self.context, self._machine_rates)
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
+            log.info("%s", self.yardstick)
             log.info("%s", self._start_line())
             if not self.restarts:
                 keep_aside(self.directory)
@@ -180,6 +195,7 @@ class Trainer:
         self.metrics = Metrics(
             self.directory, self.context.is_main, self.config.run.tensorboard, self.step, trackers
         )
+        self._record_start()
         for event in events:
             self._record(event, self.step)
 
@@ -194,6 +210,19 @@ class Trainer:
             "train on, or choose another run.directory to begin anew."
         )
 
+    def _record_start(self) -> None:
+        """Who trains from here on."""
+        values = {
+            "restarts": self.restarts,
+            "processes": self.context.world_size,
+            "layout": layout(self.context),
+            "device": self.yardstick.name,
+            "compared_with": str(self.yardstick),
+            "program": version.describe(self._program),
+            "parameters": parameter_count(self.config.model),
+        }
+        self.metrics.write("start", self.step, values)
+
     def _end(self) -> None:
         steps = self.config.training.steps
         self._read_outcomes()
@@ -202,12 +231,12 @@ class Trainer:
         if self.step == steps and not self._is_multiple(self.config.training.eval_interval):
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
-        if self.context.is_main and self.step < steps:
-            log.info(
-                "stopped at step %d of %d; start again with the same run.directory to continue.",
-                self.step,
-                steps,
-            )
+        if self.context.is_main:
+            then = "start again with the same run.directory to continue."
+            if self.step >= steps:
+                then = f"`python scripts/report.py {self.directory}` shows the run."
+            ending = "stopped" if self.step < steps else "finished"
+            log.info("%s at step %d of %d; %s", ending, self.step, steps, then)
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -396,7 +425,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "tokens_per_second": interval.tokens / elapsed,
             "tflops_per_device": tflops,
-            "mfu": tflops / self.peak_tflops,
+            **self.yardstick.share(tflops),
             "memory_gib": memory_gib(self.context.device),
             "data_share": interval.data_seconds / elapsed,
             "seconds_per_step": elapsed / interval.steps,
@@ -405,6 +434,7 @@ class Trainer:
         self.metrics.write(
             "train", self.step, values, train_line(self.step, self.config.training.steps, values)
         )
+        self.yardstick.measure()  # between intervals: its time is nobody's
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
@@ -420,9 +450,15 @@ class Trainer:
         sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
         losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
-        line = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.metrics.write("validation", self.step, values, f"validation at step {self.step} | {line}")
+        self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+        self._record_fillings()
         return values
+
+    def _record_fillings(self) -> None:
+        if self._fill is not None and self.context.is_main and isinstance(self.engine, PlainEngine):
+            filled = self._fill(self.engine.model)
+            line = f"fillings at step {self.step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
+            self.metrics.write("fillings", self.step, filled, line)
 
     # State
 
@@ -438,6 +474,7 @@ class Trainer:
             config=to_tree(self.config),
             data=self.train_data.fingerprint(),
             program=self._program,
+            machine_rates=self.yardstick.rates,
         ).to_json()
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
@@ -454,6 +491,7 @@ class Trainer:
             self.consumed_tokens = state.consumed_tokens
             self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
             self.events = EventLog.from_state(state.events)
+            self._machine_rates = state.machine_rates
             if beginning.is_own:
                 self._saver.saved_step = self.step
                 self.restarts = state.restarts + 1

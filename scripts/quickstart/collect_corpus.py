@@ -3,8 +3,9 @@
     python -m scripts.quickstart.collect_corpus --output corpus.jsonl
 
 Sources: string constants of the standard library and the installed packages, package READMEs, and .md, .rst and .txt
-files. Modules are parsed, never imported, so nothing runs. Paragraphs that do not read as English prose are dropped,
-and so are those that differ from an earlier one only in names and numbers. One document per file.
+files. Modules are parsed, never imported, so nothing runs. Of paragraphs that read as English prose whole sentences are
+kept, without code, names of modules or lists of arguments. Paragraphs that differ from an earlier one only in names and
+numbers are dropped. One document per file.
 
 The text is technical and depends on what is installed: it suits a demonstration, not a model. Files are visited in the
 order of a hash of their names, so that a size limit takes a sample of all packages. The same packages and limit give
@@ -39,7 +40,8 @@ MAX_FILE_BYTES = 1 << 20  # larger ones are generated tables
 FILES_PER_TASK = 64
 
 MIN_PARAGRAPH_WORDS = 8
-MIN_DOCUMENT_CHARS = 300
+MIN_SENTENCE_WORDS, MAX_SENTENCE_WORDS = 5, 60
+MIN_DOCUMENT_CHARS = 200
 MAX_OTHERS = 0.2  # share of bytes that are neither letter nor space: prose has about 0.05, code about 0.3
 MIN_COMMON_WORDS = 0.2  # share of the words below: prose has about 0.4, lists of names nearly none
 COMMON_WORDS = frozenset(
@@ -59,6 +61,11 @@ _CODE = re.compile(
     r">>>|^\s*(?:\$ |import |from \S+ import |def |class |[\w.]+ = |\.\. \w+::)"
     r"|^\s*(?:for|if|while|with)\b.*:\s*$|[{};]\s*$|={2,}|-{4,}",
     re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+_NOT_PROSE = re.compile(
+    r"[{}\[\]=<>|\\_*#~@^$`\"]|::|--| : |https?|\w\.\w|\w\(\)|\d{3}"
+    r"|\b(?:Args|Returns|Parameters|Raises|Examples?|optional|kwargs|bool|int|str|float|None|dtype|ndarray)\b"
 )
 _LETTERS = (string.ascii_letters + " ").encode()
 _WORD = re.compile(r"[^\W\d_]+(?:'[a-z]+)?")
@@ -176,15 +183,24 @@ def string_constants(source: str) -> list[str]:
 
 
 def english_paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs that read as English prose, markup removed, each on one line."""
+    """The whole sentences of paragraphs that read as English prose, markup removed, each paragraph on one line."""
     for block in re.split(r"\n\s*\n", text):
         if _CODE.search(block):
             continue
         for pattern, replacement in _MARKUP:
             block = pattern.sub(replacement, block)
         paragraph = " ".join(block.split())
-        if is_english(paragraph):
-            yield paragraph
+        if is_english(paragraph) and (prose := " ".join(whole_sentences(paragraph))):
+            yield prose
+
+
+def whole_sentences(paragraph: str) -> Iterator[str]:
+    """The sentences of a paragraph that are prose from their capital letter to their end."""
+    for sentence in _SENTENCE_END.split(paragraph):
+        is_whole = sentence[0].isupper() and sentence[-1] in ".!?"
+        words = len(sentence.split())
+        if is_whole and MIN_SENTENCE_WORDS <= words <= MAX_SENTENCE_WORDS and not _NOT_PROSE.search(sentence):
+            yield sentence
 
 
 def is_english(paragraph: str) -> bool:

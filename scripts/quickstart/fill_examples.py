@@ -1,9 +1,10 @@
-"""Let a trained model fill blanks of its validation text, and print its words beside the original ones.
+"""Let a trained model fill blanks of its validation text, and print its best answers beside the original words.
 
     python -m scripts.quickstart.fill_examples --checkpoint RUN_DIRECTORY
 
-Texts and blanks are those of the validation samples with the token objective. To fill blanks of your own
-text use scripts/generate.py.
+Texts and blanks are those of the first validation samples with the token objective, whose order is random; none is
+chosen. The answers are the model's likeliest, with their probabilities. To fill blanks of your own text use
+scripts/generate.py.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from data_utils.base.files import require_directory
 from data_utils.objectives.blank_infilling import TOKEN
 from data_utils.objectives.planes import Example
 from data_utils.samples.loader import SampleLoader, open_datasets
-from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
+from scripts.quickstart.scores import spans_of
 
+ANSWERS = 3
 MOST_BLANKS = 8
-MOST_TOKENS = 150  # of a text, so that it stays readable
+MOST_TOKENS = 120  # of a text, so that it stays readable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    generation = GenerationConfig(max_length=args.max_length)
+    generation = GenerationConfig(
+        strategy="beam", num_beams=ANSWERS, length_penalty=0.0, max_length=args.max_length
+    )
     require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.filling import BlankFiller
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context = example.tokens[example.ord == 0].tolist()
         originals = spans_of(example, tokenizer.special)
         print(f"--- {shown + 1} ---")
-        print(render(tokenizer, context, originals, filler.fill(context)))
+        print(render(tokenizer, context, originals, filler.answers(context)))
         shown += 1
         if shown == args.count:
             return
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, help="run directory or one step_... of it")
-    parser.add_argument("--count", type=int, default=3, help="texts to show (default: 3)")
+    parser.add_argument("--count", type=int, default=4, help="texts to show (default: 4)")
     parser.add_argument("--max-length", type=int, default=16, help="most tokens per blank (default: 16)")
     args = parser.parse_args(arguments)
     if args.count < 1:
@@ -77,18 +81,13 @@ def readable_examples(loader: SampleLoader, num_samples: int) -> Iterator[Exampl
                 yield example
 
 
-def spans_of(example: Example, special: SpecialTokens) -> list[list[int]]:
-    """The original spans in text order: part B carries the position of its mask and ends with eop."""
-    in_part_b = example.ord > 0
-    positions, targets = example.position_ids[in_part_b], example.targets[in_part_b]
-    spans = [targets[positions == position].tolist() for position in np.unique(positions)]
-    return [[token for token in span if token not in (special.eop, special.eos)] for span in spans]
-
-
 def render(
-    tokenizer: Tokenizer, context: list[int], originals: Sequence[list[int]], fillings: Sequence[list[int]]
+    tokenizer: Tokenizer,
+    context: list[int],
+    originals: Sequence[list[int]],
+    answers: Sequence[list[tuple[float, list[int]]]],
 ) -> str:
-    """The text with numbered blanks, then a line for each blank."""
+    """The text with numbered blanks, then for each its original words and the answers; `=` marks the original."""
     from megatron_lite.generate.filling import insert_spans
 
     hidden = {tokenizer.special.cls, tokenizer.special.eos}
@@ -98,9 +97,12 @@ def render(
         space = " " if texts[i].startswith(" ") else ""  # byte-level tokens carry the space before a word
         texts[i] = f"{space}___{number}___"
     lines = [" ".join("".join(texts).split())]
-    for number, (original, filling) in enumerate(zip(originals, fillings, strict=True), start=1):
-        words = [repr(tokenizer.decode(span).strip()) for span in (original, filling)]
-        lines.append(f"  {number}  original {words[0]:28} model {words[1]}")
+    for number, (original, best) in enumerate(zip(originals, answers, strict=True), start=1):
+        shown = (
+            f"{'=' if span == original else ' '} {p:4.0%} {tokenizer.decode(span).strip()!r:18}"
+            for p, span in best
+        )
+        lines.append(f"  {number}  {tokenizer.decode(original).strip()!r:24} {' '.join(shown)}".rstrip())
     return "\n".join(lines)
 
 

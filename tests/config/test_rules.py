@@ -16,6 +16,7 @@ from support.project import ROOT
 from data_utils.base.errors import ConfigError
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
+from megatron_lite.config import observation as observation_module
 from megatron_lite.config import sections as sections_module
 from megatron_lite.config import tree as config_module
 from megatron_lite.config.tree import (
@@ -61,14 +62,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "(4) x data-parallel ranks (4) = 16",
             "number of processes that divides 6",
         ),
-    ),
-    "compile with ZeRO 3": (
-        over("training.compile=true", "parallel.zero_stage=3"),
-        ("training.compile is true", "zero_stage 3", "set compile to null, or zero_stage to 2"),
-    ),
-    "compile with apex": (
-        over("training.compile=true", "training.layernorm=apex"),
-        ("training.compile is true", "layernorm is apex", "set compile to null, or layernorm to torch"),
     ),
     "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
     "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
@@ -236,6 +229,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
     ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
+    "fillings in this layout": (
+        over("training.eval_fillings=2", "parallel.tensor_parallel_size=2"),
+        ("training.eval_fillings is 2", "no rank holds the whole model", "set it to 0"),
+    ),
+    "fillings without stage 3": (
+        over("training.eval_fillings=2", "parallel.zero_stage=3"),
+        ("training.eval_fillings is 2", "zero_stage to 1 or 2"),
+    ),
+    "fillings of blanks": (
+        over("training.eval_fillings=2", "objectives.causal=1"),
+        ("training.eval_fillings is 2", "without the objective blank_infilling"),
+    ),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),
@@ -278,6 +283,30 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "deepspeed that is always done": (
         over("deepspeed.zero_optimization.reduce_scatter=false"),
         ("reduce_scatter is False", "always done", "remove it"),
+    ),
+    "profiler without first step": (
+        over("profiler.last_step=3"),
+        ("profiler.last_step or profiler.memory is set", "first_step is null", "set that too"),
+    ),
+    "profiler order": (
+        over("profiler={first_step: 3, last_step: 2}"),
+        ("profiler.first_step is 3 and profiler.last_step 2", "must not be the larger"),
+    ),
+    "profiler beyond the run": (
+        over("profiler.first_step=101"),
+        ("profiler.first_step is 101", "training.steps is 100", "trace an earlier step"),
+    ),
+    "profiler ranks": (
+        over("profiler={first_step: 3, ranks: []}"),
+        ("profiler.ranks is []", "must name ranks"),
+    ),
+    "profiler ranks of the run": (
+        lambda: tiny("profiler={first_step: 3, ranks: [2]}").profiler.require_ranks(2),
+        ("profiler.ranks is [2]", "2 processes", "name ranks below that"),
+    ),
+    "password of MLflow": (
+        over("trackers.mlflow.uri=https://me:secret@example.org"),
+        ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
     ),
     "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
     "deepspeed refused": (
@@ -351,7 +380,7 @@ def test_no_rule_lacks_a_test(tmp_path):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    for module in (config_module, sections_module, deepspeed_module, events_module):
+    for module in (config_module, sections_module, deepspeed_module, events_module, observation_module):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 

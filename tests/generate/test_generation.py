@@ -110,6 +110,35 @@ def test_beam_search_finds_the_best_of_all_short_spans(model):
         assert score(model, found, penalty) == pytest.approx(best, abs=1e-4)
 
 
+def test_answers_are_the_likeliest_spans_with_their_probabilities(model):
+    """Against an enumeration of all spans of up to two tokens; a span may end with eop and with eos."""
+    config = GenerationConfig(strategy="beam", num_beams=1024, length_penalty=0.0, max_length=3)
+    (answers,) = BlankFiller(model, SPECIAL, config).answers([1, 20, 3, 8])
+    tokens = list(range(11, 40))
+    candidates = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
+    expected = {tuple(span): both_ends(model, span) for span in candidates}
+    found = {tuple(span): p for p, span in answers if len(span) <= 2}
+    assert len(found) == sum(len(span) <= 2 for _, span in answers)  # none twice
+    assert [p for p, _ in answers] == sorted((p for p, _ in answers), reverse=True)
+    best = sorted(expected, key=expected.__getitem__, reverse=True)[:3]
+    assert [found[span] for span in best] == pytest.approx([expected[span] for span in best], rel=1e-4)
+
+
+def test_later_answers_see_the_best_of_earlier_blanks(model):
+    config = GenerationConfig(strategy="beam", num_beams=4, length_penalty=0.0, max_length=3)
+    filler = BlankFiller(model, SPECIAL, config)
+    answers = filler.answers(CONTEXT)
+    assert [blank[0][1] for blank in answers] == filler.fill(CONTEXT)
+
+
+@torch.no_grad()
+def both_ends(model, span):
+    logits = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float()
+    logits[:, [0, 1, 2, 3, 4, 5, 6, 9, 10]] = float("-inf")
+    p = logits.softmax(-1)
+    return float(np.prod([p[i, t].item() for i, t in enumerate(span)]) * (p[len(span), 7] + p[len(span), 8]))
+
+
 def test_beams_continue_from_the_chosen_span(model):
     """The second blank sees the first one's answer: with one beam, beam search is greedy."""
     greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=5)).fill(CONTEXT)

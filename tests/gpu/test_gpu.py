@@ -121,24 +121,19 @@ MIXTURE = {
 @pytest.mark.gpu
 def test_every_objective_has_the_losses_of_the_cpu(visible_gpus, monkeypatch, settings):
     found = {
-        (precision, compiled): losses_of(
-            settings,
-            f"{precision}-{compiled}",
-            MIXTURE,
-            {"training": {"precision": precision, "compile": compiled}},
-        )
-        for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True))
+        precision: losses_of(settings, precision, MIXTURE, {"training": {"precision": precision}})
+        for precision in ("fp32", "bf16")
     }
     gpus.hide_again(monkeypatch)
     on_cpu = losses_of(settings, "cpu", MIXTURE)
     assert on_cpu.keys() == {1, 2, 3, 4}
-    for (precision, compiled), on_gpu in found.items():
+    for precision, on_gpu in found.items():
         assert on_gpu.keys() == on_cpu.keys()
         for step, values in on_cpu.items():
             expected = {name: value for name, value in values.items() if name != "grad_norm"}
             losses = {name: value for name, value in on_gpu[step].items() if name != "grad_norm"}
             tolerance = 1e-4 if precision == "fp32" else 0.03
-            assert losses == pytest.approx(expected, rel=tolerance), (precision, compiled, step)
+            assert losses == pytest.approx(expected, rel=tolerance), (precision, step)
 
 
 DETERMINISTIC = {
@@ -167,7 +162,7 @@ def test_the_check_of_resume_works(settings):
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("apex") is None, reason="NVIDIA apex is not installed")
 def test_apex_trains_as_torch(visible_gpus, settings):
-    plain = {"optimizer": {"eps": 1e-3}, "training": {"compile": False}}
+    plain = {"optimizer": {"eps": 1e-3}}
     mixture = merge(MIXTURE, plain)  # some heads have no rows in some batches
     apex = {"optimizer": {"kernel": "apex"}, "training": {"layernorm": "apex"}}
     ours, theirs = losses_of(settings, "torch", mixture), losses_of(settings, "apex", mixture, apex)

@@ -18,13 +18,17 @@ from support.attention import (
     recipe_arrays,
     reference_attention,
 )
+from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
+from megatron_lite.model import attention
 from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
 from megatron_lite.model.batch import make_layout
+from megatron_lite.model.cpu_kernels import KERNELS, choose
 from megatron_lite.model.flex import FlexPlan
-from megatron_lite.model.varlen import VarlenPlan, _joined, pair_formula
+from megatron_lite.model.fused import join_pair_kernel
+from megatron_lite.model.varlen import VarlenPlan, _joined
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -112,13 +116,13 @@ def test_two_calls_for_cuda_equal_softmax_over_the_rule(recipe, emulated_kernel)
         assert len(plan.calls) <= 2 and len(plan.order) % multiple == 0
 
 
-@pytest.mark.parametrize("recipe", WITHOUT_MASKS.values(), ids=WITHOUT_MASKS)
-def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(recipe):
-    """The kernel's formula against the operations that serve any calls."""
-    plan = plan_attention(make_layout(*recipe_arrays(recipe, 60, 4, 4)), torch.device("cuda"), multiple=64)
-    if not plan.is_pair:
-        assert recipe.name not in ("blank_infilling", "t5")
-        return
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(name):
+    """The kernel against the operations that serve any calls."""
+    recipe = RECIPES[name]
+    arrays = recipe_arrays(recipe, 30, 2, 4)
+    plan = plan_attention(make_layout(*arrays), torch.device("cuda"), multiple=32)
+    assert plan.is_pair
     plan.on_device([torch.from_numpy(x) for x in plan.arrays()], CPU)
     qkv = draw((plan.length, 3, 2, 8), torch.float32, 1)[0]
     generator = torch.Generator().manual_seed(1)
@@ -128,7 +132,9 @@ def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(recipe)
         counts = (call.queries.stop - call.queries.start, len(keys), len(keys))
         grads.append(tuple(torch.randn(count, 2, 8, generator=generator) for count in counts))
     expected = _joined(qkv, plan, grads)
-    ours = pair_formula(*grads[0], *grads[1], plan.calls[0].keys.start, plan.calls[1].place)
+    place = plan.calls[1].place
+    with interpreted_kernels():
+        ours = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
@@ -224,6 +230,91 @@ def test_a_batch_of_padding_gives_zeros(dropout):
             0, qkv, dropout_of(arrays, dropout, plan=plan) if dropout else None
         )
         assert out.shape == (10, 2, 8) and not out.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("kind", ["full", "causal", "bias"])
+def test_each_kernel_of_the_cpu_computes_softmax(name, kind, dtype):
+    """Output and gradients; the plans' own tests reach those kernels only that this CPU takes."""
+    q, k, v, grad = (x.requires_grad_() for x in draw((2, 3, 9, 8), dtype))
+    bias = None
+    if kind != "full":
+        bias = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)
+    kernel, given = KERNELS[name], None if kind != "bias" else bias.to(dtype)
+    with torch.no_grad():
+        out, state = kernel.forward(q, k, v, kind == "causal", given)
+        ours = out, *kernel.backward(grad, q, k, v, out, state, kind == "causal", given)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].transpose(-1, -2) / 8**0.5
+    expected = (scores if bias is None else scores + bias).softmax(-1) @ exact[2]
+    gradients = torch.autograd.grad(expected, exact, grad.double())
+    # bf16 keeps 8 bits, see test_half_precision_stays_close_to_fp64; the fused kernel's fp64 exponential has 1e-9.
+    tolerance = 1e-7 if dtype == torch.float64 else 2e-2
+    for mine, theirs in zip(ours, (expected, *gradients), strict=True):
+        assert (mine.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    "dtype, queries, keys, is_full, expected",
+    [
+        (torch.float32, 136, 136, True, "flash"),
+        (torch.float64, 2048, 2048, True, "flash"),
+        (torch.bfloat16, 136, 136, True, "flash fp32"),
+        (torch.bfloat16, 512, 512, True, "plain"),
+        (torch.bfloat16, 512, 512, False, "flash fp32"),
+        (torch.bfloat16, 256, 2048, False, "flash fp32"),
+        (torch.float16, 2048, 2048, True, "flash"),
+        (torch.bfloat16, 256, 4096, False, "flash"),
+    ],
+)
+def test_the_kernel_of_the_cpu_follows_from_type_and_size(dtype, queries, keys, is_full, expected):
+    assert choose(dtype, queries, keys, is_full=is_full) == expected
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
+    """As on a CPU that multiplies bf16 natively, where the choice is made."""
+    taken = []
+    monkeypatch.setattr(attention, "SHORT_PRODUCTS", 0)
+    monkeypatch.setattr(attention, "widens", lambda x: False)
+    monkeypatch.setattr(attention, "choose", lambda *args, **options: taken.append(name) or name)
+    arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
+    assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
+    *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)
+    out = attend(plan_attention(make_layout(*arrays), CPU), qkv)
+    exact = reference_attention(arrays, *(x.double() for x in qkv))
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    assert taken
+
+
+@EACH
+def test_groups_of_short_documents_equal_calls_for_each(recipe, monkeypatch):
+    """Many short documents of every length, in groups and each by itself."""
+    arrays = recipe_arrays(recipe, 100, 12, 3)
+    qkv = torch.stack(draw((arrays[0].size, 2, 8), count=3), dim=1).requires_grad_()
+    grad = draw((arrays[0].size, 2, 8), count=1)[0]
+    results = []
+    for products in (attention.SHORT_PRODUCTS, 0):
+        monkeypatch.setattr(attention, "SHORT_PRODUCTS", products)
+        plan = plan_attention(make_layout(*arrays), CPU, multiple=arrays[0].size)
+        out = plan.attend(0, qkv, None)
+        results.append((out, *torch.autograd.grad(out, qkv, grad)))
+        groups, long_units = plan.parts(16)
+        assert not (long_units if products else groups)
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_documents_share_a_call_without_a_mask():
+    for recipe, is_causal in (("causal", True), ("masked_lm", False)):
+        doc = np.zeros((5, 70), np.int32)
+        order = np.tile(np.arange(70, dtype=np.int32), (5, 1)) if is_causal else np.zeros((5, 70), np.int32)
+        plan = plan_attention(make_layout(doc, order, np.zeros_like(doc)), CPU)
+        ((group,), long_units) = plan.parts(16)
+        assert not long_units and group.place.shape == (5, 70), recipe
+        assert group.is_causal == is_causal and group.mask(plan, torch.float64)[0] is None
+        assert_equals_reference((doc, order, np.zeros_like(doc)), plan)
 
 
 @EACH

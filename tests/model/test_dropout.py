@@ -8,7 +8,7 @@ from megatron_lite.model.dropout import (
     PLACES,
     Dropout,
     drop,
-    features_formula,
+    hashed,
     keep_features,
     pairs_formula,
     salts,
@@ -24,9 +24,11 @@ GOLDEN_KEPT = ["111101000100010011111010", "110010011000111010001111"]
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.999])
-def test_compiled_loops_equal_the_formula_for_compilers(p):
+def test_compiled_loops_equal_the_formula_in_torch(p):
     ours = keep_features(KEYS, SALTS[3, 2], 64, p)
-    assert torch.equal(ours, features_formula(KEYS, SALTS[3, 2], 64, p))
+    golden = np.uint32(0x9E3779B9).view(np.int32).item()
+    features = torch.arange(64, dtype=torch.int32) * golden
+    assert torch.equal(ours, stays(hashed((KEYS ^ SALTS[3, 2])[:, None] + features), p))
     dropout = Dropout(KEYS, SALTS, 0, first_head=2).attention(p, 5)
     pairs = dropout.keep(KEYS[:70], KEYS[50:150], 3)
     heads = torch.arange(2, 5, dtype=torch.int32)[:, None, None]
@@ -88,7 +90,8 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     x, residual, grad = (torch.randn(4000, 8, generator=generator).to(dtype) for _ in range(3))
     x.requires_grad_(), residual.requires_grad_()
     kept = keep_features(KEYS, SALTS[1, PLACES.index("attended")], 8, 0.25)
-    out = drop(x, residual, 0.25, KEYS, SALTS[1], "attended")
+    dropout = Dropout(KEYS, SALTS, 0).features(0.25, 1, "attended")
+    out = drop(x, residual, dropout)
     expected = residual.double() + x.double() * kept / 0.75
     # One rounding of the result; inputs are exact.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
@@ -96,5 +99,5 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     gradients = torch.autograd.grad(out, (x, residual), grad)
     torch.testing.assert_close(gradients[0].double(), grad.double() * kept / 0.75, rtol=tolerance, atol=1e-6)
     assert torch.equal(gradients[1], grad)
-    alone = drop(x, None, 0.25, KEYS, SALTS[1], "attended")
+    alone = drop(x, None, dropout)
     torch.testing.assert_close(alone.double(), x.double() * kept / 0.75, rtol=tolerance, atol=1e-6)

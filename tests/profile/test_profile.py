@@ -18,7 +18,7 @@ from megatron_lite.profile.counts import Counts, difference, extended
 from megatron_lite.profile.gpus import GPUS
 from megatron_lite.profile.request import Expected, run_module
 from megatron_lite.profile.roofline import Members, collective_micros
-from megatron_lite.train.reports import GPU_PEAK_TFLOPS
+from megatron_lite.train.machine import GPU_PEAK_TFLOPS
 
 
 def test_extended_layers_are_those_of_a_whole_trace(profiles):
@@ -131,7 +131,7 @@ def test_a_process_that_fails_is_reported_in_one_line():
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "profile.json"
     options = ["--config", "configs/tiny.yaml", "--processes", "2", "--gpu", "a100", "--json", str(out)]
-    settings = ["model.vocab_size=300", "tokenizer=null", "training.compile=false"]
+    settings = ["model.vocab_size=300", "tokenizer=null"]
     done = python("scripts/profile_step.py", *options, *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())

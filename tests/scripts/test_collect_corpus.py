@@ -21,6 +21,7 @@ from scripts.quickstart.collect_corpus import (
     read_texts,
     string_constants,
     unseen,
+    whole_sentences,
 )
 
 PROSE = "This is a sentence about the weather, and it goes on for a while so that it can be read as English."
@@ -63,7 +64,12 @@ def test_collects_prose_and_runs_nothing(tree: Path) -> None:
 def test_same_documents_for_any_number_of_workers(tree: Path) -> None:
     for number in range(150):  # several tasks
         (tree / f"m{number}.py").write_text(
-            module(*(f"{PROSE} {'so ' * number} {i * 'we '}" for i in range(4)))
+            module(
+                *(
+                    f"{PROSE} The {'so ' * (number // 15)}{'as ' * (number % 15)}{'we ' * i}end of it."
+                    for i in range(4)
+                )
+            )
         )
     assert len(alone := collect([tree], 10**6, 1)) > 100
     assert collect([tree], 10**6, 2) == alone
@@ -86,7 +92,7 @@ def test_repeated_paragraphs_are_dropped() -> None:
 
 def test_paragraphs_lose_markup_and_code() -> None:
     text = f"""
-    See :class:`~torch.nn.Module` and [this
+    See :class:`~Module` and [this
     page](https://example.org/x) for what ``it`` does with **all** of the others in the <b>list</b>.
 
         >>> for it is the time that we have to be in the house with you
@@ -97,8 +103,19 @@ def test_paragraphs_lose_markup_and_code() -> None:
     - {PROSE}
     """
     assert list(english_paragraphs(text)) == [
-        "See torch.nn.Module and this page for what it does with all of the others in the list .",
+        "See Module and this page for what it does with all of the others in the list .",
         PROSE,
+    ]
+
+
+def test_whole_sentences_without_code_or_arguments() -> None:
+    paragraph = (
+        "n : int, optional. The number of the rows that it has. If x = 3 then it is not what we want. Short it is. "
+        "See torch.nn.Module for what it is. Is it what you would like to have? It ends without a full stop"
+    )
+    assert list(whole_sentences(paragraph)) == [
+        "The number of the rows that it has.",
+        "Is it what you would like to have?",
     ]
 
 

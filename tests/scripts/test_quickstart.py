@@ -15,7 +15,8 @@ from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, T
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import load_config
-from scripts.quickstart.fill_examples import spans_of
+from scripts.quickstart.fill_examples import render
+from scripts.quickstart.scores import spans_of
 
 SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]
 
@@ -87,13 +88,31 @@ def test_tiny_configuration() -> None:
     config = load_config([ROOT / "configs/tiny.yaml"]).with_vocab_size(4096)
     assert parameter_count(config.model) < 4e6
     assert config.batch.accumulation_steps(1) and config.batch.accumulation_steps(2)
-    assert config.training.precision == "bf16"
+
+
+SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=9, unk=10, dblock=11)
+
+
+class Letters:
+    """A tokenizer whose token 20 is "a", 21 "b", ..."""
+
+    special = SPECIAL
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("a") + token - 20) for token in tokens)
+
+
+def test_answers_stand_beside_the_original() -> None:
+    answers = [[(0.5, [30]), (0.25, [21, 22])], [(0.125, [31])]]
+    shown = render(Letters(), [1, 20, 3, 21, 3, 8], [[21, 22], [30]], answers)
+    lines = [line.split() for line in shown.splitlines()]
+    assert "".join(lines[0]) == "a___1___b___2___"
+    assert lines[1] == ["1", "'bc'", "50%", "'k'", "=", "25%", "'bc'"]
+    assert lines[2] == ["2", "'k'", "12%", "'l'"]
 
 
 def test_original_spans_in_text_order() -> None:
-    special = SpecialTokens(
-        cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=9, unk=10, dblock=11
-    )
+    special = SPECIAL
     planes = np.zeros((len(FIELDS), 10), np.int32)
     planes[TOKENS] = [1, 20, 3, 21, 3, 6, 30, 31, 6, 40]  # the second blank comes first in part B
     planes[TARGETS, 5:] = [30, 31, 7, 40, 7]

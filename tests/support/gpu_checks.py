@@ -95,19 +95,13 @@ def dropout_faults(
 
 @dataclass(frozen=True)
 class GpuCase(Case):
-    """A parity case whose heads are as wide as kernels for GPUs need them. Few cases compile, which takes longest."""
-
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        return super().__str__() + "-compiled" * self.compiled
+    """A parity case whose heads are as wide as kernels for GPUs need them."""
 
     def config(self) -> Config:
         config = super().config()
         return replace(
             config,
             model=replace(config.model, hidden_size=8 * 16),
-            training=replace(config.training, compile=self.compiled),
         )
 
 
@@ -141,7 +135,6 @@ def beyond(outcomes: list[parity.Outcome], tolerances: dict[str, dict[str, float
 def cases(devices: int) -> list[GpuCase]:
     """ZeRO 1 to 3 on one device; on two or more, all kinds of layouts on the largest power of two up to eight."""
     one = [GpuCase(zero_stage=zero, precision=p) for zero in (1, 2, 3) for p in ("fp32", "bf16", "fp16")]
-    one += [GpuCase(precision=precision, compiled=True) for precision in ("fp32", "bf16")]
     one += [GpuCase(zero_stage=2, offload=True), GpuCase(recompute="full"), GpuCase(recompute="selective")]
     if devices < 2:
         return one

@@ -1,6 +1,7 @@
 """The GPUs of this machine, which only tests marked `gpu` may use.
 
-All other tests fork their ranks and compare with a CPU, so the GPUs are hidden from them. This process never uses CUDA.
+All other tests fork their ranks and compare with a CPU, so the GPUs are hidden from them, and kernels for GPUs run in
+Triton's interpreter, on the CPU. This process never uses CUDA.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import pytest
 import torch
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+INTERPRET = "TRITON_INTERPRET"
 NONE = "torch sees no GPU"
 _given = os.environ.get(VARIABLE)
 
 
 def hide() -> None:
-    """Before torch looks for GPUs."""
+    """Before torch looks for GPUs, and Triton for a request to interpret its kernels."""
     os.environ[VARIABLE] = ""
+    os.environ[INTERPRET] = "1"
 
 
 def show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo `hide` for one test."""
+    """Undo `hide` for the processes that one test starts."""
+    monkeypatch.delenv(INTERPRET)
     if _given is None:
         monkeypatch.delenv(VARIABLE)
     else:
@@ -34,6 +38,7 @@ def show(monkeypatch: pytest.MonkeyPatch) -> None:
 def hide_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo `show`."""
     monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(INTERPRET, "1")
 
 
 @functools.cache

@@ -25,18 +25,20 @@ ROOMS = (
     "megatron_lite.model",
     "megatron_lite.checkpoint",
     "megatron_lite.train",
+    "megatron_lite.report",
     "megatron_lite.profile",
     "megatron_lite.generate",
     "megatron_lite.hf",
     "pretrain_glm",
     "scripts",
 )
-# Not part of what every GLM run passes: conversion, generation, the profile, our encoders, the other systems'
+# Not part of what every GLM run passes: conversion, generation, profile, report, our encoders, the other systems'
 # objectives, commands.
 BESIDE_THE_CORE = (
     "megatron_lite.hf",
     "megatron_lite.generate",
     "megatron_lite.profile",
+    "megatron_lite.report",
     "data_utils.text.fast",
     "scripts",
 )

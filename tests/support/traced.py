@@ -21,7 +21,6 @@ SHORT = "model.num_layers=5"
 # name -> (configuration, ranks, micro-batches, settings, plant, traced layers)
 CASES = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
-    "compiled": (PAPER, 64, 1, ("training.compile=true",), None, 1),
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
     "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
@@ -42,8 +41,7 @@ def request_of(files, processes, micro_batches, settings, layers):
     config = load_config([ROOT / file for file in files], settings)
     dp = config.parallel.data_parallel_size(processes)
     samples = config.batch.micro_batch_size * dp * micro_batches
-    # Uncompiled, where a case does not say otherwise: compiling takes half a minute for each.
-    settings = ("training.compile=false", f"batch.global_batch_size={samples}", *settings)
+    settings = (f"batch.global_batch_size={samples}", *settings)
     return Request.of(load_config([ROOT / file for file in files], settings), processes, GPUS["h100"], layers)
 
 

@@ -2,19 +2,17 @@ import json
 import time
 
 import numpy as np
-import pytest
 from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.profile.gpus import GPUS
-from megatron_lite.train.metrics import Metrics
+from megatron_lite.train.metrics import Metrics, last_record
 from megatron_lite.train.reports import (
-    format_duration,
-    known_peak_tflops,
     objective_losses,
     step_flops,
     train_line,
+    validation_line,
 )
+from megatron_lite.train.words import format_count, format_duration
 
 
 def test_flops_of_a_hand_counted_model():
@@ -22,37 +20,6 @@ def test_flops_of_a_hand_counted_model():
     # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
     assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("NVIDIA H20", None),
-        ("NVIDIA L4", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_peaks_of_gpus_are_found_by_whole_words(name, peak):
-    assert known_peak_tflops(name) == peak
-
-
-def test_the_profile_has_the_same_peaks():
-    for gpu in GPUS.values():
-        assert known_peak_tflops(f"NVIDIA {gpu.name.upper()}") == gpu.peak_tflops, gpu.name
 
 
 def test_losses_per_objective_are_weighted_means():
@@ -143,20 +110,57 @@ def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 5.0), (2, 4.0), (3, 2.5)]
 
 
-def test_the_line_shows_everything_a_user_watches():
-    values = {
-        "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4,
-        "grad_norm": 0.5,
-        "loss_scale": 1.0, "skipped_steps": 2, "tokens_per_second": 12345.6, "tflops_per_device": 0.123, "mfu": 0.4567,
-        "memory_gib": 1.25, "data_share": 0.01, "eta_seconds": 3723.0,
-    }  # fmt: skip
-    line = train_line(100, 1000, values)
-    for part in (
-        "step 100/1000", "samples 1,600", "tokens 819,200", "loss 2.5000", "loss/token 3.0000", "lr 1.000e-04",
-        "grad norm 0.500", "scale 1", "skipped 2", "12,346 tokens/s", "MFU 45.7%", "data 1.0%", "ETA 01:02:03",
-    ):  # fmt: skip
-        assert part in line
+VALUES = {
+    "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4, "grad_norm": 0.5,
+    "loss_scale": 1.0, "skipped_steps": 0, "tokens_per_second": 12345.6, "tflops_per_device": 0.123, "mfu": 0.4567,
+    "memory_gib": 1.25, "data_share": 0.01, "eta_seconds": 3723.0,
+}  # fmt: skip
+
+
+def test_the_line_shows_what_a_person_watches():
+    assert train_line(100, 1000, VALUES) == (
+        "step 100/1000 | loss 2.5000 | lr 1.00e-04 | grad norm 0.5 | 12,346 tokens/s | MFU 45.7% | 1h02m left"
+    )
+    measured = {name: value for name, value in VALUES.items() if name != "mfu"} | {"machine_share": 0.25}
+    assert " | machine 25.0% | " in train_line(100, 1000, measured)
+    unusual = train_line(9, 10, {**VALUES, "skipped_steps": 2, "data_share": 0.2})
+    assert unusual.endswith(" | MFU 45.7% | skipped 2 | data wait 20%")  # rather than the time that is left
+
+
+def test_lines_fit_a_terminal_of_120_columns():
+    large = {**VALUES, "loss": 1234.5, "grad_norm": 123456.0, "tokens_per_second": 12345678.9, "mfu": 1.0}
+    large |= {"eta_seconds": 86400 * 123, "skipped_steps": 12345, "data_share": 0.99, "lr": 1.234e-05}
+    line = train_line(1_000_000, 2_000_000, large)
+    assert len(f"12:34:56 {line}") <= 120 and "12.3M tokens/s" in line and "MFU" in line
+    losses = {f"loss/objective_{i}": 3.0 for i in range(20)}
+    line = validation_line(1_000_000, {"loss": 3.0, "perplexity": 20.1, **losses})
+    assert len(f"12:34:56 {line}") <= 120 and "objective_0 3.0000" in line and "objective_19" not in line
 
 
 def test_durations():
-    assert [format_duration(x) for x in (5.9, 3600, 90061)] == ["00:00:05", "01:00:00", "1d01:01:01"]
+    assert [format_duration(x) for x in (5.9, 185, 3600, 7650, 90061)] == [
+        "5s",
+        "3m05s",
+        "1h00m",
+        "2h07m",
+        "1d01h",
+    ]
+
+
+def test_counts():
+    assert [format_count(x) for x in (67.2, 5923.4, 123456, 12.34e6, 2e9)] == [
+        "67",
+        "5,923",
+        "123k",
+        "12.3M",
+        "2G",
+    ]
+
+
+def test_the_last_record_of_a_kind_is_found_without_reading_the_file(tmp_path):
+    assert last_record(tmp_path, "validation") is None
+    lines = [json.dumps({"kind": "validation", "step": 7}), "not a record", '"text"']
+    lines += [json.dumps({"kind": "train", "step": step}) for step in range(8, 20)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "val')
+    assert last_record(tmp_path, "validation") == {"kind": "validation", "step": 7}
+    assert last_record(tmp_path, "event") is None

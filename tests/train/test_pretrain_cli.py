@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from support.commands import assert_refused, pretrain, python
+from support.distributed import run_ranks
 from support.project import ROOT
+from support.training import fit
 
-from data_utils.base.settings import setting_names, to_tree
+import pretrain_glm
+from data_utils.base.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.config.tree import Config, load_config
 
 BASE = str(ROOT / "configs" / "glm-base.yaml")
@@ -94,3 +100,43 @@ def test_a_reader_that_leaves_early_is_no_error():
     ) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+
+
+FINISHED = {
+    "finished": ([], 6, 6, "training.steps is 6; raise training.steps to train on"),
+    "fewer steps asked for": (["training.steps=4"], 6, 6, "is of step 6, and training.steps is 4; raise"),
+    "planned stop": (["training.stop_after_step=5"], 5, None, "training.stop_after_step is 5; raise"),
+    "steps are left": (["training.steps=7"], 6, 6, None),
+    "the last evaluation is missing": ([], 6, 5, None),
+    "no validation": (["data.validation=[]"], 6, None, "nothing to do"),
+    "no checkpoint": ([], None, None, None),
+    "a start that may not continue": (["checkpoint.resume=never"], 6, 6, None),
+}
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_a_finished_run_says_that_there_is_nothing_to_do(name, settings, tmp_path, monkeypatch):
+    overrides, saved, validated, message = FINISHED[name]
+    config = build(Config, reduce(merge, map(parse_override, overrides), settings))
+    newest = None if saved is None else SimpleNamespace(step=saved)
+    monkeypatch.setattr(pretrain_glm, "newest_readable", lambda directory: newest)
+    (tmp_path / "run").mkdir()
+    if validated:
+        (tmp_path / "run/metrics.jsonl").write_text(
+            json.dumps({"kind": "validation", "step": validated}) + "\n"
+        )
+    reason = pretrain_glm.nothing_to_do(config)
+    assert (reason is None) == (message is None) and (message is None or message in reason)
+
+
+def test_a_finished_run_ends_in_one_line_before_libraries_are_loaded(settings, tmp_path):
+    settings = merge(settings, {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}})
+    run_ranks(fit, 1, settings)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(settings))
+    code = "import sys, pretrain_glm; status = pretrain_glm.main(); sys.exit(status or 3 * ('torch' in sys.modules))"
+    result = python("-c", code, "--config", str(again))
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert result.stdout.count("\n") == 1 and "nothing to do: the newest checkpoint of" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before

@@ -101,9 +101,8 @@ def test_they_hold_what_metrics_jsonl_holds_and_a_resumed_run_is_the_same_run(co
     tree["training"]["stop_after_step"] = None
     run_ranks(fit, 1, tree)
     records = expected(run)
-    assert len(records) > 100 and {kind.partition("/")[0] for kind, _ in records} == {
-        "train", "validation", "gradient_norms",
-    }  # fmt: skip
+    kinds = {name.partition("/")[0] for name, _ in records}
+    assert len(records) > 100 and kinds >= {"train", "validation", "gradient_norms"}
     sent, ids = in_wandb(run)
     assert sent == records and len(ids) == 2 and len(set(ids)) == 1
     sent, runs = in_mlflow(run)

@@ -1,0 +1,49 @@
+"""HTML elements as text. What is not an element already is escaped, so that no text of a run becomes markup."""
+
+from __future__ import annotations
+
+import html
+import re
+
+# Characters that HTML forbids, and those that turn the direction of the text around them.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+class Html(str):
+    """Markup that is safe to put into a page."""
+
+
+def escaped(value: object) -> Html:
+    """Any value as text of a page."""
+    return (
+        value
+        if isinstance(value, Html)
+        else Html(html.escape(_HIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value))))
+    )
+
+
+def joined(*parts: object) -> Html:
+    return Html("".join(map(escaped, parts)))
+
+
+def element(name: str, *children: object, **attributes: object) -> Html:
+    """<name ...>children</name>. An attribute `class_` is written `class`, `stroke_width` as `stroke-width`."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{written}>{joined(*children)}</{name}>")
+
+
+def table(head: list[object], rows: list[list[object]], class_: str | None = None) -> Html:
+    """A table that scrolls within its box where the page is narrow. The first cell of a row names it."""
+    body = [
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
+        for row in rows
+    ]
+    top = element("thead", element("tr", *(element("th", cell, scope="col") for cell in head)))
+    inner = element("table", top, element("tbody", *body), class_=class_)
+    return element("div", inner, class_="scroll", tabindex="0")

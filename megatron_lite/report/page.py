@@ -1,0 +1,361 @@
+"""One HTML page about one or several runs. It needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from data_utils.base.settings import shorten
+from megatron_lite.report.charts import Chart, Line, draw, swatch
+from megatron_lite.report.html import Html, element, joined, table
+from megatron_lite.report.run import RunReport, flat
+from megatron_lite.report.style import STYLE
+from megatron_lite.train.words import format_count
+
+MAX_RUNS = 8  # as many as there are colours
+MAX_TEXT = 400  # characters of a value
+MISSING = "-"
+
+Text = Callable[[float], str]
+
+
+def page(runs: Sequence[RunReport], made_at: float) -> str:
+    """The page. Args: made_at: Unix time."""
+    names = ", ".join(run.name for run in runs)
+    # Nothing is loaded: the browser refuses even what a mistake here would ask for.
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    head = joined(
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        element("title", f"Training report: {names}"),
+        element("style", Html(STYLE)),
+    )
+    sections = [
+        element("h1", f"Training report: {names}"),
+        element("p", f"Made at {utc(made_at)}.", class_="weak"),
+        *_notes(runs),
+        *_section("Overview", _overview(runs)),
+        _legend(runs),
+        *_section("Losses, nats per token", *_charts(_loss_charts(runs))),
+        *_section("Optimization", *_charts(_optimization_charts(runs))),
+        *_section("Speed and memory", *_charts(_speed_charts(runs))),
+        *_section("Blanks filled during training", *(part for run in runs for part in _fillings(run, runs))),
+        *_section("Starts and events", *(part for run in runs for part in _events(run, runs))),
+        *_section("Corpora", *(part for run in runs for part in _corpora(run, runs))),
+        *_section("Checkpoints", *(part for run in runs for part in _checkpoints(run, runs))),
+        *_section("Configuration", *_configuration(runs)),
+    ]
+    body = element("body", element("main", *sections))
+    return f"<!doctype html>\n{element('html', element('head', head), body, lang='en')}\n"
+
+
+def _section(title: str, *parts: object) -> list[Html]:
+    return [element("section", element("h2", title), *parts)] if parts else []
+
+
+def _heading(run: RunReport, runs: Sequence[RunReport]) -> list[Html]:
+    """The run's name where there are several."""
+    return [element("h3", run.name)] if len(runs) > 1 else []
+
+
+def utc(time: Any) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(time, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError, TypeError):
+        return MISSING
+
+
+def _notes(runs: Sequence[RunReport]) -> list[Html]:
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    return (
+        [element("div", *(element("p", shorten(note, MAX_TEXT)) for note in notes), class_="notes")]
+        if notes
+        else []
+    )
+
+
+def _legend(runs: Sequence[RunReport]) -> Html:
+    colours = (
+        [element("span", swatch(number), run.name) for number, run in enumerate(runs)]
+        if len(runs) > 1
+        else []
+    )
+    kinds = "Thin: training. Thick, with dots: validation. Dotted: unigram model. Dashed upright: a restart."
+    return element("p", *colours, element("span", kinds), class_="legend")
+
+
+# Overview
+
+
+def _overview(runs: Sequence[RunReport]) -> Html:
+    facts = [dict(_facts(run)) for run in runs]
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
+    rows: list[list[object]] = [[name, *(of_run.get(name, MISSING) for of_run in facts)] for name in names]
+    return table(["", *(run.name for run in runs)], rows, "numbers")
+
+
+def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
+    records, start = run.records, run.records.starts[-1] if run.records.starts else {}
+    yield "trained", f"step {records.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
+    for kind, name in (("training loss", "train"), ("validation loss", "validation")):
+        if (curve := records.curve(name, "loss")) is not None:
+            yield kind, f"{curve.last.value:.4f}, lowest {curve.least.value:.4f} at step {curve.least.step:,}"
+    if (curve := records.curve("validation", "perplexity")) is not None:
+        yield "perplexity", f"{curve.last.value:.4g}"
+    for name, key in (("tokens trained on", "consumed_tokens"), ("samples", "consumed_samples")):
+        if isinstance(value := records.last_train.get(key), int):
+            yield name, f"{value:,}"
+    if (curve := records.curve("train", "tokens_per_second")) is not None:
+        yield "tokens/s, mean", format_count(curve.mean)
+    if (share := _share(run)) is not None:
+        yield share
+    if records.first_time is not None:
+        yield "first and last record", f"{utc(records.first_time)} to {utc(records.last_time)}"
+    yield "restarts", f"{max(records.num_starts - 1, int_or_0(run.state.get('restarts'))):,}"
+    yield "steps skipped (not finite)", f"{int_or_0(records.last_train.get('skipped_steps')):,}"
+    for name in ("parameters", "processes"):
+        if isinstance(start.get(name), int):
+            yield name, f"{start[name]:,}"
+    for name in ("layout", "device", "program"):
+        if name in start:
+            yield name, shorten(_brief(str(start[name])), MAX_TEXT)
+
+
+def _brief(text: str) -> str:
+    """With the beginning of a commit's hash in its place."""
+    return re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}\b", r"\1", text)
+
+
+def int_or_0(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _share(run: RunReport) -> tuple[str, str] | None:
+    """The mean share of the rate that the run is compared with."""
+    rate, machine = (run.records.curve("train", name) for name in ("tflops_per_device", "machine_tflops"))
+    if rate is not None and machine is not None and machine.last.value > 0:
+        share = rate.mean / machine.last.value
+        return (
+            "share of the machine's rate, mean",
+            f"{share:.1%} of {machine.last.value:.3g} TFLOP/s per rank, measured",
+        )
+    mfu = run.records.curve("train", "mfu")
+    return None if mfu is None else ("MFU, mean", f"{mfu.mean:.1%}")
+
+
+# Curves
+
+
+def _charts(charts: Sequence[Chart]) -> list[Html]:
+    drawn = [draw(chart) for chart in charts if chart.lines]
+    return [element("div", *drawn, class_="charts")] if drawn else []
+
+
+def _lines(
+    runs: Sequence[RunReport], kind: str, name: str, label: str = "", thin: bool = False
+) -> list[Line]:
+    """Args: label: what it is of a run."""
+    found = [(number, run, run.records.curve(kind, name)) for number, run in enumerate(runs)]
+    names = [", ".join(filter(None, (run.name if len(runs) > 1 else "", label))) for run in runs]
+    return [Line(curve, number, names[number], thin) for number, run, curve in found if curve is not None]
+
+
+def _restarts(runs: Sequence[RunReport]) -> list[tuple[int, int]]:
+    return [
+        (number, start["step"])
+        for number, run in enumerate(runs)
+        for start in run.records.starts
+        if start["step"] > 0
+    ]
+
+
+def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    names = dict.fromkeys(
+        name
+        for kind in ("validation", "train")
+        for run in runs
+        for name in run.records.curves[kind]
+        if name.startswith("loss/")
+    )
+    charts = []
+    for name in ("loss", *names):
+        lines = [
+            *_lines(runs, "train", name, "training", thin=True),
+            *_lines(runs, "validation", name, "validation"),
+        ]
+        levels = [
+            (number, run.unigram[name], "unigram model")
+            for number, run in enumerate(runs)
+            if name in run.unigram
+        ]
+        levels = [level for level in levels if math.isfinite(level[1])]
+        title = "all objectives" if name == "loss" else shorten(name.removeprefix("loss/"), 60)
+        charts.append(Chart(title, lines, "{:.4g}".format, levels, _restarts(runs)))
+    return charts
+
+
+def _chart(runs: Sequence[RunReport], title: str, name: str, text: Text, **options: Any) -> Chart:
+    """Of a number of the training steps. Args: options: of Chart."""
+    return Chart(title, _lines(runs, "train", name), text, (), _restarts(runs), **options)
+
+
+def _optimization_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    scales = [curve for run in runs if (curve := run.records.curve("train", "loss_scale")) is not None]
+    options: dict[str, Any] = {"logarithmic": True, "also": "highest"}
+    charts = [
+        _chart(runs, "learning rate", "lr", "{:.3g}".format, from_zero=True, also="highest"),
+        _chart(runs, "gradient norm, before clipping", "grad_norm", "{:.3g}".format, **options),
+    ]
+    if any(curve.least.value < curve.greatest.value for curve in scales):
+        charts.append(_chart(runs, "loss scale", "loss_scale", "{:g}".format, **options))
+    return charts
+
+
+def _speed_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    options: dict[str, Any] = {"from_zero": True, "also": "mean"}
+    return [
+        _chart(runs, "tokens per second", "tokens_per_second", format_count, **options),
+        _chart(runs, "share of the machine's measured rate", "machine_share", _percent, **options),
+        _chart(runs, "MFU", "mfu", _percent, **options),
+        _chart(runs, "TFLOP/s per device", "tflops_per_device", "{:.3g}".format, **options),
+        _chart(
+            runs, "peak memory of rank 0, GiB", "memory_gib", "{:.3g}".format, from_zero=True, also="highest"
+        ),
+        _chart(runs, "share of the time waited for data", "data_share", _percent, **options),
+    ]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+# Tables of each run
+
+
+def _fillings(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    """One table for each text: its blanks are columns, steps are rows."""
+    texts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for record in run.records.fillings:
+        items = record.get("fillings")
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict) and isinstance(item.get("text"), str):
+                texts.setdefault(item["text"], []).append((record["step"], item))
+    if texts:
+        yield from _heading(run, runs)
+    for text, items in texts.items():
+        originals = _words(items[-1][1].get("originals"))
+        rows: list[list[object]] = [["original", *originals]]
+        for step, item in items:
+            answers = _words(item.get("answers"))[: len(originals)]
+            answers += [MISSING] * (len(originals) - len(answers))
+            rows.append([f"step {step:,}", *map(_answer, answers, originals)])
+        yield element("p", shorten(text, 4 * MAX_TEXT), class_="text")
+        yield table(["", *(f"blank {number}" for number in range(1, len(originals) + 1))], rows)
+
+
+def _words(value: Any) -> list[str]:
+    return [shorten(str(word), MAX_TEXT) for word in value[:20]] if isinstance(value, list) else []
+
+
+def _answer(answer: str, original: str) -> object:
+    if not answer:
+        return element("span", "nothing", class_="weak")
+    return element("span", answer, class_="right") if answer == original else answer
+
+
+def _events(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    events, hidden = run.records.events, run.records.num_events - len(run.records.events)
+    if not events:
+        return
+    yield from _heading(run, runs)
+    if hidden:
+        yield element("p", f"The {hidden:,} oldest are left out.", class_="weak")
+    rows: list[list[object]] = [
+        [f"{event['step']:,}", utc(event.get("time")), shorten(_event_text(event), MAX_TEXT)]
+        for event in events
+    ]
+    yield table(["step", "time", "what"], rows)
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    if event["kind"] == "event":
+        return str(event.get("event", ""))
+    again = event.get("restarts")
+    what = "started" if not again else f"continued from step {event['step']:,} (restart {again})"
+    facts = [str(event[name]) for name in ("layout", "compared_with", "program") if name in event]
+    return f"{what}, processes {event.get('processes', '?')}: {_brief('; '.join(facts))}"
+
+
+def _corpora(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    data = run.config.get("data")
+    facts = run.state.get("data")
+    rows: list[list[object]] = []
+    for split in ("train", "validation"):
+        entries = data.get(split) if isinstance(data, dict) else None
+        known = facts if split == "train" and isinstance(facts, list) else []
+        for number, entry in enumerate(entries if isinstance(entries, list) else []):
+            entry = entry if isinstance(entry, dict) else {}
+            fact = known[number] if number < len(known) and isinstance(known[number], dict) else {}
+            sizes = [
+                f"{fact[name]:,}" if isinstance(fact.get(name), int) else MISSING
+                for name in ("documents", "tokens")
+            ]
+            prefix = shorten(str(entry.get("prefix", MISSING)), MAX_TEXT)
+            rows.append([split, element("code", prefix), str(entry.get("weight", MISSING)), *sizes])
+    if rows:
+        yield from _heading(run, runs)
+        yield table(["split", "prefix", "weight", "documents", "tokens"], rows)
+
+
+def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    if not run.checkpoints:
+        return
+    yield from _heading(run, runs)
+    if run.num_checkpoints > len(run.checkpoints):
+        yield element("p", f"The newest {len(run.checkpoints)} of {run.num_checkpoints:,}.", class_="weak")
+    rows: list[list[object]] = []
+    for saved in run.checkpoints:
+        problem = element("span", shorten(saved.problem, MAX_TEXT), class_="bad")
+        size = problem if saved.bytes is None else f"{saved.bytes / 2**20:,.1f} MiB in {saved.ranks} files"
+        rows.append([f"{saved.step:,}", saved.saved_at or MISSING, size])
+    yield table(["step", "saved at", "size"], rows)
+
+
+# Configuration
+
+
+def _configuration(runs: Sequence[RunReport]) -> list[Html]:
+    trees, defaults = [flat(run.config) for run in runs], [flat(run.defaults) for run in runs]
+    default = next(filter(None, defaults), {})
+    parts = []
+    rows: list[list[object]] = []
+    for key in dict.fromkeys(key for tree in trees for key in tree):
+        values = [tree.get(key) for tree in trees]
+        if len(set(values)) > 1 or (default and values[0] != default.get(key)):
+            shown = [MISSING if value is None else shorten(value, MAX_TEXT) for value in values]
+            rows.append(
+                [
+                    element("code", shorten(key, MAX_TEXT)),
+                    *shown,
+                    shorten(default.get(key, MISSING), MAX_TEXT),
+                ]
+            )
+    if rows:
+        parts.append(
+            element("p", "Settings that differ from the defaults, or between the runs.", class_="weak")
+        )
+        parts.append(table(["setting", *(run.name for run in runs), "default"], rows))
+    for run in runs:
+        if run.config:
+            text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+            title = f"Whole configuration of {run.name}"
+            parts.append(element("details", element("summary", title), element("pre", text, tabindex="0")))
+    return parts

@@ -1,0 +1,144 @@
+"""What a run's directory holds, for a reader: configuration, records, corpora, checkpoints, the unigram model's losses.
+
+Nothing here fails because a part is missing or damaged: a note says so instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import DataError, UserError
+from data_utils.base.files import require_directory
+from data_utils.base.settings import build, load_json, load_yaml, to_tree
+from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
+from megatron_lite.config.tree import Config
+from megatron_lite.report.curves import Records, read_records
+from megatron_lite.train.metrics import FILE
+
+MAX_CHECKPOINTS = 20  # of a run, that are looked at
+REQUIRED = {  # settings without a default
+    "model": ("num_layers", "hidden_size", "num_attention_heads"),
+    "training": ("steps",),
+}
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A checkpoint in a line."""
+
+    step: int
+    saved_at: str
+    bytes: int | None  # None: it cannot be used
+    ranks: int
+    problem: str = ""
+
+
+@dataclass
+class RunReport:
+    path: Path
+    name: str
+    records: Records
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved tree
+    defaults: dict[str, Any] = field(default_factory=dict)  # {} if the settings are not those of this version
+    checkpoints: list[SavedStep] = field(default_factory=list)  # newest first
+    num_checkpoints: int = 0
+    state: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
+    unigram: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the run is to train."""
+        training = self.config.get("training")
+        steps = training.get("steps") if isinstance(training, dict) else None
+        return steps if isinstance(steps, int) else None
+
+
+def read_run(path: Path) -> RunReport:
+    """Raises DataError unless the directory is that of a run."""
+    require_directory(path, "give the directory of a run, as run.directory names it")
+    if not any((path / name).exists() for name in (FILE, "config.yaml", "checkpoints")):
+        raise DataError(
+            f"{path} holds no run; give the directory of one that has begun, as run.directory names it."
+        )
+    records = read_records(path)
+    run = RunReport(path, _name(path), records, notes=list(records.notes))
+    _read_config(run)
+    _read_checkpoints(run)
+    try:
+        run.unigram = read_unigram(path)
+    except DataError as error:
+        run.notes.append(str(error))
+    return run
+
+
+def _name(path: Path) -> str:
+    """The last two parts of the directory: every run of the quickstart is called run."""
+    return os.sep.join(path.absolute().parts[-2:])
+
+
+def _read_config(run: RunReport) -> None:
+    try:
+        run.config = load_yaml(run.path / "config.yaml")
+        build(Config, run.config)
+    except UserError as error:
+        run.notes.append(f"Defaults are not compared: {error}")
+        return
+    required = {
+        section: {key: run.config[section][key] for key in keys} for section, keys in REQUIRED.items()
+    }
+    run.defaults = to_tree(build(Config, required))
+
+
+def _read_checkpoints(run: RunReport) -> None:
+    try:
+        paths = list_checkpoints(run.path / "checkpoints")
+    except OSError as error:
+        run.notes.append(f"checkpoints: {error.strerror or error}.")
+        return
+    run.num_checkpoints = len(paths)
+    for path in reversed(paths[-MAX_CHECKPOINTS:]):
+        try:
+            checkpoint = read_checkpoint(path)
+        except (UserError, OSError, RecursionError) as error:
+            run.checkpoints.append(SavedStep(step_of(path), "", None, 0, str(error)))
+            continue
+        run.checkpoints.append(_saved_step(checkpoint))
+        if not run.state and isinstance(checkpoint.state, dict):
+            run.state = checkpoint.state
+
+
+def _saved_step(checkpoint: Checkpoint) -> SavedStep:
+    return SavedStep(checkpoint.step, str(checkpoint.saved_at or ""), checkpoint.bytes, len(checkpoint.files))
+
+
+def read_unigram(run: Path) -> dict[str, float]:
+    """The unigram model's losses, {} if they were not computed. Raises DataError for a damaged file."""
+    path = run / "unigram.json"
+    if not path.exists():
+        return {}
+    try:
+        return {str(name): float(value) for name, value in load_json(path, "losses").items()}
+    except (UserError, ValueError, TypeError):
+        raise DataError(
+            f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
+        ) from None
+
+
+def flat(tree: Any, path: str = "") -> dict[str, str]:
+    """Dotted key -> value as text, of a tree of settings."""
+    if isinstance(tree, Mapping) and tree:
+        return {
+            key: text
+            for name, value in tree.items()
+            for key, text in flat(value, f"{path}.{name}".lstrip(".")).items()
+        }
+    try:
+        return {path: json.dumps(tree, ensure_ascii=False, default=str)}
+    except ValueError:  # a list that holds itself
+        return {path: str(tree)}

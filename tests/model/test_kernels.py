@@ -1,0 +1,197 @@
+"""GPU kernels on CPU tensors, through Triton's interpreter, beside torch's own operators in fp64 or fp32.
+
+Tolerances: fp32 sums in another order, and the last bit of exp and erf: 2e-6 of the largest element. bf16 results are
+rounded once, 2^-8 relative; torch rounds between its operators as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.kernels import interpreted_kernels
+from support.project import ROOT
+
+from megatron_lite.model import fused, heads
+from megatron_lite.model.dropout import FeatureDropout, drop, keep_features, salts, token_keys
+from megatron_lite.model.fused import Biased
+
+# An odd number of tokens, and a width that is no power of two.
+TOKENS, WIDTH = 11, 72
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with interpreted_kernels():
+        yield
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def dropout_of(p):
+    if not p:
+        return None
+    keys = torch.from_numpy(token_keys(3, np.arange(1), TOKENS)[0].copy())
+    return FeatureDropout(keys, torch.from_numpy(salts(3))[1, 2], p)
+
+
+def wide(*tensors):
+    """Copies in fp64, to compute what is expected."""
+    return [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def assert_close(ours, theirs, dtype=torch.float32):
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-7
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype and mine.shape == other.shape
+        scale = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(mine.double(), other.double(), rtol=0, atol=tolerance * scale)
+
+
+def assert_equal_gradients(ours, theirs, inputs, wide_inputs, dtype=torch.float32):
+    """Outputs and the gradients of inputs, for the same random gradients of the outputs."""
+    assert_close(ours, theirs, dtype)
+    seeds = [draw(*out.shape, seed=10 + i, dtype=dtype).detach() for i, out in enumerate(ours)]
+    inputs, wide_inputs = (
+        [tensor for tensor in some if tensor is not None] for some in (inputs, wide_inputs)
+    )
+    found = torch.autograd.grad(ours, inputs, seeds)
+    assert_close(found, torch.autograd.grad(theirs, wide_inputs, [seed.double() for seed in seeds]), dtype)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_hidden", [False, True])
+def test_sums(dtype, p, with_bias, with_hidden):
+    hidden = draw(TOKENS, WIDTH, dtype=dtype) if with_hidden else None
+    x = draw(TOKENS, WIDTH, seed=1, dtype=dtype)
+    bias = draw(WIDTH, seed=2, dtype=dtype) if with_bias else None
+    inputs = hidden, x, bias
+    ours = fused.add(hidden, Biased(x, bias), dropout_of(p))
+    hidden, x, bias = others = wide(*inputs)
+    theirs = drop(Biased(x, bias).added(), hidden, dropout_of(p))
+    assert_equal_gradients([ours], [theirs], inputs, others, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["norm alone", "sum", "sum with bias"])
+def test_sums_and_their_norm(dtype, p, kind):
+    hidden, gain, shift = (draw(*shape, dtype=dtype) for shape in ((TOKENS, WIDTH), (WIDTH,), (WIDTH,)))
+    x = None if kind == "norm alone" else draw(TOKENS, WIDTH, seed=1, dtype=dtype)
+    bias = draw(WIDTH, seed=2, dtype=dtype) if kind == "sum with bias" else None
+    dropout = None if x is None else dropout_of(p)
+    inputs = hidden, x, bias, gain, shift
+    added = None if x is None else Biased(x, bias)
+    ours = fused.add_and_normalize(hidden, added, dropout, gain, shift, 1e-5)
+    hidden, x, bias, gain, shift = others = wide(*inputs)
+    total = hidden if x is None else drop(Biased(x, bias).added(), hidden, dropout)
+    theirs = total, F.layer_norm(total, (WIDTH,), gain, shift, 1e-5)
+    assert_equal_gradients(ours, theirs, inputs, others, dtype)
+
+
+def test_a_norm_whose_sum_nobody_uses():
+    inputs = hidden, gain, shift = draw(TOKENS, WIDTH), draw(WIDTH, seed=3), draw(WIDTH, seed=4)
+    _, ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
+    hidden, gain, shift = others = wide(*inputs)
+    assert_equal_gradients([ours], [F.layer_norm(hidden, (WIDTH,), gain, shift, 1e-5)], inputs, others)
+
+
+def test_more_tokens_than_programs_and_a_wide_row(monkeypatch):
+    monkeypatch.setattr(fused, "_NORM_PROGRAMS", 4)
+    tokens, width = 11, 1100
+    inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
+    ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
+    hidden, gain, shift = others = wide(*inputs)
+    assert_equal_gradients(ours, (hidden, F.layer_norm(hidden, (width,), gain, shift, 1e-5)), inputs, others)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.7])
+def test_kernels_drop_what_the_cpu_drops(p):
+    dropout, ones = dropout_of(p), torch.ones(TOKENS, WIDTH)
+    kept = fused.add(None, Biased(ones), dropout) > 0
+    assert torch.equal(kept, keep_features(dropout.keys, dropout.salt, WIDTH, p))
+
+
+@DTYPES
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gelu(dtype, approximate, with_bias):
+    x, bias = draw(TOKENS, 300, dtype=dtype), draw(300, seed=1, dtype=dtype) if with_bias else None
+    inputs = x, bias
+    ours = fused.gelu(Biased(x, bias), approximate)
+    x, bias = others = wide(*inputs)
+    assert_equal_gradients(
+        [ours], [F.gelu(Biased(x, bias).added(), approximate=approximate)], inputs, others, dtype
+    )
+
+
+def test_gelu_of_large_numbers():
+    x = torch.tensor([[-1e4, -60.0, -9.0, 0.0, 9.0, 60.0, 1e4]]).requires_grad_()
+    ours, theirs = fused.gelu(Biased(x), "tanh"), F.gelu(x, approximate="tanh")
+    torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+@DTYPES
+@pytest.mark.parametrize(("first", "valid"), [(0, 4200), (4200, 4100), (8400, 0)])
+def test_cross_entropy_of_a_shard(dtype, first, valid):
+    rows, columns = 7, 4224  # more than a program reads at once
+    logits = (5 * draw(rows, columns).detach()).to(dtype)
+    targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
+    grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
+    ours = fused.log_sums_kernel(logits, targets, first, valid)
+    theirs = heads._sums_on_cpu(logits, targets, first, valid)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    written = logits.clone(), logits.clone()
+    fused.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
+    heads._gradient_on_cpu(written[1], targets, theirs[0], grad, first, valid)
+    assert_close(written[:1], written[1:], dtype)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "keys", "tokens", "first_key"), [(20, 30, 45, 60, 0), (25, 31, 50, 64, 3)]
+)
+def test_gradients_of_a_pair_of_calls(first, second, keys, tokens, first_key):
+    generator = torch.Generator().manual_seed(0)
+    gathered = torch.randperm(tokens, generator=generator)[:keys]
+    place = torch.full((tokens,), -1, dtype=torch.int32)
+    place[gathered] = torch.arange(keys, dtype=torch.int32)
+    counts = (first, first, first, second, keys, keys)
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1 = grads = [torch.randn(n, 3, 8, generator=generator) for n in counts]
+    expected = torch.zeros(tokens, 3, 3, 8)
+    expected[:first, 0] = dq_0
+    expected[first : first + second, 0] = dq_1
+    for part, (of_slice, of_gathered) in enumerate([(dk_0, dk_1), (dv_0, dv_1)], start=1):
+        expected[first_key : first_key + first, part] = of_slice
+        expected[gathered, part] += of_gathered
+    assert torch.equal(fused.join_pair_kernel(*grads, first_key, place), expected)
+
+
+def test_kernels_compile_for_gpus_and_fit_into_registers():
+    """A row of up to 8,192 numbers stays in registers; of 12,288 some bytes of each thread do not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/support/compile_kernels.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3 * 10 and {name for name, *_ in found} == {
+        "_add_norm", "_add_norm_backward", "_finish_sums", "_gelu", "_gelu_backward", "_join_pair", "_log_sums",
+        "_write_gradient",
+    }  # fmt: skip
+    assert [line for line in found if line[-1]] == []

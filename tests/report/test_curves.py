@@ -1,0 +1,119 @@
+"""Curves from metrics files: honest in little memory, and never a traceback."""
+
+import math
+import tracemalloc
+
+from support.report_runs import train, write_records
+
+from megatron_lite.report.curves import COLUMNS, MAX_CURVES, MAX_EVENTS, MAX_FILLINGS, Curve, read_records
+from megatron_lite.train.metrics import read_metrics
+
+
+def test_few_values_are_all_kept():
+    curve = Curve()
+    for step in range(1, 101):
+        curve.add(step, math.sin(step))
+    assert [(point.step, point.value) for point in curve.points()] == [
+        (s, math.sin(s)) for s in range(1, 101)
+    ]
+
+
+def test_no_spike_is_lost_among_very_many_values():
+    curve, spikes = Curve(), {12_345: 50.0, 170_001: -40.0}
+    for step in range(200_000):
+        curve.add(step, spikes.get(step, step % 7))
+    points = curve.points()
+    assert len(points) <= 4 * COLUMNS and set(spikes.items()) < set(points)
+    assert points[0] == (0, 0.0) and points[-1] == (199_999, float(199_999 % 7)) == curve.last
+    assert (curve.least, curve.greatest) == ((170_001, -40.0), (12_345, 50.0))
+    assert curve.count == 200_000 and abs(curve.mean - 3.0) < 0.01
+
+
+def test_each_column_is_as_high_as_its_values():
+    """The least and the greatest value of any two neighbouring columns' steps are among the points."""
+    curve, values = Curve(columns=10), [((step * 7919) % 1009) / 3 for step in range(1000)]
+    for step, value in enumerate(values):
+        curve.add(step, value)
+    width = 128  # 1000 steps in 10 columns, doubled from 1
+    for start in range(0, 1000, width):
+        drawn = [point.value for point in curve.points() if start <= point.step < start + width]
+        assert (min(drawn), max(drawn)) == (
+            min(values[start : start + width]),
+            max(values[start : start + width]),
+        )
+
+
+def test_what_is_no_number_is_left_out_and_counted():
+    curve = Curve()
+    for step, value in enumerate((1.0, None, True, "5", math.inf, 2)):
+        curve.add(step, value)
+    assert curve.points() == [(0, 1.0), (5, 2.0)] and curve.not_finite == 1
+
+
+def test_steps_that_were_trained_again_count_once(tmp_path):
+    """With the record of a start, and as files of earlier versions are, without."""
+    first = [train(step, loss=1.0) for step in range(10, 60, 10)]
+    start = {"kind": "start", "step": 25, "time": 0}
+    event = {"kind": "event", "step": 30, "time": 0, "event": "of the second start"}
+    second = [train(step, loss=2.0) for step in range(30, 50, 10)]
+    expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    for name, records in (("new", [*first, start, event, *second]), ("old", [*first, *second])):
+        run = write_records(tmp_path / name, records)
+        assert read_records(run).curves["train"]["loss"].points() == expected
+        assert [(r["step"], r["loss"]) for r in read_metrics(run) if r["kind"] == "train"] == expected
+    found = read_records(tmp_path / "new")
+    assert [record["kind"] for record in found.events] == ["start", "event"] and found.last_step == 40
+
+
+def test_two_restarts_leave_what_the_last_one_did(tmp_path):
+    steps = [10, 20, 30, 40, 20, 30, 40, 50, 10, 20]
+    run = write_records(tmp_path / "run", [train(step, loss=float(i)) for i, step in enumerate(steps)])
+    assert read_records(run).curves["train"]["loss"].points() == [(10, 8.0), (20, 9.0)]
+
+
+def test_lines_that_are_no_records_are_counted(tmp_path):
+    lines = [
+        "",
+        "[]",
+        "{}",
+        '{"kind": "train", "step": -1}',
+        '{"kind": "train", "step": true}',
+        '{"kind": 1, "step": 1}',
+    ]
+    run = write_records(tmp_path / "run", [train(1), *lines, "\x00", "x" * 100, train(2)])
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n" + b'{"kind": "train", "st')
+    records = read_records(run)
+    assert records.curves["train"]["loss"].count == 2
+    assert records.notes == [
+        "metrics.jsonl: 9 lines are no records and were left out, the first of them line 2."
+    ]
+    (run / "metrics.jsonl").unlink()
+    assert read_records(run).notes == ["metrics.jsonl: No such file or directory; there are no curves."]
+
+
+def test_memory_is_bounded_whatever_the_file_holds(tmp_path):
+    def records():
+        for step in range(10_000):
+            yield train(step, **{f"loss/{step}": 1.0})
+            yield {"kind": "event", "step": step, "time": 0, "event": "x" * 100}
+            yield {"kind": "fillings", "step": step, "fillings": []}
+
+    run = write_records(tmp_path / "run", records())
+    tracemalloc.start()
+    found = read_records(run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 << 19 < (run / "metrics.jsonl").stat().st_size
+    assert (
+        len(found.curves["train"]) == MAX_CURVES
+        and len(found.events) == MAX_EVENTS < found.num_events == 10_000
+    )
+    steps = [record["step"] for record in found.fillings]
+    assert steps[0] == 0 and steps[-1] == 9_999 and MAX_FILLINGS <= len(steps) <= 2 * MAX_FILLINGS
+    assert found.notes == [f"metrics.jsonl: of the numbers of kind train, the first {MAX_CURVES} are shown."]
+
+
+def test_steps_of_any_size_are_drawn(tmp_path):
+    run = write_records(tmp_path / "run", [train(step) for step in (1, 2, 2**60)])
+    assert [point.step for point in read_records(run).curves["train"]["loss"].points()] == [1, 2, 2**60]

@@ -1,0 +1,181 @@
+"""The page as text: what it says of a run, and what it says when parts of a run are missing."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from support.distributed import run_ranks
+from support.project import small_run
+from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted, train, write_records
+
+from data_utils.base.errors import ConfigError, DataError
+from megatron_lite.report.charts import linear_scale, logarithmic_scale
+from megatron_lite.report.html import element, escaped
+from megatron_lite.report.page import page
+from megatron_lite.report.run import read_run
+from scripts.report import main
+
+
+@pytest.fixture(scope="module")
+def real_run(corpus, tmp_path_factory):
+    """A run that was stopped and continued."""
+    directory = tmp_path_factory.mktemp("reported") / "run"
+    for tree in interrupted(small_run(corpus, directory)):
+        run_ranks(fit_and_fill, 1, tree)
+    return directory
+
+
+class Reader(HTMLParser):
+    """The text of the page, and its elements."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.names, self.attributes, self.words, self.open = [], [], [], []
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, name, attributes):
+        self.names.append(name)
+        self.attributes += attributes
+        if name != "meta":
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+
+def read(*runs):
+    reader = Reader(page([read_run(run) for run in runs], 1.7e9))
+    assert reader.open == []
+    return reader
+
+
+def test_a_real_run_is_shown(real_run):
+    found = read(real_run)
+    for part in (
+        "step 6 of 6", "validation loss", "restarts 1", "started, processes 1: pipeline 1 x data 1 x tensor 1",
+        "continued from step 3 (restart 1)", "training.eval_interval 2 1000", "share of the time waited for data",
+        "corpora", "step 2", "original", "train", "6 2", "MiB in 1 files", "learning rate", "gradient norm",
+    ):  # fmt: skip
+        assert part.lower() in found.text.lower(), part
+    assert "The configuration" not in found.text and found.text.count("lowest") >= 4
+    assert found.names.count("figure") >= 8 and "script" not in found.names
+
+
+def test_fillings_are_recorded_at_each_evaluation(real_run):
+    records = read_run(real_run).records.fillings
+    assert [record["step"] for record in records] == [2, 4, 6]
+    for record in records:
+        assert len(record["fillings"]) == 2
+        for item in record["fillings"]:
+            blanks = len(re.findall(r"___\d+___", item["text"]))
+            assert 1 <= blanks == len(item["originals"]) == len(item["answers"]) <= 8
+        assert (
+            record["blanks"]
+            == sum(len(item["originals"]) for item in record["fillings"])
+            >= record["exact"]
+            >= 0
+        )
+    same = [[(item["text"], item["originals"]) for item in record["fillings"]] for record in records]
+    assert same[0] == same[1] == same[2]  # the same blanks every time
+
+
+def test_several_runs_are_side_by_side(real_run, tmp_path):
+    other = write_records(tmp_path / "other", [train(1), train(2)])
+    config = yaml.safe_load((real_run / "config.yaml").read_text())
+    config["optimizer"]["lr"] = 0.25
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    found = read(real_run, other)
+    assert "optimizer.lr 0.003 0.25 0.0001" in found.text
+    assert any("run1" in str(value) for name, value in found.attributes if name == "class")
+
+
+def test_texts_of_a_run_never_become_markup(tmp_path):
+    found = read(hostile_run(tmp_path))
+    assert not {"script", "img"} & set(found.names)
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert found.text.count("<img src=http://example.invalid/x") > 10 and "\u202e" not in found.text
+    assert not {"src", "href", "style", "srcset", "action"} & {name for name, _ in found.attributes}
+
+
+def test_what_is_not_markup_is_escaped():
+    assert element("p", HOSTILE, title=HOSTILE).count("<") == 2
+    assert escaped("a\x00\ud800\u202eb") == "a\ufffd\ufffd\ufffdb"
+
+
+def damaged(run, name, content):
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+DAMAGED = {
+    "no configuration": (None, b"", "config.yaml: No such file"),
+    "no YAML": ("config.yaml", b"a: [", "is not valid YAML"),
+    "another version's setting": (
+        "config.yaml",
+        b"model: {num_layers: 1, unknown: 2}",
+        "Defaults are not compared",
+    ),
+    "no mapping": ("config.yaml", b"[1]", "must hold a mapping"),
+    "no losses": ("unigram.json", b'{"loss": []}', "unigram.json cannot be read"),
+    "no checkpoint": ("checkpoints/step_00000001/manifest.json", b"{", "manifest.json is damaged"),
+    "a file among checkpoints": ("checkpoints/step_00000001", b"", "manifest.json: Not a directory"),
+    "a file for checkpoints": ("checkpoints", b"", "step 2"),
+    "deep manifest": ("checkpoints/step_00000001/manifest.json", b"[" * 10**5, "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_part_is_a_note_on_the_page(name, tmp_path):
+    file, content, note = DAMAGED[name]
+    run = write_records(tmp_path / "run", [train(1), train(2)])
+    if file is not None:
+        damaged(run, file, content)
+    found = read(run)
+    assert note in found.text and "trained step 2" in found.text
+
+
+def test_a_run_without_a_step_is_shown(tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    found = read(tmp_path / "run")
+    assert "there are no curves" in found.text and "figure" not in found.names
+
+
+def test_the_command_writes_the_page(real_run, tmp_path, capsys):
+    main([str(real_run), "--output", str(tmp_path / "page.html")])
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and len(text) < 300_000
+    with pytest.raises(DataError, match="does not exist; give the directory of a run"):
+        main([str(tmp_path / "absent")])
+    with pytest.raises(DataError, match="holds no run; give the directory"):
+        main([str(tmp_path)])
+    with pytest.raises(ConfigError, match="9 runs are given; a page shows 8 at most"):
+        main([str(real_run)] * 9)
+    with pytest.raises(DataError, match="is a directory; give the name of a file"):
+        main([str(real_run), "--output", str(tmp_path)])
+
+
+def test_scales_have_round_ticks_and_hold_their_values():
+    for low, high in (
+        (5.1, 6.9),
+        (0, 1234),
+        (-3, 3),
+        (7, 7),
+        (0, 0),
+        (1e-9, 2e-9),
+        (-1e300, 1e300),
+        (1e-320, 2e-320),
+    ):
+        scale = linear_scale(low, high)
+        assert 2 <= len(scale.ticks) <= 13 and scale.low <= low and scale.high >= high
+        assert 0 <= scale.place(low) <= scale.place(high) <= 1
+    assert linear_scale(5.1, 6.9).ticks == (5.0, 5.5, 6.0, 6.5, 7.0)
+    scale = logarithmic_scale(0.3, 92)
+    assert scale.ticks == (0.1, 1.0, 10.0, 100.0) and scale.place(10.0) == pytest.approx(2 / 3)

@@ -1,0 +1,91 @@
+"""Compiles the kernels for a GPU on a machine without one: `python tests/support/compile_kernels.py`.
+
+Writes a line of JSON for each: name, width, registers of a thread, bytes of registers that spill into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+COMPUTE_CAPABILITY = 90  # Hopper
+
+
+def install(found):
+    """Let a launch compile the kernel, and append it to `found`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", COMPUTE_CAPABILITY, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            is_active=lambda: True,
+        )
+    )
+    run = JITFunction.run
+
+    def compiled(self, *arguments, grid, warmup, **options):
+        found.append((self.__name__, run(self, *arguments, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compiled
+
+
+def launches(width, dtype):
+    """Every kernel once, on rows of a width."""
+    import torch
+
+    from megatron_lite.model import fused
+
+    rows, bias = torch.zeros(64, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+    of_tokens = torch.zeros(64)
+    keys, salt = torch.zeros(64, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+    fused._add_norm(rows, bias, keys, salt, 0.1, rows, bias, bias, 1e-5)
+    norm = rows, bias, of_tokens, of_tokens
+    *_, sums = fused._add_norm_backward(rows, rows, *norm, keys, salt, 0.1, True)
+    fused._finish_sums(sums, bias)
+    for tanh in (False, True):
+        fused._bias_gelu(rows, bias, tanh)
+        fused._bias_gelu_backward(rows, bias, rows, tanh)
+    heads = rows.view(64, -1, 64)
+    fused.join_pair_kernel(*[heads] * 6, 0, keys)
+    log_sums, _ = fused.log_sums_kernel(rows, keys, 0, width)
+    fused.write_gradient_kernel(rows, keys, log_sums, log_sums, 0, width)
+
+
+def resources(compiled):
+    """Registers of a thread and spilled bytes, by NVIDIA's assembler."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        assembler = get_ptxas(COMPUTE_CAPABILITY).path
+        command = [assembler, "-v", "--gpu-name", f"sm_{COMPUTE_CAPABILITY}a", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores"
+    return [int(re.search(pattern, report)[1]) for pattern in patterns]
+
+
+def main():
+    import torch
+
+    found = []
+    install(found)
+    for width, dtype in ((1024, torch.float32), (1024, torch.bfloat16), (8192, torch.bfloat16)):
+        launches(width, dtype)
+        for name, compiled in found:
+            print(json.dumps([name, width, *resources(compiled)]), flush=True)
+        found.clear()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main()
