@@ -188,7 +188,7 @@ class Trainer:
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
             log.info("%s", self.yardstick)
-            log.info("%s", self._start_line())
+            log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
         trackers = make_trackers(self.config, self.restarts > 0) if self.context.is_main else []
@@ -198,17 +198,6 @@ class Trainer:
         self._record_start()
         for event in events:
             self._record(event, self.step)
-
-    def _start_line(self) -> str:
-        """The console line before the first step, or that there is none to do."""
-        last = self._last_step
-        if self.step < last:
-            return start_line(self.config, self.context, self.step)
-        name = "steps" if self.config.training.stop_after_step is None else "stop_after_step"
-        return (
-            f"there is nothing to do: the run is at step {self.step}, and training.{name} is {last}; raise it to "
-            "train on, or choose another run.directory to begin anew."
-        )
 
     def _record_start(self) -> None:
         """Who trains from here on."""

@@ -292,10 +292,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("profiler={first_step: 3, last_step: 2}"),
         ("profiler.first_step is 3 and profiler.last_step 2", "must not be the larger"),
     ),
-    "profiler beyond the run": (
-        over("profiler.first_step=101"),
-        ("profiler.first_step is 101", "training.steps is 100", "trace an earlier step"),
-    ),
     "profiler ranks": (
         over("profiler={first_step: 3, ranks: []}"),
         ("profiler.ranks is []", "must name ranks"),

@@ -4,7 +4,6 @@ started again ends with the state of the run that was never killed.
 
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,7 +19,6 @@ from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.resume import check_beginning
-from megatron_lite.train.trainer import Trainer
 
 # Before the start
 
@@ -182,24 +180,3 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(corpus, uninterrupted, t
     kill_at_random_moment(tree, tmp_path, rng)
     run_ranks(fit, RANKS, tree)
     assert final_state(tmp_path) == uninterrupted
-
-
-@pytest.mark.parametrize(
-    "step, settings, line",
-    [
-        (2, {}, "there is nothing to do: the run is at step 2, and training.steps is 2; raise it"),
-        (5, {}, "there is nothing to do: the run is at step 5, and training.steps is 2; raise it"),
-        (1, {"stop_after_step": 1}, "the run is at step 1, and training.stop_after_step is 1; raise it"),
-        (1, {}, "step 1 to 2;"),
-    ],
-)
-def test_a_start_of_a_finished_run_says_that_there_is_nothing_to_do(corpus, tmp_path, step, settings, line):
-    tree = merge(
-        small_run(corpus, tmp_path),
-        {"training": {"steps": 2, **settings}, "model": {"vocab_size": 80}, "schedule": {"warmup_steps": 1}},
-    )
-    trainer = object.__new__(Trainer)  # its line needs no engine
-    trainer.config, trainer.step = build(Config, tree), step
-    ranks = SimpleNamespace(size=1)
-    trainer.context = SimpleNamespace(pp=ranks, dp=ranks, tp=ranks, device=SimpleNamespace(type="cpu"))
-    assert line in trainer._start_line()
