@@ -63,6 +63,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "number of processes that divides 6",
         ),
     ),
+    "profiler after the end": (
+        over("profiler.first_step=901", "training.steps=900"),
+        ("profiler.first_step is 901", "training.steps is 900", "earlier step"),
+    ),
     "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
     "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
     "zero under a pipeline": (
