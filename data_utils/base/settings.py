@@ -365,7 +365,7 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{path} is a section, but its value is {shown(value)}; write its keys, or remove it."
+                f"{path} is a section, but its value is {shown(value)}; write {_form(hint)}, or remove it."
             )
         return build(typing.cast(type, hint), value, f"{path}.", root)
     if origin is dict:
@@ -374,10 +374,23 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
         return dict(value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{path} must be a list, not {shown(value)}; write [...].")
+            raise ConfigError(f"{path} must be a list, not {shown(value)}; write {_form(hint)}.")
         inner = typing.get_args(hint)[0]
         return tuple(_convert(item, inner, f"{path}[{i}]", root) for i, item in enumerate(value))
     return _convert_scalar(value, hint, path)
+
+
+def _form(hint: Any) -> str:
+    """How a value is written: `[{prefix: ...}]` for a list of sections, with the keys that have no default."""
+    if typing.get_origin(hint) is tuple:
+        return f"[{_form(typing.get_args(hint)[0])}]"
+    if not dataclasses.is_dataclass(hint):
+        return "..."
+    defaults = (dataclasses.MISSING, dataclasses.MISSING)
+    required = [
+        field.name for field in dataclasses.fields(hint) if (field.default, field.default_factory) == defaults
+    ]
+    return "{" + ", ".join(f"{name}: ..." for name in required) + "}" if required else "its keys"
 
 
 # Numbers that YAML 1.1 reads as text: an exponent without a dot or without a sign (1e-4, 1.5e3), and -.5.

@@ -29,6 +29,13 @@ class MlflowConfig:
     experiment: str = setting("megatron-lite-glm", "MLflow experiment; it is made if it is absent")
     name: str | None = setting(None, "the run's name there; null = the last part of run.directory")
 
+    def __post_init__(self) -> None:
+        check(
+            "@" not in self.uri.partition("://")[2].partition("/")[0],
+            "trackers.mlflow.uri holds a name or password, which every record of the configuration would show; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.",
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackersConfig:

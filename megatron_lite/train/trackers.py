@@ -284,6 +284,7 @@ class Mlflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it would report each of the client's retries
         client = MlflowClient(tracking_uri=self._config.uri)
         if self._id.value is not None:
             client.update_run(self._id.value, status="RUNNING")

@@ -16,6 +16,7 @@ from support.project import ROOT
 from data_utils.base.errors import ConfigError
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
+from megatron_lite.config import observation as observation_module
 from megatron_lite.config import sections as sections_module
 from megatron_lite.config import tree as config_module
 from megatron_lite.config.tree import (
@@ -287,6 +288,26 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("deepspeed.zero_optimization.reduce_scatter=false"),
         ("reduce_scatter is False", "always done", "remove it"),
     ),
+    "profiler without first step": (
+        over("profiler.last_step=3"),
+        ("profiler.last_step or profiler.memory is set", "first_step is null", "set that too"),
+    ),
+    "profiler order": (
+        over("profiler={first_step: 3, last_step: 2}"),
+        ("profiler.first_step is 3 and profiler.last_step 2", "must not be the larger"),
+    ),
+    "profiler ranks": (
+        over("profiler={first_step: 3, ranks: []}"),
+        ("profiler.ranks is []", "must name ranks"),
+    ),
+    "profiler ranks of the run": (
+        lambda: tiny("profiler={first_step: 3, ranks: [2]}").profiler.require_ranks(2),
+        ("profiler.ranks is [2]", "2 processes", "name ranks below that"),
+    ),
+    "password of MLflow": (
+        over("trackers.mlflow.uri=https://me:secret@example.org"),
+        ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
+    ),
     "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
     "deepspeed refused": (
         over("deepspeed.optimizer.type=Adam"),
@@ -359,7 +380,7 @@ def test_no_rule_lacks_a_test(tmp_path):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    for module in (config_module, sections_module, deepspeed_module, events_module):
+    for module in (config_module, sections_module, deepspeed_module, events_module, observation_module):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from support.configs import TINY, tiny
 
+from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
 from megatron_lite.config.parameter_count import padded_vocab_size
 from megatron_lite.config.tree import (
@@ -62,3 +63,15 @@ def test_the_defaults_are_complete_but_for_what_only_the_user_knows():
         {"model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}, "training": {"steps": 1}},
     )
     assert config.data.train == () and config.tokenizer is None and config.deepspeed == {}
+
+
+@pytest.mark.parametrize(
+    "override, form",
+    [
+        ("data.train=data/corpus_train", r"\[\{prefix: \.\.\.\}\]"),
+        ("data.train=[data/corpus_train]", r"\{prefix: \.\.\.\}"),
+    ],
+)
+def test_a_corpus_without_its_key_is_told_the_form(override, form):
+    with pytest.raises(ConfigError, match=rf"data\.train.*'data/corpus_train'; write {form}"):
+        tiny(override)
