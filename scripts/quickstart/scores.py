@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="a run of pretrain_glm.py")
-    parser.add_argument("--samples", type=int, default=400, help="validation samples to read (default: 400)")
+    parser.add_argument("--samples", type=int, default=150, help="validation samples to read (default: 150)")
     args = parser.parse_args(arguments)
     if args.samples < 1:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 1.")
