@@ -42,7 +42,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 overrides=()
+megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=150 overrides=()
 if $smoke; then
     megabytes=0.5 vocab_size=512 margin=() scored_samples=20
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4

@@ -15,7 +15,7 @@ DISCOUNT = 0.75
 
 
 class NGram:
-    """Args: tokens: int [n], one after another. vocab_size: at most 4096, so that five tokens fit into 64 bits."""
+    """Args: tokens: int [n], one after another. vocab_size: at most 6208, so that five tokens fit into 63 bits."""
 
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int = ORDER):
         assert vocab_size**order < 2**63, "n-grams are numbers to the base of the vocabulary"

@@ -31,7 +31,7 @@ from data_utils.objectives.planes import FIELDS, Example
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.generate.config import GenerationConfig
-from scripts.quickstart.ngram import NGram
+from scripts.quickstart.ngram import ORDER, NGram
 
 SHORT = 3  # tokens
 MODELS = ("unigram", "5-gram", "model")
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     run = load_run(args.run)
     config, special = run.config, run.tokenizer.special
+    require_countable(run.tokenizer.vocab_size)
     data = open_datasets(config.data, config.objective_choices, run.tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     filler = BlankFiller(run.model, special, GenerationConfig(max_length=4 * SHORT))
     scores = {
         name: ngram_scores(NGram(np.concatenate(tokens), run.tokenizer.vocab_size, order), texts)
-        for name, order in zip(MODELS, (1, 5), strict=False)
+        for name, order in zip(MODELS, (1, ORDER), strict=False)
     }
     scores["model"] = token_scores(texts, lambda text: model_log_probabilities(run.model, text, special))
     scores["model"]["exact match"] = exact_match(texts, lambda text: filler.fill(text.context))
@@ -83,11 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="a run of pretrain_glm.py")
-    parser.add_argument("--samples", type=int, default=400, help="validation samples to read (default: 400)")
+    parser.add_argument("--samples", type=int, default=150, help="validation samples to read (default: 150)")
     args = parser.parse_args(arguments)
     if args.samples < 1:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 1.")
     return args
+
+
+def require_countable(vocab_size: int) -> None:
+    """Raise ConfigError if five tokens do not fit into the number that the 5-gram model counts."""
+    if vocab_size**ORDER >= 2**63:
+        most = int(2 ** (63 / ORDER))
+        raise ConfigError(
+            f"the tokenizer has {vocab_size:,} tokens; the {ORDER}-gram model counts at most {most:,}. "
+            "Score a run with a smaller vocabulary."
+        )
 
 
 def blanked_texts(loader: SampleLoader, num_samples: int, special: SpecialTokens) -> Iterator[Text]:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.base.errors import ConfigError
 from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
@@ -22,6 +23,7 @@ from scripts.quickstart.scores import (
     exact_match,
     model_log_probabilities,
     ngram_scores,
+    require_countable,
     table,
     text_of,
     token_scores,
@@ -65,6 +67,15 @@ def test_an_order_of_one_counts_tokens() -> None:
 def test_probabilities_sum_to_one(tokens, before) -> None:
     p = NGram(np.array(tokens), 6).probabilities(before)
     assert p.sum() == pytest.approx(1) and (p > 0).all()
+
+
+def test_large_vocabularies_are_refused() -> None:
+    require_countable(6208)
+    NGram(np.array([6207] * 6), 6208)
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 32,000 tokens; the 5-gram model counts at most 6,208"
+    ):
+        require_countable(32000)
 
 
 def test_a_text_knows_its_blanks_and_what_stands_before_them() -> None:
