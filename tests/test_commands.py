@@ -28,7 +28,6 @@ RUN = {
     "python scripts/generate.py": "the tutorial below; tests/scripts",
     "python scripts/report.py": "tests/report",
     "python scripts/plot_metrics.py": "the tutorial below; tests/scripts",
-    "python scripts/report.py": "tests/scripts",
     "python scripts/convert_checkpoint.py": "the tutorial below; tests/hf",
     "python scripts/checkpoints.py": "tests/scripts",
     "python scripts/heartbeats.py": "tests/train/test_watchdog.py",
