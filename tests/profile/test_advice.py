@@ -19,7 +19,6 @@ from megatron_lite.profile.advice import (
     guess,
     possible_layouts,
     step_ms,
-    uncompiled,
 )
 from megatron_lite.profile.gpus import GPUS
 from megatron_lite.profile.request import Request, profile
@@ -101,7 +100,7 @@ def test_the_small_configuration_fits_where_it_says():
 def test_the_small_configuration_needs_what_it_says():
     """By a trace, of the time of the GPU alone: this machine's load is no part of it."""
     gib, _, minutes, flops, config = said_of_small()
-    found = profile(Request.of(uncompiled(config), 1, GPUS["h100"])).expected
+    found = profile(Request.of(config, 1, GPUS["h100"])).expected
     assert found.peak_gib == pytest.approx(gib, rel=0.1)
     assert config.training.steps * found.roofline_ms / 60e3 == pytest.approx(minutes, rel=0.15)
     seconds = config.training.steps * max(found.host_ms, found.roofline_ms) / 1000
