@@ -26,6 +26,14 @@ _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 flash_forward_on_cpu = _undocumented(torch.ops.aten, _KERNEL).default
 flash_backward_on_cpu = _undocumented(torch.ops.aten, f"{_KERNEL}_backward").default
 
+_count_of_modes = _undocumented(torch._C, "_len_torch_dispatch_stack")
+
+
+def is_watched() -> bool:
+    """Whether a mode wants to see every operator, as that of the profile's fake devices does."""
+    return _count_of_modes() > 0
+
+
 _HALF_INSTRUCTIONS = {
     torch.bfloat16: ("_is_amx_tile_supported", "_is_avx512_bf16_supported"),
     torch.float16: ("_is_amx_fp16_supported",),

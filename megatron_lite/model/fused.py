@@ -9,15 +9,17 @@ Shapes: T tokens, D width, P programs of a kernel that sum over a part of the to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.model.compat import is_watched
 from megatron_lite.model.dropout import FeatureDropout, drop
 
-DEVICES = ("cuda",)  # where kernels run
+DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
 _NORM_PROGRAMS, _GELU_PROGRAMS = (
     256,
     64,
@@ -38,18 +40,28 @@ def operator(allocate: Callable[..., Any], overwrites: tuple[str, ...] = ()) -> 
     """
     name = f"megatron_lite::{allocate.__name__}"
 
-    def run(*arguments: Any) -> Any:
+    @functools.cache
+    def kernel() -> Callable[..., None]:
         from megatron_lite.model import kernels
 
+        return getattr(kernels, allocate.__name__)
+
+    def run(*arguments: Any) -> Any:
         results = allocate(*arguments)
         written = results if isinstance(results, tuple) else () if results is None else (results,)
-        getattr(kernels, allocate.__name__)(*arguments, *written)
+        kernel()(*arguments, *written)
         return results
 
     torch.library.define(name, torch.library.infer_schema(allocate, mutates_args=overwrites))
     torch.library.impl(name, "default", run)
     torch.library.register_fake(name, allocate)
-    return getattr(torch.ops.megatron_lite, allocate.__name__)
+    registered = getattr(torch.ops.megatron_lite, allocate.__name__)
+
+    def call(*arguments: Any) -> Any:
+        # Through torch's dispatcher, which costs the host as much as the launch, only if somebody watches there.
+        return (registered if is_watched() else run)(*arguments)
+
+    return call
 
 
 class Biased(NamedTuple):
@@ -236,8 +248,8 @@ def add_and_normalize(
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden + dropout(x), or hidden alone, and its LayerNorm: [T, D] each. On a GPU."""
-    x = x or Biased(None, None)  # type: ignore[arg-type]
-    return _AddNorm.apply(hidden, x.x, x.bias, weight, bias, epsilon, dropout)
+    added, added_bias = (None, None) if x is None else x
+    return _AddNorm.apply(hidden, added, added_bias, weight, bias, epsilon, dropout)
 
 
 def gelu(x: Biased, approximate: str) -> torch.Tensor:

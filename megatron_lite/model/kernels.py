@@ -9,6 +9,7 @@ Every kernel walks over rows of contiguous matrices. BLOCK is the width of a row
 
 from __future__ import annotations
 
+import functools
 import math
 
 import triton
@@ -25,6 +26,7 @@ def _grid_of_tiles(rows: int, width: int) -> tuple[int, int]:
     return triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, COLUMNS)
 
 
+@functools.cache
 def _block(width: int) -> dict[str, int]:
     """How a program holds a whole row: more than 16 numbers of it in a thread would not fit into registers."""
     block = triton.next_power_of_2(width)

@@ -95,7 +95,8 @@ def profiles(requests: Sequence[Request]) -> list[Profile | str]:
 def run_module(module: str, text: str, variables: Mapping[str, str] | None = None) -> list[str]:
     """The lines that a module's process writes, given `text`. Raises ConfigError with its last line if it fails."""
     path = os.pathsep.join(filter(None, sys.path))  # a script of a checkout has added its root
-    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
+    # Triton's interpreter would take the place of what is compiled and counted.
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **(variables or {})}
     done = subprocess.run(
         [sys.executable, "-m", module],
         input=text,

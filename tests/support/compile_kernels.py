@@ -11,31 +11,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-
-COMPUTE_CAPABILITY = 90  # Hopper
-
-
-def install(found):
-    """Let a launch compile the kernel, and append it to `found`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", COMPUTE_CAPABILITY, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-            is_active=lambda: True,
-        )
-    )
-    run = JITFunction.run
-
-    def compiled(self, *arguments, grid, warmup, **options):
-        found.append((self.__name__, run(self, *arguments, grid=grid, warmup=True, **options)))
-
-    JITFunction.run = compiled
 
 
 def launches(width, dtype):
@@ -64,6 +39,8 @@ def resources(compiled):
     """Registers of a thread and spilled bytes, by NVIDIA's assembler."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    from megatron_lite.profile.without_gpu import COMPUTE_CAPABILITY
+
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
@@ -77,8 +54,10 @@ def resources(compiled):
 def main():
     import torch
 
+    from megatron_lite.profile.without_gpu import compile_only
+
     found = []
-    install(found)
+    compile_only(found)
     for width, dtype in ((1024, torch.float32), (1024, torch.bfloat16), (8192, torch.bfloat16)):
         launches(width, dtype)
         for name, compiled in found:
