@@ -16,6 +16,7 @@ import torch
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.model.attention import attend_all
 from megatron_lite.model.dropout import AttentionDropout
@@ -245,3 +246,14 @@ def insert_spans(
     if next(remaining, None) is not None:
         raise ConfigError("there are more spans than blanks.")
     return parts
+
+
+def numbered_text(tokenizer: Tokenizer, context: Sequence[int], spans: Sequence[Sequence[int]]) -> str:
+    """The text for people, ___1___ in the place of its first blank. Args: spans: what stood in the blanks."""
+    hidden = {tokenizer.special.cls, tokenizer.special.eos}
+    parts = insert_spans([token for token in context if token not in hidden], spans, tokenizer.special)
+    texts = [tokenizer.decode(part) for part in parts]
+    for number, place in enumerate(range(1, len(texts), 2), start=1):
+        space = " " if texts[place].startswith(" ") else ""  # byte-level tokens carry the space before a word
+        texts[place] = f"{space}___{number}___"
+    return " ".join("".join(texts).split())

@@ -3,8 +3,8 @@
 A share of the first two is model FLOPs utilisation (MFU). Without them, above all on CPUs, products of matrices are
 timed with the project's own linear layer. Virtual CPUs change their speed by a factor of three within seconds, so one
 short measurement says little: the best time of many small products counts, in time of the CPU, without what other
-programs take; all ranks multiply at once as they do in training, and every log line measures again. Checkpoints keep
-the rate, so that a resumed run compares with the same.
+programs take; all ranks multiply at once as they do in training, and the first log lines of a start measure again.
+Checkpoints keep the rate, so that a resumed run compares with the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.parallel.context import ParallelContext
 
-START_SECONDS, LATER_SECONDS = 0.5, 0.02
+START_SECONDS, LATER_SECONDS, LATER_TIMES = 0.5, 0.02, 50  # of a start: a second at most
 CPU_SIZE, GPU_SIZE = 512, 8192  # of the square matrices: a CPU's product takes less than a time slice
 
 # Dense bf16 peak of one device in TFLOP/s, from the vendor's data sheets, by words of torch's device name. The first
@@ -120,12 +120,18 @@ class Yardstick:
             known = known_peak_tflops(self.name)
         self.is_measured = context.sum_of_hosts([float(known is None)])[0] > 0
         self.tflops = self.rates.get(self._key, 0.0) if self.is_measured else known or 0.0
-        self.measure(START_SECONDS)
+        self._left = LATER_TIMES
+        if self.is_measured:
+            self._measure(START_SECONDS)
 
-    def measure(self, seconds: float = LATER_SECONDS) -> None:
-        """Measure again, all ranks at once, and keep the higher rate. Does nothing where the rate is given."""
-        if not self.is_measured:
-            return
+    def measure_again(self) -> None:
+        """All ranks at once, a limited number of times, on CPUs: a GPU would have to finish its work first."""
+        if self.is_measured and self._context.device.type == "cpu" and self._left > 0:
+            self._left -= 1
+            self._measure(LATER_SECONDS)
+
+    def _measure(self, seconds: float) -> None:
+        """Measure and keep the higher rate."""
         self._context.barrier()
         own = matmul_tflops(self._dtype, self._context.device, seconds)
         mean = self._context.sum_of_hosts([own])[0] / self._context.world_size

@@ -423,7 +423,7 @@ class Trainer:
         self.metrics.write(
             "train", self.step, values, train_line(self.step, self.config.training.steps, values)
         )
-        self.yardstick.measure()  # between intervals: its time is nobody's
+        self.yardstick.measure_again()  # between intervals: its time is nobody's
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""

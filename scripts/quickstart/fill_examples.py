@@ -10,23 +10,18 @@ scripts/generate.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
-from data_utils.objectives.blank_infilling import TOKEN
-from data_utils.objectives.planes import Example
-from data_utils.samples.loader import SampleLoader, open_datasets
+from data_utils.samples.blanks import Prompt, prompts
+from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
-from scripts.quickstart.scores import spans_of
 
 ANSWERS = 3
-MOST_BLANKS = 8
-MOST_TOKENS = 120  # of a text, so that it stays readable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,19 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
     filler = BlankFiller(run.model, tokenizer.special, generation)
-    shown = 0
-    for example in readable_examples(data.validation, config.training.eval_samples):
-        context = example.tokens[example.ord == 0].tolist()
-        originals = spans_of(example, tokenizer.special)
-        print(f"--- {shown + 1} ---")
-        print(render(tokenizer, context, originals, filler.answers(context)))
-        shown += 1
-        if shown == args.count:
-            return
+    found = prompts(data.validation, config.training.eval_samples, tokenizer.special)
+    shown = list(itertools.islice(found, args.count))
     if not shown:
-        raise DataError(
-            f"no validation sample has 1 to {MOST_BLANKS} short blanks; raise blank_infilling.token_prob."
-        )
+        raise DataError("no validation sample has short blanks; raise blank_infilling.token_prob.")
+    for number, prompt in enumerate(shown, start=1):
+        print(f"--- {number} ---")
+        print(render(tokenizer, prompt, filler.answers(prompt.context)))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,33 +60,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def readable_examples(loader: SampleLoader, num_samples: int) -> Iterator[Example]:
-    """The documents of the token objective that are short enough to read, in sample order."""
-    for index in range(num_samples):
-        for example in Example.from_planes(loader.batch(np.array([index]))[0]).documents():
-            blanks = len(np.unique(example.position_ids[example.ord > 0]))
-            is_short = 1 <= blanks <= MOST_BLANKS and len(example.tokens) <= MOST_TOKENS
-            if example.objective[0] == TOKEN and is_short:
-                yield example
-
-
-def render(
-    tokenizer: Tokenizer,
-    context: list[int],
-    originals: Sequence[list[int]],
-    answers: Sequence[list[tuple[float, list[int]]]],
-) -> str:
+def render(tokenizer: Tokenizer, prompt: Prompt, answers: Sequence[list[tuple[float, list[int]]]]) -> str:
     """The text with numbered blanks, then for each its original words and the answers; `=` marks the original."""
-    from megatron_lite.generate.filling import insert_spans
+    from megatron_lite.generate.filling import numbered_text
 
-    hidden = {tokenizer.special.cls, tokenizer.special.eos}
-    parts = insert_spans([token for token in context if token not in hidden], originals, tokenizer.special)
-    texts = [tokenizer.decode(part) for part in parts]
-    for number, i in enumerate(range(1, len(texts), 2), start=1):
-        space = " " if texts[i].startswith(" ") else ""  # byte-level tokens carry the space before a word
-        texts[i] = f"{space}___{number}___"
-    lines = [" ".join("".join(texts).split())]
-    for number, (original, best) in enumerate(zip(originals, answers, strict=True), start=1):
+    lines = [numbered_text(tokenizer, prompt.context, prompt.originals)]
+    for number, (original, best) in enumerate(zip(prompt.originals, answers, strict=True), start=1):
         shown = (
             f"{'=' if span == original else ' '} {p:4.0%} {tokenizer.decode(span).strip()!r:18}"
             for p, span in best

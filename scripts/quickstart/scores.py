@@ -26,9 +26,9 @@ import numpy as np
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory, write_whole
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.objectives.blank_infilling import TOKEN
 from data_utils.objectives.planes import FIELDS, Example
-from data_utils.samples.loader import SampleLoader, open_datasets
+from data_utils.samples.blanks import blanked_examples, spans_of
+from data_utils.samples.loader import open_datasets
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.generate.config import GenerationConfig
 from scripts.quickstart.ngram import ORDER, NGram
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = open_datasets(config.data, config.objective_choices, run.tokenizer, config.training.seed)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
-    texts = list(blanked_texts(data.validation, args.samples, special))
+    texts = [text_of(example, special) for example in blanked_examples(data.validation, args.samples)]
     if not texts:
         raise DataError("no validation sample has the token objective; raise blank_infilling.token_prob.")
     tokens = [IndexedDataset(corpus.prefix).tokens[:] for corpus in config.data.train]
@@ -101,14 +101,6 @@ def require_countable(vocab_size: int) -> None:
         )
 
 
-def blanked_texts(loader: SampleLoader, num_samples: int, special: SpecialTokens) -> Iterator[Text]:
-    """The documents with the token objective and at least one blank, in sample order."""
-    for index in range(num_samples):
-        for example in Example.from_planes(loader.batch(np.array([index]))[0]).documents():
-            if example.objective[0] == TOKEN and (example.ord > 0).any():
-                yield text_of(example, special)
-
-
 def text_of(example: Example, special: SpecialTokens) -> Text:
     """The blanks of an Example of the token objective, in text order."""
     context = example.tokens[example.ord == 0].tolist()
@@ -122,14 +114,6 @@ def text_of(example: Example, special: SpecialTokens) -> Text:
         else:
             before.append(token)
     return Text(example, context, blanks)
-
-
-def spans_of(example: Example, special: SpecialTokens) -> list[list[int]]:
-    """The original spans in text order: part B carries the position of its mask and ends with eop."""
-    in_part_b = example.ord > 0
-    positions, targets = example.position_ids[in_part_b], example.targets[in_part_b]
-    spans = [targets[positions == position].tolist() for position in np.unique(positions)]
-    return [[token for token in span if token not in (special.eop, special.eos)] for span in spans]
 
 
 def token_scores(

@@ -12,11 +12,12 @@ import pytest
 from support.project import ROOT
 
 from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
+from data_utils.samples import blanks
+from data_utils.samples.blanks import Prompt, cut, spans_of
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import load_config
 from scripts.quickstart.fill_examples import render
-from scripts.quickstart.scores import spans_of
 
 SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]
 
@@ -104,19 +105,24 @@ class Letters:
 
 def test_answers_stand_beside_the_original() -> None:
     answers = [[(0.5, [30]), (0.25, [21, 22])], [(0.125, [31])]]
-    shown = render(Letters(), [1, 20, 3, 21, 3, 8], [[21, 22], [30]], answers)
+    shown = render(Letters(), Prompt([1, 20, 3, 21, 3, 8], [[21, 22], [30]]), answers)
     lines = [line.split() for line in shown.splitlines()]
     assert "".join(lines[0]) == "a___1___b___2___"
     assert lines[1] == ["1", "'bc'", "50%", "'k'", "=", "25%", "'bc'"]
     assert lines[2] == ["2", "'k'", "12%", "'l'"]
 
 
-def test_original_spans_in_text_order() -> None:
-    special = SPECIAL
+def test_original_spans_in_text_order(monkeypatch: pytest.MonkeyPatch) -> None:
     planes = np.zeros((len(FIELDS), 10), np.int32)
     planes[TOKENS] = [1, 20, 3, 21, 3, 6, 30, 31, 6, 40]  # the second blank comes first in part B
     planes[TARGETS, 5:] = [30, 31, 7, 40, 7]
     planes[POSITION_IDS] = [0, 1, 2, 3, 4, 4, 4, 4, 2, 2]
     planes[ORD, 5:] = [1, 2, 3, 4, 5]
     planes[OBJECTIVE] = 0
-    assert spans_of(Example.from_planes(planes), special) == [[40], [30, 31]]
+    example = Example.from_planes(planes)
+    assert spans_of(example, SPECIAL) == [[40], [30, 31]]
+    assert cut(example, SPECIAL) == Prompt([1, 20, 3, 21, 3], [[40], [30, 31]])
+    monkeypatch.setattr(blanks, "MOST_BLANKS", 1)
+    assert cut(example, SPECIAL) == Prompt([1, 20, 3, 21], [[40]])
+    monkeypatch.setattr(blanks, "MOST_TOKENS", 2)
+    assert cut(example, SPECIAL) == Prompt([1, 20], [])
