@@ -81,14 +81,18 @@ def fraction(default: float, help: str) -> Any:
 
 
 Former = Mapping[str, tuple[str, Mapping[Any, Any]]]
+Presets = tuple[str, Mapping[str, Mapping[str, Any]]]
 
 
-def checked(name: str, former: Former | None = None) -> Callable[[type[T]], type[T]]:
+def checked(
+    name: str, former: Former | None = None, presets: Presets | None = None
+) -> Callable[[type[T]], type[T]]:
     """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
 
     Args:
         name: the section's dotted key, for messages, also in `section_key`; "" = there is none.
         former: former key -> today's, and former value -> today's. Files of former versions are read so.
+        presets: a key of the section, and what each of its values sets where a file does not.
     """
     path = f"{name}." if name else ""
 
@@ -104,6 +108,7 @@ def checked(name: str, former: Former | None = None) -> Callable[[type[T]], type
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
         cls.section_key = name  # type: ignore[attr-defined]
         cls.former_settings = former or {}  # type: ignore[attr-defined]
+        cls.presets = presets  # type: ignore[attr-defined]
         return cls
 
     return decorate
@@ -127,6 +132,16 @@ def _with_todays_names(cls: type, tree: Mapping[str, Any], path: str) -> Mapping
             value = values[value]
         renamed[name] = value
     return renamed
+
+
+def _with_preset(cls: type, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    presets: Presets | None = getattr(cls, "presets", None)
+    if presets is None:
+        return tree
+    key, values = presets
+    chosen = tree.get(key)
+    # Another value is refused later, with the place in the file.
+    return {**values[chosen], **tree} if isinstance(chosen, str) and chosen in values else tree
 
 
 def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
@@ -335,7 +350,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     """
     root = root or cls
     known = _keys(cls)
-    tree = _with_todays_names(cls, tree, path)
+    tree = _with_preset(cls, _with_todays_names(cls, tree, path))
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:

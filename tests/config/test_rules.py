@@ -178,10 +178,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("objectives={albert: 1}", "model.max_position=600"),
         ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
     ),
-    "head without labels": (
-        over("model.sentence_classes=2"),
-        ("model.sentence_classes is 2", "no objective", "set it to 0, or choose"),
-    ),
+    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, bert, roberta")),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
         ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
