@@ -23,6 +23,15 @@ FORMER_SETTINGS: Former = {
 }
 
 
+VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
+    """Rows of the word embedding: `vocab_size` rounded up so that every shard has a multiple of 128 rows."""
+    multiple = VOCAB_MULTIPLE * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("model", former=FORMER_SETTINGS, presets=("system", SYSTEMS))
 class ModelConfig:
@@ -41,7 +50,7 @@ class ModelConfig:
     )
     ffn_size: int | None = setting(None, "inner width of the FFN; null = 4 hidden_size", at_least=1)
     vocab_size: int | None = setting(
-        None, "tokens including GLM's special ones, unpadded; null = the tokenizer's", at_least=1
+        None, "ids of the tokenizer, special ones counted, unpadded; null = the tokenizer's", at_least=1
     )
     max_position: int = setting(512, "largest position id; the tables have max_position + 1 rows", at_least=1)
     positions: str = setting(

@@ -20,7 +20,7 @@ from data_utils.base.settings import checked, setting, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf import proof, released
@@ -41,7 +41,7 @@ from megatron_lite.hf.weights import (
     open_safetensors,
     write_sharded,
 )
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 _PREFIX = "glm."
 

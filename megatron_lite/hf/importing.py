@@ -42,7 +42,7 @@ from megatron_lite.hf.weights import (
     open_directory,
     read_json,
 )
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.counts import layer_costs
 from megatron_lite.model.glm import Block, Flow, PositionEmbeddings, final_layernorm, initialize_parameters
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
@@ -106,13 +107,6 @@ class _Readout(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[Heads, *_Rows]:
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
-
-
-def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
-    """FLOPs of words, positions, each block, final norm and output, in units of a block."""
-    assert model.vocab_size is not None
-    head = loss_share * model.vocab_size / (12 * model.hidden_size)  # only on tokens with loss
-    return [0.0, 0.05, *[1.0] * model.num_layers, 0.0, head]
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
