@@ -212,9 +212,13 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
     Raises: CheckpointError for an option that the class cannot express.
     """
     system = system_of(config)
-    values = dict(base)
+    values, default = dict(base), CONFIG_MAPPING[system.model_type]()
     for entry in reversed(system.fields):  # the first of several options decides a field
-        value = config.inner_size if entry.ours == "ffn_size" else getattr(config, entry.ours)
+        value = getattr(config, entry.ours)
+        if (
+            entry.ours == "ffn_size" and getattr(default, entry.theirs) is not None
+        ):  # GPT-2's is None, as ours
+            value = config.inner_size
         if entry.ours in system.optional and not value:
             continue  # the class's default, which it does not use
         if entry.names is not None:

@@ -126,10 +126,10 @@ def _config(source: PublishedSource, output: Path, directory: Path, tree: Mappin
             )
     imported = build(ModelConfig, source.settings, "model.")
     rows = source.settings["vocab_size"]
-    tokenizer = tree.get("tokenizer")
-    brought = not (isinstance(tokenizer, Mapping) and "path" in tokenizer)
+    tokenizer = dict(tree.get("tokenizer") or {})
+    brought = "path" not in tokenizer
     if brought:
-        tokenizer = _brought_tokenizer(source.path, directory / "tokenizer", tokenizer or {})
+        tokenizer = _brought_tokenizer(source.path, directory / "tokenizer", tokenizer)
     tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
@@ -249,8 +249,9 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     batch = proof_batch(model.config)
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     hidden, ours = proof.training_states(model, batch)
-    out = _their_output(load_class(directory, class_name), model.config, batch)
-    result = proof.compare(ours[real], out.get("logits", out.get("prediction_logits"))[real], tolerance)
+    out = their_output(load_class(directory, class_name), model.config, batch)
+    expected = out["logits"] if "logits" in out else out["prediction_logits"]
+    result = proof.compare(ours[real], expected[real], tolerance)
     for name in ("seq_relationship_logits", "sop_logits"):
         if name in out:
             assert model.heads.sentence is not None
@@ -259,7 +260,7 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     return result
 
 
-def _their_output(
+def their_output(
     theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray
 ) -> Mapping[str, torch.Tensor]:
     system = system_of(config)

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.published import CASES, write_random
 
 from data_utils.base.settings import build
 from data_utils.objectives.planes import DOC, PADDING_DOC, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
-from megatron_lite.hf.published_runs import _their_output, proof_batch
+from megatron_lite.hf.published_runs import proof_batch, their_output
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, ModelInput
-from tests.support.published import CASES, write_random
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5
@@ -44,8 +44,10 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), config, kernel="dense")
     hidden = model._run(inputs.tokens, inputs.ids, inputs.plan, None).unflatten(0, (len(batch), -1))
-    out = _their_output(theirs, config, batch)
-    pairs = [(model.logits(hidden)[real], out.get("logits", out.get("prediction_logits"))[real])]
+    out = their_output(theirs, config, batch)
+    pairs = [
+        (model.logits(hidden)[real], (out["logits"] if "logits" in out else out["prediction_logits"])[real])
+    ]
     for name in ("seq_relationship_logits", "sop_logits"):
         if name in out:
             pairs.append((model.heads.sentence(model.final_layernorm(hidden[:, 0])), out[name]))

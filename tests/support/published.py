@@ -42,11 +42,11 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def random_model(case: str, std: float = 0.25) -> torch.nn.Module:
+def random_model(case: str, std: float = 0.25, **changes: int) -> torch.nn.Module:
     """A model whose norms and biases differ from their initial values, without dropout."""
     class_name, sizes = CASES[case]
     cls = getattr(transformers, class_name)
-    config = cls.config_class(**sizes)
+    config = cls.config_class(**sizes | changes)
     for name in config.to_dict():
         if "drop" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
