@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
     check,
     inline_sections,
-    load_json,
-    load_yaml,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
-    shown,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.planes import ObjectiveConfig

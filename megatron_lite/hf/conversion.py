@@ -17,11 +17,12 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import build, shown
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published import OF_MODEL, PUBLISHED, Field, Row, System
 from megatron_lite.hf.weights import Weights, check_shapes, open_directory, read_json
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 POSITIONS = "embedding.position_embeddings.weight"
 # Options that are of the training, or that a file of weights does not tell.

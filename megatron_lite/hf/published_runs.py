@@ -18,7 +18,8 @@ import torch
 import yaml
 
 from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import build, merge, shown, to_tree
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, merge, to_tree
 from data_utils.objectives.planes import (
     DOC,
     FIELDS,
@@ -58,7 +59,8 @@ from megatron_lite.hf.weights import (
     read_json,
     write_sharded,
 )
-from megatron_lite.model.glm import GLM, initialize_parameters, parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.model.glm import GLM, initialize_parameters
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it

@@ -13,7 +13,8 @@ from support.distributed import run_ranks
 from support.published import random_model
 from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
 
-from data_utils.base.settings import build, load_yaml
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build
 from data_utils.objectives import LOSSES, OBJECTIVES, make_one
 from data_utils.objectives.planes import (
     DOC,
