@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import yaml
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import parse_yaml, shorten, shown
+from data_utils.base.setting_files import MAX_DEPTH, parse_yaml, shorten, shown
 
 REQUIRED: Any = dataclasses.MISSING
 T = TypeVar("T")
