@@ -96,7 +96,7 @@ class DenseMask:
     """Attention under a mask of all pairs, bool [B, S, S], which is changed here."""
 
     def __init__(self, mask: np.ndarray):
-        sees_nothing: np.ndarray = ~mask.any(-1)
+        sees_nothing = np.asarray(~mask.any(-1))
         # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
         mask |= sees_nothing[..., None] & np.eye(mask.shape[1], dtype=bool)
         self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
