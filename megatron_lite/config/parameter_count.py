@@ -26,7 +26,12 @@ def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     block = h * (3 * attention + attention + 2 * inner) + 2 * norm * h
     block += 3 * attention * model.has_bias("qkv") + h * model.has_bias("attention")
     block += (inner + h) * model.has_bias("mlp")
-    total = tables * e + (1 if model.share_layers else model.num_layers) * block
+    total = tables * e + (1 if model.share_layers else model.total_layers) * block
+    if model.decoder_layers:
+        cross = 4 * h * attention + 3 * attention * model.has_bias("qkv") + h * model.has_bias("attention")
+        total += model.decoder_layers * (cross + norm * h)
+        total += (model.max_position + 1) * e * (model.positions != "none")  # the decoder's own
+        total += norm * e * model.embedding_norm + norm * h * (model.norm == "pre")
     total += norm * h * (model.norm == "pre") + norm * e * model.embedding_norm
     if model.embedding_size is not None:
         total += h * e + h  # to the hidden size
