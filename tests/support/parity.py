@@ -54,6 +54,7 @@ from support.parity_cases import (
     LR,
     OBJECTIVES,
     OFFLOAD,
+    PARTS,
     ROW_LENGTH,
     SAMPLES,
     STEPS,
@@ -100,10 +101,15 @@ def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def reference_of(case: Case) -> Record:
-    """The record a case is compared with; it only depends on the number of layers and on dropout."""
+    """The record a case is compared with; it only depends on the model and on dropout."""
     pipeline = case.num_layers if case.num_layers > 4 else 1
     return _one_process(
-        type(case)(pipeline=pipeline, dropout=case.dropout, attention_dropout=case.attention_dropout)
+        type(case)(
+            pipeline=pipeline,
+            dropout=case.dropout,
+            attention_dropout=case.attention_dropout,
+            system=case.system,
+        )
     )
 
 
@@ -404,7 +410,8 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
     for title, cases in (
-        ("fp32: every combination", matrix()), ("Dropout", DROPOUT), ("Offloaded optimizer", OFFLOAD),
+        ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
+        ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
         ("Half precision", HALF),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():

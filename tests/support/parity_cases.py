@@ -29,6 +29,15 @@ TOLERANCES = {
 }
 
 
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "encoder-decoder": {},  # of GLM's blocks
+    "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
+    "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
+}
+ENCODER_DECODER = ("encoder-decoder", "bart", "t5")
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to run the training steps."""
@@ -44,6 +53,7 @@ class Case:
     offload: bool = False
     dropout: float = 0.0  # after embeddings, attention and FFN
     attention_dropout: float = 0.0
+    system: str = "glm"  # whose options of the model
 
     @property
     def ranks(self) -> int:
@@ -76,15 +86,17 @@ class Case:
         words += ["sp"] * self.sequence_parallel + ["offload"] * self.offload
         words += [self.precision] * (self.precision != "fp32")
         words += ["dropout"] * bool(self.dropout or self.attention_dropout)
+        words += [self.system] * (self.system != "glm")
         return "-".join(words)
 
     def config(self) -> Config:
         # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
         # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
         # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
+        decoder = self.num_layers // 2 if self.system in ENCODER_DECODER else 0
         tree = {
             "model": {
-                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
+                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, **SYSTEMS[self.system], "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
                 "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
                 "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
             },
@@ -134,6 +146,17 @@ DROPOUT = [
     Case(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     Case(4, 1, 2, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1),
     Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
+]
+
+PARTS = [  # an encoder and a decoder
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, system="bart"),
+    Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, system="bart"),
+    Case(2, 1, 1, 1, accumulation=4, system="t5"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, system="bart"),
+    Case(1, 2, 1, 1, accumulation=4, system="encoder-decoder"),
+    Case(2, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="bart"),
+    Case(1, 4, 1, 1, accumulation=4, system="t5"),
 ]
 
 
