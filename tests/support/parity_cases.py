@@ -148,15 +148,17 @@ DROPOUT = [
     Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
 ]
 
-PARTS = [  # an encoder and a decoder
+# An encoder and a decoder. Without dropout cross-attention of the pre-norm models is nearly uniform, so that gradients of
+# its queries are small differences, which rounding changes by 1e-5 in three steps.
+PARTS = [
     Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, system="bart"),
     Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(2, 1, 1, 1, accumulation=4, system="t5"),
+    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="t5"),
     Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(1, 2, 1, 1, accumulation=4, system="encoder-decoder"),
-    Case(2, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(1, 4, 1, 1, accumulation=4, system="t5"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
+    Case(2, 2, 1, 1, accumulation=4, system="bart"),
+    Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="t5"),
 ]
 
 
