@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
+from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
@@ -45,6 +47,16 @@ from megatron_lite.model.tensor_parallel import (
 )
 from megatron_lite.parallel.collectives import SINGLE
 
+if TYPE_CHECKING:
+    from megatron_lite.model.encoder_decoder import DecoderEmbedding
+
+
+def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), which the backward pass computes `again` instead of what it would keep."""
+    if again and torch.is_grad_enabled():
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return function(*arguments)
+
 
 class _ShrinkGradient(torch.autograd.Function):
     @staticmethod
@@ -62,13 +74,16 @@ class Flow:
     """What the layers need of a micro-batch beside the hidden state."""
 
     shape: tuple[int, ...]  # of the tokens: [T] in training
-    plan: AttentionPlan
+    plan: AttentionPlan | PartsPlan
     dropout: Dropout | None  # of all tokens
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
 
     @staticmethod
     def of(
-        shape: tuple[int, ...], plan: AttentionPlan, dropout: Dropout | None, parallel: TensorParallel
+        shape: tuple[int, ...],
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
+        parallel: TensorParallel,
     ) -> Flow:
         own = dropout
         if dropout is not None and parallel.sequence_parallel:
@@ -90,16 +105,12 @@ class PositionEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         size = config.embedding_size or config.hidden_size
-
-        def table(rows: int) -> nn.Embedding | None:
-            return nn.Embedding(rows, size) if rows else None
-
-        positions = config.max_position + 1
-        self.position_embeddings = table(positions if config.positions != "none" else 0)
-        self.block_position_embeddings = table(positions if config.positions == "learned_blocks" else 0)
-        self.segment_embeddings = table(config.segments)
-        self.task_embeddings = table(config.task_types)
-        self.layernorm = make_norm(config, size, parallel) if config.embedding_norm else None
+        self.position_embeddings = self.position_table(config)
+        blocks = config.max_position + 1 if config.positions == "learned_blocks" else 0
+        self.block_position_embeddings = _table(blocks, config)
+        self.segment_embeddings = _table(config.segments, config)
+        self.task_embeddings = _table(config.task_types, config)
+        self.layernorm = self.norm(config, parallel)
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
         parallel.mark_replicated(*self.parameters())
@@ -107,20 +118,37 @@ class PositionEmbeddings(nn.Module):
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
-    def forward(self, words: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
-        """Args: words: [T, E], or this rank's tokens of it under sequence parallelism. ids: int [len(ID_PLANES), T]."""
+    @staticmethod
+    def position_table(config: ModelConfig) -> nn.Embedding | None:
+        return _table(config.max_position + 1 if config.positions != "none" else 0, config)
+
+    @staticmethod
+    def norm(config: ModelConfig, parallel: TensorParallel) -> LayerNorm | RMSNorm | None:
+        size = config.embedding_size or config.hidden_size
+        return make_norm(config, size, parallel) if config.embedding_norm else None
+
+    def forward(
+        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+    ) -> torch.Tensor:
+        """The hidden state before the first block.
+
+        Args:
+            words: [T, E], or this rank's tokens of it under sequence parallelism.
+            ids: int [len(ID_PLANES), T].
+            decoder: what the decoder's rows have of their own, if there is a decoder.
+        """
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
         if self.parallel.sequence_parallel:
             ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
         hidden = words if self.scale == 1.0 else words * self.scale
-        positions = (self.position_embeddings, self.block_position_embeddings)
-        tables = (*positions, self.segment_embeddings, self.task_embeddings)
-        for table, plane in zip(tables, ids, strict=True):
-            if table is not None:
-                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
-        if self.layernorm is not None:
-            _, hidden = self.layernorm.after_sum(hidden)
+        if decoder is None:
+            hidden = self._sum(hidden, ids, self)
+        else:
+            assert isinstance(flow.plan, PartsPlan)
+            first, second = hidden.split(flow.plan.lengths)
+            first_ids, second_ids = ids.split(flow.plan.lengths, dim=1)
+            hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
         dropout = flow.features(self.dropout, -1, "embedding")
         if dropout is not None:
             hidden = add(None, Biased(hidden), dropout)
@@ -128,6 +156,20 @@ class PositionEmbeddings(nn.Module):
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
         return hidden
+
+    def _sum(
+        self, hidden: torch.Tensor, ids: torch.Tensor, own: PositionEmbeddings | DecoderEmbedding
+    ) -> torch.Tensor:
+        """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
+        shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
+        for table, plane in zip((own.position_embeddings, *shared), ids, strict=True):
+            if table is not None:
+                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
+        return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]
+
+
+def _table(rows: int, config: ModelConfig) -> nn.Embedding | None:
+    return nn.Embedding(rows, config.embedding_size or config.hidden_size) if rows else None
 
 
 class Embedding(PositionEmbeddings):
@@ -137,8 +179,10 @@ class Embedding(PositionEmbeddings):
         super().__init__(config, parallel)
         self.word_embeddings = VocabParallelEmbedding(config, parallel)
 
-    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
-        return super().forward(self.word_embeddings(tokens), ids, flow)
+    def forward(
+        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+    ) -> torch.Tensor:
+        return super().forward(self.word_embeddings(tokens), ids, flow, decoder)
 
 
 class Attention(nn.Module):
@@ -159,16 +203,14 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._attend(qkv, flow, layer)
+        out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         dropout = None
         if self.dropout and flow.dropout is not None:
             dropout = flow.dropout.attention(self.dropout, layer)
+        assert not isinstance(flow.plan, PartsPlan)
         return flow.plan.attend(layer, qkv, dropout)
 
 
@@ -216,19 +258,26 @@ class Block(nn.Module):
         self.recompute = recompute == "full"
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, hidden, flow, layer, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._forward(hidden, flow, layer)
+        return recomputed(self.recompute, self._forward, hidden, flow, layer)
 
     def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        return self._expanded(
+            *self._attended(hidden, flow, layer, self.post_attention_layernorm), flow, layer
+        )
+
+    def _attended(
+        self, hidden: torch.Tensor, flow: Flow, layer: int, norm: LayerNorm | RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With attention: the sum, and its norm."""
         normed = hidden
         if self.input_layernorm is not None:
             hidden, normed = self.input_layernorm.after_sum(hidden)
         x = self.attention(normed, flow, layer)
         dropout = flow.features(self.dropout, layer, "attended")
-        hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
+        return norm.after_sum(hidden, x, dropout)
+
+    def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        """With the MLP. Args: hidden, normed: a sum and its norm."""
         x = self.mlp(normed, flow, layer)
         dropout = flow.features(self.dropout, layer, "expanded")
         if self.output_layernorm is None:
@@ -242,7 +291,10 @@ def final_layernorm(config: ModelConfig) -> nn.Module:
 
 
 class GLM(nn.Module):
-    """Embedding, blocks, final LayerNorm and heads. Args: parallel: None = one process holds every layer whole."""
+    """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
+
+    Args: parallel: None = one process holds every layer whole.
+    """
 
     def __init__(
         self,
@@ -259,27 +311,66 @@ class GLM(nn.Module):
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
         self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
+        self.decoder_embedding: DecoderEmbedding | None = None
+        self.encoder_layernorm: LayerNorm | RMSNorm | None = None
+        if config.decoder_layers:
+            from megatron_lite.model import encoder_decoder as parts  # here: it builds on this file
+
+            self.layers.extend(
+                parts.DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
+            )
+            self.decoder_embedding = parts.DecoderEmbedding(config, self.parallel)
+            self.encoder_layernorm = parts.encoder_layernorm(config, self.parallel)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
         # Called before a part of the model is computed: its weights may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def _run(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
         self.before_use(self.embedding)
-        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
-        for layer in range(self.config.num_layers):
-            block = self.layers[layer % len(self.layers)]
-            self.before_use(block)
-            hidden = block(hidden, flow, layer)
+        if self.decoder_embedding is not None:
+            self.before_use(self.decoder_embedding)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
+        if self.config.decoder_layers:
+            hidden = self._run_parts(hidden, flow)
+        else:
+            for layer in range(self.config.num_layers):
+                hidden = self._block(layer)(hidden, flow, layer)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return hidden
 
-    def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process only.
+    def _block(self, layer: int) -> nn.Module:
+        block = self.layers[layer % len(self.layers)]
+        self.before_use(block)
+        return block
+
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow) -> torch.Tensor:
+        """The encoder's blocks, then the decoder's: [Te + Td, D] -> [Td, D]."""
+        from megatron_lite.model.encoder_decoder import part_flows
+
+        encoder, decoder = part_flows(flow)
+        encoded, decoded = hidden.split([encoder.shape[0], decoder.shape[0]])
+        for layer in range(self.config.num_layers):
+            encoded = self._block(layer)(encoded, encoder, layer)
+        if self.encoder_layernorm is not None:
+            self.before_use(self.encoder_layernorm)
+            encoded = self.encoder_layernorm(encoded)
+        for layer in range(self.config.num_layers, len(self.layers)):
+            decoded = self._block(layer)(decoded, encoded, decoder, layer)
+        return decoded
+
+    def hidden_states(
+        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
+    ) -> torch.Tensor:
+        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process, one stack.
 
         Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
         """

@@ -226,10 +226,9 @@ class Engine(ABC):
     def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
         """A batch as the model takes it in this layout."""
         rows, length = batch.layout.shape
+        has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         multiple = 1
-        if self.context.pp.size > 1:
-            multiple = rows * length  # what stages send has one shape
-        else:
+        if not has_stages or has_parts:
             multiple = few_lengths(rows * length, self.context.device, TYPES[self._config.training.precision])
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
@@ -239,6 +238,7 @@ class Engine(ABC):
             self._config.model,
             dropout_seed=dropout_seed,
             multiple=multiple,
+            has_one_length=has_stages,  # what stages send
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )
