@@ -1,6 +1,6 @@
 """The section `model` of the configuration: the Transformer.
 
-The options are orthogonal. Their defaults are GLM's; docs/systems.md lists those of the other systems.
+The options are orthogonal. Their defaults are GLM's; systems.py has those of the other systems.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from data_utils.base.settings import REQUIRED, Former, check, checked, setting
 from data_utils.objectives.registry import TASKS
+from megatron_lite.config.systems import SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post")
@@ -32,8 +33,13 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-@checked("model", former=FORMER_SETTINGS)
+@checked("model", former=FORMER_SETTINGS, presets=("system", SYSTEMS))
 class ModelConfig:
+    system: str | None = setting(
+        None,
+        "a published system, which sets the options of its architecture where the file does not; null = glm",
+        one_of=tuple(SYSTEMS),
+    )
     num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
     hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(
@@ -160,7 +166,7 @@ class ModelConfig:
 # Options that GLM's exported code knows, or that leave the trained model as it is.
 _OF_GLM = frozenset(
     (
-        "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
+        "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
     )
