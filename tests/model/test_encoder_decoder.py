@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_lite.config.parameter_count import parameter_count
 from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, windows
 from support.recipes import make as make_objective
@@ -27,6 +26,7 @@ from data_utils.objectives.planes import (
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import cross_attention
 from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
 
