@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,20 @@ class Flow:
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
         return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
+
+
+class Stream(NamedTuple):
+    """The hidden state between blocks: hidden + dropout(x), [T, D]. The next norm's kernel makes the sum.
+
+    A tuple, so that DeepSpeed finds the tensors in it.
+    """
+
+    hidden: torch.Tensor
+    x: Biased | None = None
+    dropout: FeatureDropout | None = None
+
+    def summed(self) -> torch.Tensor:
+        return self.hidden if self.x is None else add(*self)
 
 
 class PositionEmbeddings(nn.Module):
@@ -185,20 +200,24 @@ class Block(nn.Module):
         self.parallel = parallel
         self.recompute = recompute == "full"
 
-    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+    def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, hidden, flow, layer, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._forward(hidden, flow, layer)
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return Stream(checkpoint(self._summed, stream.summed(), flow, layer, **options))
+        if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
+            return Stream(self._summed(stream.hidden, flow, layer))
+        return self._forward(stream, flow, layer)
 
-    def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        hidden, normed = self.input_layernorm.after_sum(hidden)
+    def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        return self._forward(Stream(hidden), flow, layer).summed()
+
+    def _forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
+        hidden, normed = self.input_layernorm.after_sum(*stream)
         x = self.attention(normed, flow, layer)
         dropout = flow.features(self.dropout, layer, "attended")
         hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
         x = self.mlp(normed)
-        return add(hidden, x, flow.features(self.dropout, layer, "expanded"))
+        return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
 
 def final_layernorm(config: ModelConfig) -> LayerNorm:
@@ -234,14 +253,14 @@ class GLM(nn.Module):
     ) -> torch.Tensor:
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
         self.before_use(self.embedding)
-        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
+        stream = Stream(self.embedding(tokens.flatten(), ids.flatten(1), flow))
         for layer in range(self.config.num_layers):
             block = self.layers[layer % len(self.layers)]
             self.before_use(block)
-            hidden = block(hidden, flow, layer)
+            stream = block(stream, flow, layer)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
-        return hidden
+        return stream.summed()
 
     def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process only.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -18,7 +19,14 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import Block, Flow, PositionEmbeddings, final_layernorm, initialize_parameters
+from megatron_lite.model.glm import (
+    Block,
+    Flow,
+    PositionEmbeddings,
+    Stream,
+    final_layernorm,
+    initialize_parameters,
+)
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -90,8 +98,9 @@ class _Block(Block):
         self.layer = layer
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(hidden, self.feed.current.flow, self.layer)
+    def forward(self, given: torch.Tensor | Stream) -> Stream:  # type: ignore[override]
+        stream = given if isinstance(given, Stream) else Stream(given)
+        return super().forward(stream, self.feed.current.flow, self.layer)
 
 
 class _Readout(nn.Module):
@@ -103,7 +112,8 @@ class _Readout(nn.Module):
         self.heads = Heads(config, parallel)
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> tuple[Heads, *_Rows]:
+    def forward(self, stream: torch.Tensor | Stream) -> tuple[Heads, *_Rows]:
+        hidden = stream.summed() if isinstance(stream, Stream) else stream
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
 
 
@@ -147,9 +157,10 @@ class _Stages(PipelineModule):
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
         self._feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> Any:
         self._feed.advance()
-        return super().forward(hidden)
+        out = super().forward(hidden)
+        return out.summed() if isinstance(out, Stream) else out  # what a stage sends is one tensor
 
     def _partition_layers(self, method: str = "cost") -> None:
         stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
