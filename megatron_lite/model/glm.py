@@ -27,8 +27,9 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
-from megatron_lite.model.dropout import Dropout, FeatureDropout
-from megatron_lite.model.fused import Biased, add, gelu
+from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
+from megatron_lite.model.fused import Biased, add, gelu, has_kernels
+from megatron_lite.model.fused_block import fused_block
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
@@ -42,6 +43,7 @@ from megatron_lite.model.tensor_parallel import (
     partition_of,
     whole_shape,
 )
+from megatron_lite.model.varlen import VarlenPlan
 from megatron_lite.parallel.collectives import SINGLE
 
 
@@ -90,7 +92,7 @@ class Stream(NamedTuple):
     dropout: FeatureDropout | None = None
 
     def summed(self) -> torch.Tensor:
-        return self.hidden if self.x is None else add(*self)
+        return self.hidden if self.x is None else add(self.hidden, self.x, self.dropout)
 
 
 class PositionEmbeddings(nn.Module):
@@ -166,10 +168,12 @@ class Attention(nn.Module):
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        dropout = None
-        if self.dropout and flow.dropout is not None:
-            dropout = flow.dropout.attention(self.dropout, layer)
-        return flow.plan.attend(layer, qkv, dropout)
+        return flow.plan.attend(layer, qkv, self.dropout_of(flow, layer))
+
+    def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
+        if not self.dropout or flow.dropout is None:
+            return None
+        return flow.dropout.attention(self.dropout, layer)
 
 
 class MLP(nn.Module):
@@ -199,14 +203,39 @@ class Block(nn.Module):
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
+        # What takes in gradients of parameters, which are used once in a pass. Set by an optimizer that can.
+        self.take: Callable[[nn.Parameter, torch.Tensor], None] | None = None
+        self.may_fuse = config.is_plain and recompute == "none" and parallel.group.size == 1
 
     def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            return Stream(checkpoint(self._summed, stream.summed(), flow, layer, **options))
+            operands = stream.summed(), flow, layer
+            return Stream(checkpoint(self._summed, *operands, use_reentrant=False, preserve_rng_state=False))
+        if (
+            self.take is not None
+            and self.may_fuse
+            and stream.hidden.requires_grad
+            and has_kernels(stream.hidden)
+        ):
+            fused = self._fused(stream, flow, layer)
+            if fused is not None:
+                return fused
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
+
+    def _fused(self, stream: Stream, flow: Flow, layer: int) -> Stream | None:
+        """`_forward` as one function of autograd, if all its parts are known to that."""
+        norms = self.input_layernorm.normalize, self.post_attention_layernorm.normalize
+        if not isinstance(flow.plan, VarlenPlan) or norms != (F.layer_norm, F.layer_norm):
+            return None
+        attention = self.attention
+        p = flow.plan.prepare(attention.head_dim, stream.hidden.device, attention.dropout_of(flow, layer))
+        after = flow.features(self.dropout, layer, "attended")
+        hidden, out = fused_block(self, *stream, after, p, flow.plan)
+        return Stream(
+            hidden, Biased(out, self.mlp.dense_4h_to_h.bias), flow.features(self.dropout, layer, "expanded")
+        )
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         return self._forward(Stream(hidden), flow, layer).summed()
