@@ -18,7 +18,7 @@ import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,11 +80,15 @@ def fraction(default: float, help: str) -> Any:
     return setting(default, help, at_least=0, at_most=1)
 
 
-def checked(name: str) -> Callable[[type[T]], type[T]]:
+Former = Mapping[str, tuple[str, Mapping[Any, Any]]]
+
+
+def checked(name: str, former: Former | None = None) -> Callable[[type[T]], type[T]]:
     """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
 
     Args:
         name: the section's dotted key, for messages, also in `section_key`; "" = there is none.
+        former: former key -> today's, and former value -> today's. Files of former versions are read so.
     """
     path = f"{name}." if name else ""
 
@@ -99,9 +103,30 @@ def checked(name: str) -> Callable[[type[T]], type[T]]:
 
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
         cls.section_key = name  # type: ignore[attr-defined]
+        cls.former_settings = former or {}  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _with_todays_names(cls: type, tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    former: Former = getattr(cls, "former_settings", {})
+    renamed: dict[str, Any] = {}
+    for key, value in tree.items():
+        name, values = former.get(key, (key, {}))
+        if key in former:
+            if name in tree:
+                raise ConfigError(
+                    f"{path}{key} is the former name of {path}{name}, which is set too; remove {key}."
+                )
+            if not isinstance(value, Hashable) or value not in values:
+                allowed = ", ".join(map(to_yaml_scalar, values))
+                raise ConfigError(
+                    f"{path}{key} is {shown(value)}; the former setting was one of {allowed}. Use {path}{name} instead."
+                )
+            value = values[value]
+        renamed[name] = value
+    return renamed
 
 
 def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
@@ -310,6 +335,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     """
     root = root or cls
     known = _keys(cls)
+    tree = _with_todays_names(cls, tree, path)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:

@@ -64,6 +64,7 @@ class ObjectiveConfig(ABC):
 
     segments = 2  # segment ids are below this
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
+    has_block_positions = False  # whether block_position_ids tell places that position_ids do not
 
     @property
     def has_sentence_label(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from data_utils.objectives.registry import TASKS
-from megatron_lite.config.sections import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
@@ -20,15 +19,24 @@ def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     assert model.vocab_size is not None
     h, e = model.hidden_size, model.embedding_size or model.hidden_size
     words = padded_vocab_size(model.vocab_size) if padded else model.vocab_size
-    tables = words + 2 * (model.max_position + 1) + model.segments
-    tables += TASKS * model.task_embedding
-    block = 12 * h * h + 13 * h  # QKV 3h(h+1), dense h(h+1), FFN 4h(h+1) + h(4h+1), two LayerNorms 4h
-    heads = 0
+    position_tables = {"learned_blocks": 2, "learned": 1, "none": 0}[model.positions]
+    tables = words + position_tables * (model.max_position + 1) + model.segments + model.task_types
+    norm = 1 if model.rms_norm else 2  # vectors of a norm
+    attention, inner = model.attention_size, model.inner_size
+    block = h * (3 * attention + attention + 2 * inner) + 2 * norm * h
+    block += 3 * attention * model.has_bias("qkv") + h * model.has_bias("attention")
+    block += (inner + h) * model.has_bias("mlp")
+    total = tables * e + (1 if model.share_layers else model.num_layers) * block
+    total += norm * h * (model.norm == "pre") + norm * e * model.embedding_norm
     if model.embedding_size is not None:
-        heads += (h * e + h) + (h * e + e + 2 * e)  # to the hidden size; back, with a LayerNorm
-    if model.sentence_head:
-        heads += h * (h + 1) + 2 * (h + 1)
+        total += h * e + h  # to the hidden size
+    if model.embedding_size is not None or model.head_transform:
+        total += h * e + e + norm * e
+    if model.sentence_classes:
+        total += h * (h + 1) + model.sentence_classes * (h + 1)
     if model.span_boundary_places:
         place = SPAN_PLACE_SIZE
-        heads += model.span_boundary_places * place + (2 * h + place) * h + h * h + 2 * 3 * h
-    return tables * e + (1 if model.share_layers else model.num_layers) * block + 2 * h + heads
+        total += model.span_boundary_places * place + (2 * h + place) * h + h + norm * h  # inner layer
+        total += h * e + e + norm * e  # outer layer
+    output_biases = model.head_bias * (1 + (model.span_boundary_places > 0))
+    return total + output_biases * words

@@ -1,8 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, events.py, observation.py, data_utils/samples/config.py and beside each objective. This
-file checks what concerns several. A component that needs one section takes that one; those that put a run together
-take the tree. Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, model.py, events.py, observation.py, data_utils/samples/config.py and beside each
+objective. This file checks what concerns several. A component that needs one section takes that one; those that put a
+run together take the tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from data_utils.samples.config import DataConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -96,7 +96,7 @@ class Config:
         chosen = [choice.section for choice in self.objective_choices]
         needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
         check(
-            needed <= self.model.max_position,
+            needed <= self.model.max_position or self.model.positions == "none",
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
             f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
             "shorter data.sequence_length.",
@@ -170,14 +170,14 @@ class Config:
             name for name, section in self.objective_sections.items() if section.has_span_boundaries
         ]
         check(
-            model.sentence_head or not labelled,
-            f"model.sentence_head is false, but {', '.join(labelled)} makes next-sentence or sentence-order "
-            "labels; set it to true, or switch the labels off in that section.",
+            model.sentence_classes > 0 or not labelled,
+            f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
+            "labels; set it to 2, or switch the labels off in that section.",
         )
         check(
-            not model.sentence_head or bool(labelled),
-            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose one of "
-            f"{', '.join(with_labels)} and switch its labels on.",
+            not model.sentence_classes or bool(labelled),
+            f"model.sentence_classes is {model.sentence_classes}, but no objective makes labels for it; set it to 0, "
+            f"or choose one of {', '.join(with_labels)} and switch its labels on.",
         )
         check(
             not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
@@ -186,9 +186,22 @@ class Config:
         )
         segments = max(choice.section.segments for choice in chosen)
         check(
-            model.segments in (0, *range(segments, 1000)),
-            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
-            "to 0 for no segment embedding.",
+            model.segments in (0, 1) or model.segments >= segments,
+            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, to 1 for "
+            "one row that all tokens share, or to 0 for no segment embedding.",
+        )
+        losses = [loss for choice in chosen for loss in OBJECTIVES[choice.name].losses]
+        last = max(losses, key=lambda loss: loss.number)
+        check(
+            not model.task_types or last.number < model.task_types,
+            f"model.task_types is {model.task_types}, but the loss {last.name} takes row {last.number}; set it to "
+            f"{last.number + 1} or more, or to 0 for no task embedding.",
+        )
+        in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
+        check(
+            model.positions == "learned_blocks" or not in_blocks,
+            f"model.positions is {model.positions}, but {', '.join(in_blocks)} tells the places in a span by a table "
+            "of their own; set it to learned_blocks, or choose another objective.",
         )
 
     def _check_fillings(self) -> None:
@@ -234,6 +247,11 @@ class Config:
             self.optimizer.kernel == "torch" or not parallel.offload_optimizer,
             f"optimizer.kernel is {self.optimizer.kernel}, which runs on GPUs only, with parallel.offload_optimizer; "
             "set the kernel to torch, or do not offload.",
+        )
+        check(
+            model.inner_size % tp == 0,
+            f"the inner width of the FFN ({model.inner_size}) must be divisible by parallel.tensor_parallel_size "
+            f"({tp}); change model.ffn_size.",
         )
         tokens = self.batch.micro_batch_size * self.row_length
         check(

@@ -192,7 +192,7 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
         output_dropout=config.output_dropout,
         layernorm_epsilon=config.layernorm_epsilon,
         initializer_range=config.init_std,
-        gelu=config.gelu,
+        gelu=config.activation.removeprefix("gelu_"),
         cls_token_id=special.cls,
         sop_token_id=special.sop,
         eop_token_id=special.eop,

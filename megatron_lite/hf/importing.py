@@ -98,6 +98,8 @@ def open_source(path: Path) -> Source:
     fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
               "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
     settings = {name: described[name] for name in fields if name in described}
+    if "gelu" in settings:
+        settings["activation"] = f"gelu_{settings.pop('gelu')}"
     return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
 
 

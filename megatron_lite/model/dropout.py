@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from numba import njit
 
-PLACES = ("embedding", "attention", "attended", "expanded")
+PLACES = ("embedding", "attention", "attended", "expanded", "activated")
+_FIRST_PLACES = 4  # those of the first version: the numbers of their salts do not depend on the others
 
 _GOLDEN = np.uint32(
     0x9E3779B9
@@ -60,7 +61,9 @@ def token_keys(seed: int, samples: np.ndarray, length: int) -> np.ndarray:
 @functools.cache
 def salts(layers: int) -> np.ndarray:
     """The salt of each place, int32 [layers + 1, len(PLACES)]; the last row is that of the embedding."""
-    numbers = np.arange((layers + 1) * len(PLACES), dtype=np.uint64).reshape(-1, len(PLACES))
+    first = np.arange((layers + 1) * _FIRST_PLACES, dtype=np.uint64).reshape(-1, _FIRST_PLACES)
+    others = np.arange((layers + 1) * (len(PLACES) - _FIRST_PLACES), dtype=np.uint64).reshape(layers + 1, -1)
+    numbers = np.concatenate([first, others + np.uint64(1 << 32)], axis=1)
     return (_mix_64(numbers + np.uint64(_GOLDEN_64)) >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
@@ -124,6 +127,13 @@ class FeatureDropout(NamedTuple):
     keys: torch.Tensor  # int32 [T]
     salt: int  # an int32
     p: float
+
+    def from_feature(self, first: int) -> FeatureDropout:
+        """The same of hidden states of which this rank holds the features from `first` on."""
+        if not first:
+            return self
+        step = int((np.uint64(first) * np.uint64(_GOLDEN)).astype(np.uint32).view(np.int32))
+        return FeatureDropout((self.keys ^ self.salt) + step, 0, self.p)
 
 
 def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout | None) -> torch.Tensor:

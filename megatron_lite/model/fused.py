@@ -254,3 +254,12 @@ def gelu(x: Biased, approximate: str) -> torch.Tensor:
     if has_kernels(x.x):
         return _BiasGelu.apply(x.x, x.bias, approximate == "tanh")
     return F.gelu(x.added(), approximate=approximate)
+
+
+def activate(x: Biased, activation: str) -> torch.Tensor:
+    """The activation of a configuration, [T, D]. On a GPU GELU is a kernel, others are torch's."""
+    if activation == "relu":
+        return F.relu(x.added())
+    if activation == "silu":
+        return F.silu(x.added())
+    return gelu(x, "tanh" if activation == "gelu_tanh" else "none")

@@ -62,7 +62,7 @@ class _FusedBlock(torch.autograd.Function):
             summed = hidden
         qkv = F.linear(normed, qkv_layer.weight, qkv_layer.bias)
         attended, keys, states = forward_calls(
-            plan, qkv.view(hidden.shape[0], 3, -1, block.attention.head_dim), attention_p
+            plan, qkv.view(hidden.shape[0], 3, -1, block.attention.head_size), attention_p
         )
         attended = attended.view(hidden.shape[0], -1)
         projected = F.linear(attended, dense.weight)
@@ -70,7 +70,7 @@ class _FusedBlock(torch.autograd.Function):
             projected, dense.bias, *after, summed, second.weight, second.bias, second.epsilon
         )
         expanded = F.linear(normed_again, expand.weight)
-        inner = gelu_kernel(expanded, expand.bias, block.mlp.approximate == "tanh")
+        inner = gelu_kernel(expanded, expand.bias, block.mlp.activation == "gelu_tanh")
         out = F.linear(inner, shrink.weight)
         ctx.save_for_backward(total)  # a result: kept otherwise, it would keep itself
         ctx.of_attention = summed, normed, stats, qkv, attended, keys, states
@@ -104,7 +104,7 @@ def _mlp_backward(ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple
     d_inner = torch.mm(d_out, shrink.weight)
     shrink.weight.take_product(d_out, inner)
     d_expanded, gelu_sums = gelu_backward_kernel(
-        expanded, expand.bias, d_inner, block.mlp.approximate == "tanh"
+        expanded, expand.bias, d_inner, block.mlp.activation == "gelu_tanh"
     )
     del d_inner, inner, expanded
     d_normed = torch.mm(d_expanded, expand.weight)
@@ -124,7 +124,7 @@ def _attention_backward(ctx: Any, d_sum: torch.Tensor, d_projected: torch.Tensor
     ctx.of_attention = None
     d_attended = torch.mm(d_projected, dense.weight)
     dense.weight.take_product(d_projected, attended)
-    tokens, size = attended.shape[0], block.attention.head_dim
+    tokens, size = attended.shape[0], block.attention.head_size
     whole, d_whole = attended.view(tokens, -1, size), d_attended.view(tokens, -1, size)
     d_qkv, qkv_sums = backward_calls(
         ctx.plan, qkv.view(tokens, 3, -1, size), whole, keys, states, d_whole, ctx.attention_p

@@ -1,7 +1,8 @@
-"""GLM: one Transformer for every objective. Input: tokens, their ids (positions, segment, task), an attention plan.
+"""One Transformer for every system. Input: tokens, their ids (positions, segment, task), an attention plan.
 
-Pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding without a bias
-(arXiv:2103.10360). docs/architecture.md compares the module names with those of released checkpoints.
+By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
+without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
+docs/architecture.md compares the module names with those of released checkpoints.
 
 Between layers the hidden state is a token matrix [T, D]; under sequence parallelism each tensor-parallel rank holds
 T / size of its tokens. Dropout is a pure function of each token and the place in the model (dropout.py), so every
@@ -24,22 +25,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
-from megatron_lite.model.fused import Biased, add, gelu, has_kernels
+from megatron_lite.model.fused import Biased, activate, add, has_kernels
 from megatron_lite.model.fused_block import fused_block
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
+    RMSNorm,
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
     linear,
     local_shard,
+    make_norm,
     partition_of,
     whole_shape,
 )
@@ -96,22 +98,29 @@ class Stream(NamedTuple):
 
 
 class PositionEmbeddings(nn.Module):
-    """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
+    """Adds the embeddings of `ID_PLANES` to those of the words, then norm and dropout: [T, E] -> [T, D].
 
-    Segment and task embeddings exist if the configuration has them. With a factorised embedding (ALBERT) all are of
-    size E, and their sum is projected to D.
+    The configuration says which tables there are, and whether there is a norm. With a factorised embedding (ALBERT)
+    all are of size E, and the result is projected to D.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         size = config.embedding_size or config.hidden_size
-        self.position_embeddings = nn.Embedding(config.max_position + 1, size)
-        self.block_position_embeddings = nn.Embedding(config.max_position + 1, size)
-        self.segment_embeddings = nn.Embedding(config.segments, size) if config.segments else None
-        self.task_embeddings = nn.Embedding(TASKS, size) if config.task_embedding else None
+
+        def table(rows: int) -> nn.Embedding | None:
+            return nn.Embedding(rows, size) if rows else None
+
+        positions = config.max_position + 1
+        self.position_embeddings = table(positions if config.positions != "none" else 0)
+        self.block_position_embeddings = table(positions if config.positions == "learned_blocks" else 0)
+        self.segment_embeddings = table(config.segments)
+        self.task_embeddings = table(config.task_types)
+        self.layernorm = make_norm(config, size, parallel) if config.embedding_norm else None
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
         parallel.mark_replicated(*self.parameters())
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         self.dropout = config.embedding_dropout
         self.gradient_shrink = config.embedding_gradient_shrink
 
@@ -121,17 +130,21 @@ class PositionEmbeddings(nn.Module):
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
         if self.parallel.sequence_parallel:
             ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
-        hidden = words
+        hidden = words if self.scale == 1.0 else words * self.scale
         positions = (self.position_embeddings, self.block_position_embeddings)
         tables = (*positions, self.segment_embeddings, self.task_embeddings)
         for table, plane in zip(tables, ids, strict=True):
             if table is not None:
                 hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
+        if self.layernorm is not None:
+            _, hidden = self.layernorm.after_sum(hidden)
+        dropout = flow.features(self.dropout, -1, "embedding")
+        if dropout is not None:
+            hidden = add(None, Biased(hidden), dropout)
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
-        dropout = flow.features(self.dropout, -1, "embedding")
-        return hidden if dropout is None else add(None, Biased(hidden), dropout)
+        return hidden
 
 
 class Embedding(PositionEmbeddings):
@@ -146,21 +159,23 @@ class Embedding(PositionEmbeddings):
 
 
 class Attention(nn.Module):
-    """Fused Q|K|V projection ([3D, D], contiguous thirds), the plan's kernel, output projection."""
+    """Fused Q|K|V projection (contiguous thirds), the plan's kernel, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_size = config.head_size
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute
         self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * config.hidden_size, parallel, parts=3
+            config.hidden_size, 3 * config.attention_size, parallel, parts=3, has_bias=config.has_bias("qkv")
         )
-        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
+        self.dense = RowParallelLinear(
+            config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
+        )
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_dim)
+        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -179,33 +194,49 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
-        self.parallel = parallel
+        self.activation = config.activation
+        self.dropout = config.activation_dropout
+        inner, has_bias = config.inner_size, config.has_bias("mlp")
+        self.first_feature = inner // parallel.group.size * parallel.group.rank
         self.dense_h_to_4h = ColumnParallelLinear(
-            config.hidden_size, 4 * config.hidden_size, parallel, leaves_bias=True
+            config.hidden_size, inner, parallel, has_bias=has_bias, leaves_bias=True
         )
-        self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, parallel)
+        self.dense_4h_to_h = RowParallelLinear(inner, config.hidden_size, parallel, has_bias=has_bias)
 
-    def forward(self, hidden: torch.Tensor) -> Biased:
-        return self.dense_4h_to_h(gelu(self.dense_h_to_4h(hidden), self.approximate))
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
+        x = activate(self.dense_h_to_4h(hidden), self.activation)
+        if self.dropout and flow.dropout is not None:
+            dropout = flow.dropout.features(self.dropout, layer, "activated")
+            assert dropout is not None
+            x = add(None, Biased(x), dropout.from_feature(self.first_feature))
+        return self.dense_4h_to_h(x)
 
 
 class Block(nn.Module):
-    """x + dropout(attention(LN(x))), then the same with the MLP. `layer` is its index, for dropout and caches."""
+    """Attention and MLP. `layer` is its index, for dropout and caches.
+
+    Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
+    then the same with the MLP. In both `post_attention_layernorm` lies between the two.
+    """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
         super().__init__()
-        hidden, epsilon = config.hidden_size, config.layernorm_epsilon
-        self.input_layernorm = LayerNorm(hidden, epsilon, parallel)
+
+        def norm() -> LayerNorm | RMSNorm:
+            return make_norm(config, config.hidden_size, parallel)
+
+        self.input_layernorm = norm() if config.norm == "pre" else None
         self.attention = Attention(config, parallel, recompute == "selective")
-        self.post_attention_layernorm = LayerNorm(hidden, epsilon, parallel)
+        self.post_attention_layernorm = norm()
         self.mlp = MLP(config, parallel)
+        self.output_layernorm = norm() if config.norm == "post" else None
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
         # What takes in gradients of parameters, which are used once in a pass. Set by an optimizer that can.
         self.take: Callable[[nn.Parameter, torch.Tensor], None] | None = None
-        self.may_fuse = config.is_plain and recompute == "none" and parallel.group.size == 1
+        is_known = config.is_plain and not config.activation_dropout
+        self.may_fuse = is_known and recompute == "none" and parallel.group.size == 1
 
     def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
@@ -226,32 +257,38 @@ class Block(nn.Module):
 
     def _fused(self, stream: Stream, flow: Flow, layer: int) -> Stream | None:
         """`_forward` as one function of autograd, if all its parts are known to that."""
-        norms = self.input_layernorm.normalize, self.post_attention_layernorm.normalize
-        if not isinstance(flow.plan, VarlenPlan) or norms != (F.layer_norm, F.layer_norm):
+        norms = self.input_layernorm, self.post_attention_layernorm
+        is_known = all(isinstance(norm, LayerNorm) and norm.normalize is F.layer_norm for norm in norms)
+        if not isinstance(flow.plan, VarlenPlan) or not is_known:
             return None
         attention = self.attention
-        p = flow.plan.prepare(attention.head_dim, stream.hidden.device, attention.dropout_of(flow, layer))
+        p = flow.plan.prepare(attention.head_size, stream.hidden.device, attention.dropout_of(flow, layer))
         after = flow.features(self.dropout, layer, "attended")
         hidden, out = fused_block(self, *stream, after, p, flow.plan)
-        return Stream(
-            hidden, Biased(out, self.mlp.dense_4h_to_h.bias), flow.features(self.dropout, layer, "expanded")
-        )
+        x = Biased(out, self.mlp.dense_4h_to_h.bias)
+        return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         return self._forward(Stream(hidden), flow, layer).summed()
 
     def _forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
-        hidden, normed = self.input_layernorm.after_sum(*stream)
+        if self.input_layernorm is None:
+            hidden = normed = stream.summed()
+        else:
+            hidden, normed = self.input_layernorm.after_sum(*stream)
         x = self.attention(normed, flow, layer)
         dropout = flow.features(self.dropout, layer, "attended")
         hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
-        x = self.mlp(normed)
-        return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
+        x = self.mlp(normed, flow, layer)
+        dropout = flow.features(self.dropout, layer, "expanded")
+        if self.output_layernorm is None:
+            return Stream(hidden, x, dropout)
+        return Stream(self.output_layernorm.after_sum(normed, x, dropout)[1])
 
 
-def final_layernorm(config: ModelConfig) -> LayerNorm:
-    """The LayerNorm before the heads. All ranks have all tokens with loss, so each has its whole gradient."""
-    return LayerNorm(config.hidden_size, config.layernorm_epsilon, TensorParallel())
+def final_layernorm(config: ModelConfig) -> nn.Module:
+    """The norm before the heads; none in post-norm models. All ranks have all tokens with loss: its whole gradient."""
+    return make_norm(config, config.hidden_size, TensorParallel()) if config.norm == "pre" else nn.Identity()
 
 
 class GLM(nn.Module):
@@ -310,7 +347,8 @@ class GLM(nn.Module):
         hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         words = self.embedding.word_embeddings
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
-        losses = row_losses(self.heads.vocabulary_logits(vectors, words), classes, batch.targets, words)
+        logits = self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders))
+        losses = row_losses(logits, classes, batch.targets, words)
         return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
 
 
@@ -329,6 +367,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
 
 
+_OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
 @torch.no_grad()
 def initialize_parameters(
     named: Iterable[tuple[str, nn.Parameter]],
@@ -338,8 +379,8 @@ def initialize_parameters(
 ) -> None:
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
 
-    Weights N(0, init_std), output projections scaled by 1/sqrt(2L), biases 0, LayerNorm 1 and 0 (GPT-2's scheme, as in
-    the reference); padding rows of the vocabulary 0.
+    Weights N(0, init_std), with `init: gpt2` output projections scaled by 1/sqrt(2L) (GPT-2's scheme, as in the
+    reference), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
@@ -348,7 +389,7 @@ def initialize_parameters(
         elif name.endswith("bias"):
             parameter.zero_()
         else:
-            is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+            is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
             std = config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)

@@ -137,6 +137,8 @@ def prepare(
     planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
     planes = planes.reshape(len(planes), -1)[:, plan.order]
     planes[:, is_padding] = 0
+    if config.segments == 1:
+        planes[1 + ID_PLANES.index(SEGMENT_IDS)] = 0
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]

@@ -77,7 +77,8 @@ class _Words(VocabParallelEmbedding):
     def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Rows:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
-        return heads.vocabulary_logits(vectors, module), classes
+        boundaries = len(module.feed.current.input.loss_rows.borders)
+        return heads.vocabulary_logits(vectors, module, boundaries), classes
 
 
 class _Positions(PositionEmbeddings):

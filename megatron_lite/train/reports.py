@@ -34,8 +34,8 @@ def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: in
     """
     assert model.vocab_size is not None
     h = model.hidden_size
-    blocks = 2.0 * 12 * h * h * model.num_layers * tokens
-    attention = 2.0 * 2 * h * model.num_layers * visible_keys
+    blocks = 2.0 * h * (4 * model.attention_size + 2 * model.inner_size) * model.num_layers * tokens
+    attention = 2.0 * 2 * model.attention_size * model.num_layers * visible_keys
     head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
     return 3.0 * (blocks + attention + head)
 

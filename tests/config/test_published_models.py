@@ -186,7 +186,7 @@ def test_a_system_has_its_headline_recipe(name):
 def test_ernie_2_adds_a_task_every_50000_steps():
     config = published("ernie2-base")
     batch, tokens = config.batch.global_batch_size, 512
-    assert config.model.task_embedding and batch * tokens == 393_216
+    assert config.model.task_types and batch * tokens == 393_216
     rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
     assert rows == {tokens}
     starts = {choice.name: choice.first_sample / batch for choice in config.objective_choices}

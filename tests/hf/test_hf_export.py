@@ -83,7 +83,7 @@ def test_half_precision_is_the_rounded_model(run, tmp_path, dtype):
 
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
 def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
-    write_run(tmp_path / "run", tree(vocabulary, gelu=gelu))
+    write_run(tmp_path / "run", tree(vocabulary, activation=f"gelu_{gelu}"))
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["gelu"] == gelu

@@ -25,6 +25,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     """What is masked, and how. Probabilities are per Example; ratios refer to n, the tokens of the text and its CLS."""
 
     segments = 1
+    has_block_positions = True
 
     token_prob: float = fraction(
         1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
