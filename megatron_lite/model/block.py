@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.attention import AttentionPlan
+from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add, has_kernels
 from megatron_lite.model.fused_block import fused_block
 from megatron_lite.model.heads import Linear
+from megatron_lite.model.relative import ScoreBias
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -69,6 +70,7 @@ class Flow:
     plan: AttentionPlan | PartsPlan
     dropout: Dropout | None  # of all tokens
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    bias: ScoreBias | None = None  # of all layers' scores
 
     @staticmethod
     def of(
@@ -191,12 +193,18 @@ class Embedding(PositionEmbeddings):
         return super().forward(self.word_embeddings(tokens), ids, flow, decoder)
 
 
+def query_factor(config: ModelConfig) -> float:
+    """What multiplies queries, for kernels that scale scores by 1 / sqrt(head size)."""
+    return math.sqrt(config.head_size) if config.unscaled_scores else 1.0
+
+
 class Attention(nn.Module):
     """Fused Q|K|V projection (contiguous thirds), the plan's kernel, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
         self.head_size = config.head_size
+        self.query_factor = query_factor(config)
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute
@@ -209,12 +217,17 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
+        if self.query_factor != 1.0:
+            qkv = qkv * qkv.new_tensor([self.query_factor, 1.0, 1.0])[:, None, None]
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
-        return flow.plan.attend(layer, qkv, self.dropout_of(flow, layer))
+        dropout = self.dropout_of(flow, layer)
+        if flow.bias is None:
+            return flow.plan.attend(layer, qkv, dropout)
+        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, flow.bias)
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
         if not self.dropout or flow.dropout is None:

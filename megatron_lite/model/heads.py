@@ -162,6 +162,7 @@ class Heads(nn.Module):
         size = config.embedding_size or config.hidden_size
         has_projection = config.head_transform or config.embedding_size is not None
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
+        self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
         self.boundary_bias = (
@@ -193,7 +194,7 @@ class Heads(nn.Module):
 
         Args: boundaries: P, the last rows, which are predicted from the borders of their span.
         """
-        vectors = self.parallel.copy(vectors)
+        vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
         if self.boundary_bias is None:
             return linear(vectors, embedding.weight, self.bias)
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])

@@ -136,6 +136,8 @@ def prepare(
         has_one_length: T is the same for all batches of a shape.
     """
     places, first = batch.planes[:, TOKENS].size, 0
+    if config.relative != "none" and device.type == "cuda" and kernel == "auto":
+        kernel = "dense"  # its kernel takes a bias, and returns the bias's gradient
     plan: HostPlan | PartsPlan
     if config.decoder_layers:
         length = constant_length(places, multiple) if has_one_length else None
