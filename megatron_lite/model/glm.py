@@ -113,7 +113,8 @@ class GLM(nn.Module):
             return flow
         self.before_use(table)
         pairs = cast(BiasedPlan, flow.plan).pairs(positions.device)
-        return replace(flow, bias=table(pairs, positions))
+        made = table(pairs, positions)
+        return replace(flow, bias=lambda call, queries, keys: made[call])
 
     def _run_blocks(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
         """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""

@@ -62,10 +62,10 @@ class RelativeBuckets(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(BUCKETS, heads)), Partition(dim=1))
         self.is_causal = is_causal
 
-    def forward(self, pairs: Pairs, positions: torch.Tensor) -> ScoreBias:
-        """The biases of all calls of a plan. Args: positions: int [T], in the order of the plan."""
-        made = [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
-        return lambda call, queries, keys: made[call]
+    def forward(self, pairs: Pairs, positions: torch.Tensor) -> list[torch.Tensor]:
+        """The bias of each call of a plan, [..., H, Q, K]. Args: positions: int [T], in the order of the plan."""
+        # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
+        return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
 
     def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = keys[..., None, :] - queries[..., :, None]

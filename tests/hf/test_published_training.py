@@ -49,6 +49,8 @@ TREE = {
 CASES = {
     "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
     "gpt2": {"objectives": {"causal": 1}},
+    "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
+    "bart": {"objectives": {"bart": 1}},
 }
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
 # fp32: 50 steps add up the rounding of sums in another order.
@@ -77,8 +79,9 @@ def batches_of(run):
     for step in range(STEPS):
         samples = []
         for _ in range(ROWS):
-            lengths = [int(rng.integers(8, 14)), int(rng.integers(8, 14))]
-            first = rng.integers(10, 300, 2)
+            # The classes with a decoder take one text in a row.
+            lengths = rng.integers(8, 14, 1 if opened.config.model.decoder_layers else 2).tolist()
+            first = rng.integers(10, 300, len(lengths))
             samples.append(
                 [
                     (start + 7 * np.arange(n)).astype(np.int32) % 300 + 10
