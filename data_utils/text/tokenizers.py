@@ -471,9 +471,12 @@ class SentencePieceTokenizer(Tokenizer):
 def _fingerprint(
     config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
 ) -> str:
-    """Args: options: what decides ids beside the kind, the files and what every kind has."""
-    if config.added_tokens != "glm" or config.vocab_size is not None:
-        options = {**(options or {}), "added_tokens": config.added_tokens, "vocab_size": config.vocab_size}
+    """Args: options: what decides ids beside the kind, the files and what every kind has.
+
+    `vocab_size` changes no id; datasets record it by itself.
+    """
+    if config.added_tokens != "glm":
+        options = {**(options or {}), "added_tokens": config.added_tokens}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()
