@@ -55,6 +55,7 @@ def test_bert_and_ernie_end_documents_with_sep(tmp_path, size, places):
     assert tokenizer.special.eos == places["[SEP]"]
     rows = load(tmp_path, "bert_wordpiece", vocab_size=size + 36)
     assert (rows.vocab_size, rows.special) == (size + 36, tokenizer.special)
+    assert vocabulary_of(rows).num_tokens == size and vocabulary_of(rows).size == size + 36
     assert rows.token_to_text(size) == f"[reserved {size}]"
 
 
