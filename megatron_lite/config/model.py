@@ -40,7 +40,12 @@ class ModelConfig:
         "a published system, which sets the options of its architecture where the file does not; null = glm",
         one_of=tuple(SYSTEMS),
     )
-    num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
+    num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
+    decoder_layers: int = setting(
+        0,
+        "blocks of a decoder with cross-attention (T5, BART, MASS); 0 = one stack for all tokens",
+        at_least=0,
+    )
     hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(
         REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
@@ -132,6 +137,11 @@ class ModelConfig:
             f"({self.hidden_size}); choose a divisor of {self.hidden_size}, or set model.head_dim.",
         )
         check(
+            not self.decoder_layers or not self.share_layers,
+            f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
+            "differ; set share_layers to false.",
+        )
+        check(
             self.sentence_classes != 1,
             "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
         )
@@ -142,6 +152,11 @@ class ModelConfig:
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
         return is_default and self.activation.startswith("gelu")
+
+    @property
+    def total_layers(self) -> int:
+        """Blocks of encoder and decoder."""
+        return self.num_layers + self.decoder_layers
 
     @property
     def head_size(self) -> int:
