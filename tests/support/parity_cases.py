@@ -96,9 +96,10 @@ class Case:
         decoder = self.num_layers // 2 if self.system in ENCODER_DECODER else 0
         tree = {
             "model": {
-                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, **SYSTEMS[self.system], "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
-                "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
-                "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
+                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, "hidden_size": 32,
+                "num_attention_heads": 8, "max_position": 64, "vocab_size": VOCAB_SIZE, "init_std": 0.1,
+                "embedding_dropout": self.dropout, "output_dropout": self.dropout,
+                "attention_dropout": self.attention_dropout, **SYSTEMS[self.system],
             },
             "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
@@ -148,8 +149,8 @@ DROPOUT = [
     Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
 ]
 
-# An encoder and a decoder. Without dropout cross-attention of the pre-norm models is nearly uniform, so that gradients of
-# its queries are small differences, which rounding changes by 1e-5 in three steps.
+# An encoder and a decoder. Without dropout cross-attention of the pre-norm models is nearly uniform, so that gradients
+# of its queries are small differences, which rounding changes by 1e-5 in three steps.
 PARTS = [
     Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, system="bart"),
