@@ -58,6 +58,8 @@ ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and so many
 class BartConfig(RowSizes):
     """Text infilling and sentence permutation."""
 
+    needed_roles = ("cls", "mask")
+
     masked_ratio: float = fraction(0.3, "part of the tokens that is removed")
     mean_span_length: float = setting(
         3.0, "mean of the Poisson distribution of span lengths, tokens", above=0

@@ -63,6 +63,7 @@ class ObjectiveConfig(ABC):
     __slots__ = ()
 
     segments = 2  # segment ids are below this
+    needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
 

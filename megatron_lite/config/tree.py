@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
     check,
     inline_sections,
-    load_json,
-    load_yaml,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
-    shown,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.planes import ObjectiveConfig
@@ -160,13 +158,15 @@ class Config:
             if weight > 0
         )
 
+    @property
+    def has_sentence_labels(self) -> bool:
+        """Whether an objective makes labels for the head on CLS."""
+        return any(choice.section.has_sentence_label for choice in self.objective_choices)
+
     def _check_heads(self) -> None:
-        """Heads and the objectives that need them: a head without labels would never get a gradient."""
+        """Heads, tables, and the objectives that need them."""
         model, chosen = self.model, self.objective_choices
         labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
-        with_labels = [
-            name for name, cls in OBJECTIVES.items() if any(loss.sentence_level for loss in cls.losses)
-        ]
         with_borders = [
             name for name, section in self.objective_sections.items() if section.has_span_boundaries
         ]
@@ -174,11 +174,6 @@ class Config:
             model.sentence_classes > 0 or not labelled,
             f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
             "labels; set it to 2, or switch the labels off in that section.",
-        )
-        check(
-            not model.sentence_classes or bool(labelled),
-            f"model.sentence_classes is {model.sentence_classes}, but no objective makes labels for it; set it to 0, "
-            f"or choose one of {', '.join(with_labels)} and switch its labels on.",
         )
         check(
             not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),

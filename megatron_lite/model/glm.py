@@ -401,13 +401,6 @@ def build_model(config: Config, num_losses: int, parallel: TensorParallel | None
     return model
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
-    with torch.device("meta"):
-        named = GLM(config).named_parameters()
-    return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
-
-
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 

@@ -48,15 +48,18 @@ TIED = "embedding.word_embeddings.weight"  # also the output projection, which t
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; LayerNorm and biases without."""
-    decay = [p for name, p in named.items() if not _without_decay(name)]
-    plain = [p for name, p in named.items() if _without_decay(name)]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def parameter_groups(named: Mapping[str, nn.Parameter], config: Config) -> list[dict[str, Any]]:
+    """Two groups: matrices with weight decay; LayerNorm, biases and heads without labels without."""
+    groups: dict[float, list[nn.Parameter]] = {config.optimizer.weight_decay: [], 0.0: []}
+    for name, parameter in named.items():
+        groups[_weight_decay(name, config)].append(parameter)
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
 
 
-def _without_decay(name: str) -> bool:
-    return name.endswith("bias") or "layernorm" in name
+def _weight_decay(name: str, config: Config) -> float:
+    # A head that a published model brings, but no objective trains, has no gradient. It stays as it is.
+    is_idle = name.startswith("heads.sentence.") and not config.has_sentence_labels
+    return 0.0 if name.endswith("bias") or "layernorm" in name or is_idle else config.optimizer.weight_decay
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -161,7 +164,7 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, settings.weight_decay), settings)
+        optimizer = make_adamw(parameter_groups(self._named, self._config), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
@@ -201,7 +204,7 @@ class Engine(ABC):
         elif pp.size > 1 and name == TIED:
             summed_over = self.context.pipeline_ends()
         return Treatment(
-            weight_decay=0.0 if _without_decay(name) else self._config.optimizer.weight_decay,
+            weight_decay=_weight_decay(name, self._config),
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
         )

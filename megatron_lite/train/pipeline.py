@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.counts import layer_costs
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
     DecoderEmbedding,
@@ -156,19 +157,6 @@ class _Readout(nn.Module):
         if isinstance(hidden, tuple):
             _, hidden = hidden
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
-
-
-def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
-    """FLOPs of words, positions, each block, final norm and output, in units of a block."""
-    assert model.vocab_size is not None
-    head = loss_share * model.vocab_size / (12 * model.hidden_size)  # only on tokens with loss
-    encoder, decoder = 1.0, 0.0
-    if model.decoder_layers:  # which computes the tokens with loss
-        attention, whole = model.attention_size, 4 * model.attention_size + 2 * model.inner_size
-        encoder = 1 - loss_share
-        decoder = ((whole + 2 * attention) * loss_share + 2 * attention * encoder) / whole
-    blocks = [encoder] * model.num_layers + [decoder] * model.decoder_layers
-    return [0.0, 0.05, *blocks, 0.0, head]
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:

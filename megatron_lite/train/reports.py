@@ -15,39 +15,13 @@ import yaml
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import to_tree
-from megatron_lite.config.parameter_count import parameter_count
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.words import fitted, format_count, format_duration
 
 WAIT_SHOWN = 0.05  # share of the time waited for data from which it is said
-
-
-def step_flops(
-    model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int, targets: int = 0, target_keys: int = 0
-) -> float:
-    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
-
-    Args:
-        tokens: tokens that are not padding.
-        loss_rows: tokens on which the head runs.
-        visible_keys: sum over tokens of the number of keys each may attend to.
-        targets, target_keys: the part of `tokens` and `visible_keys` that a decoder computes, if there is one.
-    """
-    assert model.vocab_size is not None
-    h, width = model.hidden_size, model.attention_size
-    if not model.decoder_layers:
-        targets = target_keys = 0
-    block = 4 * width + 2 * model.inner_size
-    encoder = model.num_layers * block * (tokens - targets)
-    # Cross-attention: queries and output of the targets, keys and values of the other tokens.
-    decoder = model.decoder_layers * ((block + 2 * width) * targets + 2 * width * (tokens - targets))
-    blocks = 2.0 * h * (encoder + decoder)
-    pairs = model.num_layers * (visible_keys - target_keys) + model.decoder_layers * target_keys
-    attention = 2.0 * 2 * width * pairs
-    head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
-    return 3.0 * (blocks + attention + head)
 
 
 @dataclass

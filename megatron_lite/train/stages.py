@@ -58,7 +58,8 @@ def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
     layers, size = config.model.total_layers, config.parallel.pipeline_parallel_size
     if size == 1:
         return [(layers, True, True)]
-    from megatron_lite.train.pipeline import layer_costs, stage_bounds  # imports DeepSpeed
+    from megatron_lite.model.counts import layer_costs
+    from megatron_lite.train.pipeline import stage_bounds  # imports DeepSpeed
 
     bounds = stage_bounds(layer_costs(config.model, config.loss_share), size)
     # Layers: words, positions, the blocks, final norm, words again.

@@ -10,13 +10,14 @@ import yaml
 from support.project import ROOT
 
 from data_utils.base.settings import build, to_tree
-from data_utils.text.tokenizers import assign_special_tokens, sentencepiece_special_tokens
-from megatron_lite.config.parameter_count import padded_vocab_size, parameter_count
+from data_utils.text.special_tokens import assign_special_tokens, sentencepiece_special_tokens
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import (
     Config,
     ParallelConfig,
     load_config,
 )
+from megatron_lite.model.counts import parameter_count
 
 MODELS = ROOT / "configs"
 

@@ -23,10 +23,10 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import cross_attention
 from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
 

@@ -29,13 +29,26 @@ TOLERANCES = {
 }
 
 
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "glm": {},
-    "encoder-decoder": {},  # of GLM's blocks
-    "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
-    "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
-}
-ENCODER_DECODER = ("encoder-decoder", "bart", "t5")
+# Options of the model that other systems have, together where one run can have them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "post-norm": {
+        "norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 1, "head_transform": True,
+        "head_bias": True, "scale_embedding": True, "init": "plain",
+    },
+    "rms-norm": {
+        "rms_norm": True, "biases": "none", "activation": "relu", "ffn_size": 96, "head_dim": 8, "head_bias": True,
+    },
+    "decoder": {"num_layers": 2, "decoder_layers": 2},
+    "bart": {
+        "num_layers": 2, "decoder_layers": 2, "norm": "post", "embedding_norm": True, "activation": "gelu_erf",
+        "segments": 2,
+    },
+    "t5": {
+        "num_layers": 2, "decoder_layers": 2, "rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8,
+        "ffn_size": 64,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Case:
     offload: bool = False
     dropout: float = 0.0  # after embeddings, attention and FFN
     attention_dropout: float = 0.0
-    system: str = "glm"  # whose options of the model
+    variant: str = ""  # of VARIANTS
 
     @property
     def ranks(self) -> int:
@@ -85,21 +98,22 @@ class Case:
         words = [self.layout, f"zero{self.zero_stage}", self.recompute, f"accumulation{self.accumulation}"]
         words += ["sp"] * self.sequence_parallel + ["offload"] * self.offload
         words += [self.precision] * (self.precision != "fp32")
-        words += ["dropout"] * bool(self.dropout or self.attention_dropout)
-        words += [self.system] * (self.system != "glm")
+        words += ["dropout"] * bool(self.dropout or self.attention_dropout) + [self.variant] * bool(
+            self.variant
+        )
         return "-".join(words)
 
     def config(self) -> Config:
         # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
         # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
         # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
-        decoder = self.num_layers // 2 if self.system in ENCODER_DECODER else 0
         tree = {
             "model": {
-                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, "hidden_size": 32,
-                "num_attention_heads": 8, "max_position": 64, "vocab_size": VOCAB_SIZE, "init_std": 0.1,
-                "embedding_dropout": self.dropout, "output_dropout": self.dropout,
-                "attention_dropout": self.attention_dropout, **SYSTEMS[self.system],
+                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
+                "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
+                "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
+                "activation_dropout": self.dropout if self.variant else 0.0,
+                **VARIANTS[self.variant],
             },
             "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
@@ -148,18 +162,29 @@ DROPOUT = [
     Case(4, 1, 2, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1),
     Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
 ]
+OPTIONS = [
+    case
+    for variant in ("post-norm", "rms-norm")
+    for case in (
+        Case(2, 1, 1, 2, accumulation=4, dropout=0.1, variant=variant),
+        Case(2, 1, 2, 1, True, "selective", variant=variant),
+        Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, variant=variant),
+        Case(2, 2, 1, 1, True, variant=variant),
+        Case(1, 1, 2, 3, variant=variant),
+    )
+]
 
-# An encoder and a decoder. Without dropout cross-attention of the pre-norm models is nearly uniform, so that gradients
-# of its queries are small differences, which rounding changes by 1e-5 in three steps.
+# Without dropout cross-attention of the pre-norm models is nearly uniform, so that gradients of its queries are small
+# differences, which rounding changes by 1e-5 in three steps.
 PARTS = [
-    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
-    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="t5"),
-    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, system="bart"),
-    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="encoder-decoder"),
-    Case(2, 2, 1, 1, accumulation=4, system="bart"),
-    Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, system="t5"),
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="decoder"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="decoder"),
+    Case(2, 2, 1, 1, accumulation=4, variant="bart"),
+    Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
 ]
 
 

@@ -5,10 +5,10 @@ import numpy as np
 from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.counts import step_flops
 from megatron_lite.train.metrics import Metrics, last_record
 from megatron_lite.train.reports import (
     objective_losses,
-    step_flops,
     train_line,
     validation_line,
 )

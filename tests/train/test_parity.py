@@ -36,7 +36,7 @@ def test_every_combination_equals_one_process(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "PARTS"])
+@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS", "PARTS"])
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -50,6 +50,10 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OFFLOAD[1],
         parity_cases.OFFLOAD[3],
         parity_cases.OFFLOAD[4],
+        parity_cases.OPTIONS[0],
+        parity_cases.OPTIONS[3],
+        parity_cases.OPTIONS[5],
+        parity_cases.OPTIONS[7],
         *(parity_cases.PARTS[i] for i in (1, 3, 5, 6)),
     ],
     ids=str,

@@ -97,6 +97,13 @@ class BlankInfillingConfig(ObjectiveConfig):
         False, "true (reference): the pieces of a row are one text, masked and attended to as a whole"
     )
 
+    @property
+    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.masked_lm:
+            return "cls", "mask"
+        replaces = self.block_mask_prob > 0 or self.context_mask_ratio > 0
+        return ("cls", "mask", "sop", "eop", "eos", *(["dblock"] if replaces else []))
+
     def __post_init__(self) -> None:
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
