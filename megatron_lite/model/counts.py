@@ -99,7 +99,7 @@ def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
     Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all, which are a
     decoder's tokens where there is one.
     """
-    blocks = _block_products(model, loss_share)
-    positions = POSITIONS_COST + _products(model, "embedding.") / blocks[0]
-    head = loss_share * _head_products(model) / blocks[0]
-    return [0.0, positions, *(block / blocks[0] for block in blocks), 0.0, head]
+    first = _products(model, "layers.0.")
+    blocks = [block / first for block in _block_products(model, loss_share)]
+    positions = POSITIONS_COST + _products(model, "embedding.") / first
+    return [0.0, positions, *blocks, 0.0, loss_share * _head_products(model) / first]

@@ -1,4 +1,4 @@
-"""The decoder of a model with an encoder and a decoder: T5, BART and MASS on the blocks of glm.py.
+"""The decoder of a model with an encoder and a decoder: T5, BART and MASS on the blocks of block.py.
 
 The first `num_layers` blocks are the encoder's and see its rows; `decoder_layers` blocks follow, each with
 cross-attention between attention and MLP. Between layers the rows of the two are two token matrices, [Te, D] and
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, recomputed
 from megatron_lite.model.cross_attention import CrossPlan, PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.fused import Biased
-from megatron_lite.model.glm import Block, Flow, PositionEmbeddings, recomputed
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -119,9 +119,9 @@ class DecoderBlock(Block):
         after_attention, after_cross = self.cross_layernorm, self.post_attention_layernorm
         if self.output_layernorm is not None:
             after_attention, after_cross = after_cross, after_attention
-        hidden, normed = self._attended(hidden, flow, layer, after_attention)
+        hidden, normed = self._attended(Stream(hidden), flow, layer, after_attention)
         residual = hidden if self.output_layernorm is None else normed
         cross = layer + self.layers_to_cross
         x = self.cross_attention(normed, encoded, flow, cross)
         dropout = flow.features(self.dropout, cross, "attended")
-        return self._expanded(*after_cross.after_sum(residual, x, dropout), flow, layer)
+        return self._expanded(*after_cross.after_sum(residual, x, dropout), flow, layer).summed()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -19,6 +20,7 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, final_layernorm
 from megatron_lite.model.counts import layer_costs
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
@@ -27,7 +29,7 @@ from megatron_lite.model.encoder_decoder import (
     encoder_layernorm,
     part_flows,
 )
-from megatron_lite.model.glm import Block, Flow, PositionEmbeddings, final_layernorm, initialize_parameters
+from megatron_lite.model.glm import initialize_parameters
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -111,8 +113,9 @@ class _Block(Block):
         self.layer = layer
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(hidden, self.feed.current.flow, self.layer)
+    def forward(self, given: torch.Tensor | Stream) -> Stream:  # type: ignore[override]
+        stream = given if isinstance(given, Stream) else Stream(given)
+        return super().forward(stream, self.feed.current.flow, self.layer)
 
 
 class _EncoderBlock(_Block):
@@ -121,7 +124,7 @@ class _EncoderBlock(_Block):
     def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
         assert self.feed.current.parts is not None
         flow, _ = self.feed.current.parts
-        return Block.forward(self, parts[0], flow, self.layer), parts[1]
+        return Block.forward(self, Stream(parts[0]), flow, self.layer).summed(), parts[1]
 
 
 class _DecoderBlock(DecoderBlock):
@@ -153,9 +156,9 @@ class _Readout(nn.Module):
         self.heads = Heads(config, parallel)
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor | _Parts) -> tuple[Heads, *_Rows]:
-        if isinstance(hidden, tuple):
-            _, hidden = hidden
+    def forward(self, given: torch.Tensor | Stream | _Parts) -> tuple[Heads, *_Rows]:
+        hidden = given.summed() if isinstance(given, Stream) else given
+        hidden = hidden[1] if isinstance(hidden, tuple) else hidden  # of encoder and decoder
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
 
 
@@ -201,10 +204,11 @@ class _Stages(PipelineModule):
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
         self._feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> Any:
         self._feed.advance()
         if self._feed.current.parts is None:
-            return super().forward(hidden)
+            out = super().forward(hidden)
+            return out.summed() if isinstance(out, Stream) else out  # what a stage sends is one tensor
         out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)

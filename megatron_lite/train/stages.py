@@ -23,8 +23,8 @@ def stages(config: Config) -> list[Stage]:
     import torch
     from torch import nn
 
+    from megatron_lite.model.block import Block, PositionEmbeddings, final_layernorm
     from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
-    from megatron_lite.model.glm import Block, PositionEmbeddings, final_layernorm
     from megatron_lite.model.heads import Heads
     from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.parallel.collectives import Group

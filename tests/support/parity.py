@@ -413,9 +413,9 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
     for title, cases in (
-        ("fp32: every combination", matrix()), ("Dropout", DROPOUT), ("Offloaded optimizer", OFFLOAD),
+        ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
+        ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
         ("Half precision", HALF), ("Options of other systems", OPTIONS),
-        ("Encoder and decoder", PARTS),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():
             if not options.layouts or layout in options.layouts:
