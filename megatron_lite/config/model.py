@@ -5,6 +5,7 @@ The options are orthogonal. Their defaults are GLM's; systems.py has those of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from data_utils.base.settings import REQUIRED, Former, check, checked, setting
@@ -166,6 +167,11 @@ class ModelConfig:
     def total_layers(self) -> int:
         """Blocks of encoder and decoder."""
         return self.num_layers + self.decoder_layers
+
+    @property
+    def layer_units(self) -> int:
+        """Into how many equal groups of blocks the model divides; without a decoder each is a block."""
+        return math.gcd(self.num_layers, self.decoder_layers)
 
     @property
     def head_size(self) -> int:

@@ -226,8 +226,8 @@ class Config:
         )
         check(
             pp <= model.total_layers,
-            f"parallel.pipeline_parallel_size ({pp}) exceeds the blocks of the model ({model.total_layers}); a stage "
-            "needs a block.",
+            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}) and decoder_layers "
+            f"({model.decoder_layers}); a stage needs a block.",
         )
         check(
             pp == 1 or not model.share_layers,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,6 @@ from megatron_lite.model.tensor_parallel import (
     make_norm,
 )
 from megatron_lite.model.varlen import VarlenPlan
-
-if TYPE_CHECKING:
-    from megatron_lite.model.encoder_decoder import DecoderEmbedding
 
 
 def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -103,6 +100,13 @@ class Stream(NamedTuple):
         return self.hidden if self.x is None else add(self.hidden, self.x, self.dropout)
 
 
+class OwnEmbedding(Protocol):
+    """What the rows of an encoder and of a decoder have each of their own."""
+
+    position_embeddings: nn.Embedding | None
+    layernorm: LayerNorm | RMSNorm | None
+
+
 class PositionEmbeddings(nn.Module):
     """Adds the embeddings of `ID_PLANES` to those of the words, then norm and dropout: [T, E] -> [T, D].
 
@@ -136,7 +140,7 @@ class PositionEmbeddings(nn.Module):
         return make_norm(config, size, parallel) if config.embedding_norm else None
 
     def forward(
-        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
     ) -> torch.Tensor:
         """The hidden state before the first block.
 
@@ -165,9 +169,7 @@ class PositionEmbeddings(nn.Module):
             hidden = linear(hidden, weight, bias)
         return hidden
 
-    def _sum(
-        self, hidden: torch.Tensor, ids: torch.Tensor, own: PositionEmbeddings | DecoderEmbedding
-    ) -> torch.Tensor:
+    def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
         """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
         for table, plane in zip((own.position_embeddings, *shared), ids, strict=True):
@@ -188,7 +190,7 @@ class Embedding(PositionEmbeddings):
         self.word_embeddings = VocabParallelEmbedding(config, parallel)
 
     def forward(
-        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
     ) -> torch.Tensor:
         return super().forward(self.word_embeddings(tokens), ids, flow, decoder)
 

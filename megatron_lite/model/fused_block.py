@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,9 @@ from megatron_lite.model.fused import (
 )
 from megatron_lite.model.varlen import VarlenPlan, backward_calls, forward_calls
 
-if TYPE_CHECKING:
-    from megatron_lite.model.block import Block
-
 
 def fused_block(
-    block: Block,
+    block: Any,  # a Block
     hidden: torch.Tensor,
     x: Biased | None,
     dropout: FeatureDropout | None,

@@ -216,6 +216,27 @@ def test_parameters_are_as_many_as_counted_and_named_as_published(config):
     assert not any("cross" in name for name in names if name.startswith(("layers.0", "layers.1")))
 
 
+def test_published_sizes_are_counted():
+    """T5 base without its two tables of distances [32, 12]; BART without the two unused rows of both tables."""
+    common = {
+        "embedding_norm": True,
+        "norm": "post",
+        "positions": "learned",
+        "max_position": 1023,
+        "vocab_size": 50265,
+    }
+    t5 = dataclasses.replace(
+        T5, num_layers=12, decoder_layers=12, hidden_size=768, num_attention_heads=12, head_dim=None, ffn_size=3072,
+        vocab_size=32128,
+    )  # fmt: skip
+    assert parameter_count(t5, padded=False) == 222_903_552 - 2 * 32 * 12
+    for layers, hidden, heads, published in ((6, 768, 12, 139_420_416), (12, 1024, 16, 406_291_456)):
+        bart = ModelConfig(
+            num_layers=layers, decoder_layers=layers, hidden_size=hidden, num_attention_heads=heads, **common
+        )
+        assert parameter_count(bart, padded=False) == published - 2 * 2 * hidden
+
+
 def test_the_decoder_sees_nothing_of_mass_hidden_fragment():
     """The loss does not depend on what replaces it, if the encoder has no block that mixes rows."""
     config = dataclasses.replace(BART, num_layers=1)
