@@ -45,12 +45,14 @@ def fused_block(
     """
     added, added_bias = x or (None, None)
     dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
-    return _FusedBlock.apply(hidden, added, added_bias, block, dropouts, attention_p, plan)
+    # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
+    return _FusedBlock.apply(hidden, added, (added_bias, block), dropouts, attention_p, plan)
 
 
 class _FusedBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden, x, x_bias, block, dropouts, attention_p, plan):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, x, parameters, dropouts, attention_p, plan):  # type: ignore[no-untyped-def]
+        x_bias, block = parameters
         first, second = block.input_layernorm, block.post_attention_layernorm
         qkv_layer, dense = block.attention.query_key_value, block.attention.dense
         expand, shrink = block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h
@@ -91,7 +93,7 @@ class _FusedBlock(torch.autograd.Function):
         finished = finish_sums_kernel([*sums, *more_sums], expand.bias)
         for parameter, gradient in zip(biases, finished.split([p.shape[0] for p in biases]), strict=True):
             block.take(parameter, gradient)
-        return d_hidden, d_x, None, None, None, None, None
+        return d_hidden, d_x, None, None, None, None
 
 
 def _mlp_backward(ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple[Any, ...]:
