@@ -92,8 +92,9 @@ def _take_gradients(blocks: nn.ModuleList) -> Bucket:
     for part in blocks.modules():
         if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
             take_products(part.weight, functools.partial(bucket.add_product, part.weight))
-        elif isinstance(part, Block):
-            part.take = take
+    for block in blocks:
+        assert isinstance(block, Block)
+        block.take_gradients(take)
     for parameter in bucket.starts:
         parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else bucket.add(p))
     return bucket
