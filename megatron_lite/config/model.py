@@ -1,6 +1,6 @@
 """The section `model` of the configuration: the Transformer.
 
-The options are orthogonal. Their defaults are GLM's; docs/systems.md lists those of the other systems.
+The options are orthogonal. Their defaults are GLM's; systems.py has those of the other systems.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from data_utils.base.settings import REQUIRED, Former, check, checked, setting
 from data_utils.objectives.registry import TASKS
+from megatron_lite.config.systems import SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post")
@@ -22,10 +23,29 @@ FORMER_SETTINGS: Former = {
 }
 
 
+VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
+    """Rows of the word embedding: `vocab_size` rounded up so that every shard has a multiple of 128 rows."""
+    multiple = VOCAB_MULTIPLE * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-@checked("model", former=FORMER_SETTINGS)
+@checked("model", former=FORMER_SETTINGS, presets=("system", SYSTEMS))
 class ModelConfig:
-    num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
+    system: str | None = setting(
+        None,
+        "a published system, which sets the options of its architecture where the file does not; null = glm",
+        one_of=tuple(SYSTEMS),
+    )
+    num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
+    decoder_layers: int = setting(
+        0,
+        "blocks of a decoder with cross-attention (T5, BART, MASS); 0 = one stack for all tokens",
+        at_least=0,
+    )
     hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(
         REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
@@ -35,7 +55,7 @@ class ModelConfig:
     )
     ffn_size: int | None = setting(None, "inner width of the FFN; null = 4 hidden_size", at_least=1)
     vocab_size: int | None = setting(
-        None, "tokens including GLM's special ones, unpadded; null = the tokenizer's", at_least=1
+        None, "ids of the tokenizer, special ones counted, unpadded; null = the tokenizer's", at_least=1
     )
     max_position: int = setting(512, "largest position id; the tables have max_position + 1 rows", at_least=1)
     positions: str = setting(
@@ -117,6 +137,11 @@ class ModelConfig:
             f"({self.hidden_size}); choose a divisor of {self.hidden_size}, or set model.head_dim.",
         )
         check(
+            not self.decoder_layers or not self.share_layers,
+            f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
+            "differ; set share_layers to false.",
+        )
+        check(
             self.sentence_classes != 1,
             "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
         )
@@ -127,6 +152,11 @@ class ModelConfig:
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
         return is_default and self.activation.startswith("gelu")
+
+    @property
+    def total_layers(self) -> int:
+        """Blocks of encoder and decoder."""
+        return self.num_layers + self.decoder_layers
 
     @property
     def head_size(self) -> int:
@@ -151,7 +181,7 @@ class ModelConfig:
 # Options that GLM's exported code knows, or that leave the trained model as it is.
 _OF_GLM = frozenset(
     (
-        "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
+        "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
     )

@@ -9,16 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.settings import (
-    REQUIRED,
-    check,
-    checked,
-    choice,
-    fraction,
-    setting,
-    setting_mapping,
-    shown,
-)
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import REQUIRED, check, checked, choice, fraction, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
 
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")

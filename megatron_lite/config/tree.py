@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
     check,
     inline_sections,
-    load_json,
-    load_yaml,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
-    shown,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.planes import ObjectiveConfig
@@ -108,6 +106,7 @@ class Config:
         self._check_heads()
         self._check_fillings()
         self._check_layout()
+        self._check_decoder()
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -159,13 +158,15 @@ class Config:
             if weight > 0
         )
 
+    @property
+    def has_sentence_labels(self) -> bool:
+        """Whether an objective makes labels for the head on CLS."""
+        return any(choice.section.has_sentence_label for choice in self.objective_choices)
+
     def _check_heads(self) -> None:
-        """Heads and the objectives that need them: a head without labels would never get a gradient."""
+        """Heads, tables, and the objectives that need them."""
         model, chosen = self.model, self.objective_choices
         labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
-        with_labels = [
-            name for name, cls in OBJECTIVES.items() if any(loss.sentence_level for loss in cls.losses)
-        ]
         with_borders = [
             name for name, section in self.objective_sections.items() if section.has_span_boundaries
         ]
@@ -173,11 +174,6 @@ class Config:
             model.sentence_classes > 0 or not labelled,
             f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
             "labels; set it to 2, or switch the labels off in that section.",
-        )
-        check(
-            not model.sentence_classes or bool(labelled),
-            f"model.sentence_classes is {model.sentence_classes}, but no objective makes labels for it; set it to 0, "
-            f"or choose one of {', '.join(with_labels)} and switch its labels on.",
         )
         check(
             not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
@@ -229,8 +225,8 @@ class Config:
             f"parallel.tensor_parallel_size ({tp}); choose a divisor of {model.num_attention_heads}.",
         )
         check(
-            pp <= model.num_layers,
-            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
+            pp <= model.total_layers,
+            f"parallel.pipeline_parallel_size ({pp}) exceeds the blocks of the model ({model.total_layers}); a stage "
             "needs a block.",
         )
         check(
@@ -258,6 +254,26 @@ class Config:
             not parallel.sequence_parallel or tokens % tp == 0,
             f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
             f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    def _check_decoder(self) -> None:
+        """What a model with an encoder and a decoder needs of the rest."""
+        count = self.model.decoder_layers
+        without = [choice.name for choice in self.objective_choices if not choice.section.has_target]
+        check(
+            not count or not without,
+            f"model.decoder_layers is {count}, but {', '.join(without)} predicts tokens that are no decoder's; set it "
+            "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
+        )
+        check(
+            not count or not self.parallel.sequence_parallel,
+            f"parallel.sequence_parallel does not work with model.decoder_layers ({count}), whose parts have numbers "
+            " of tokens that the ranks do not divide; set it to false.",
+        )
+        check(
+            not count or not self.training.eval_fillings,
+            f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
+            "are filled by one stack only; set it to 0.",
         )
 
     @property

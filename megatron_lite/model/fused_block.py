@@ -1,7 +1,7 @@
 """A pre-norm block as one autograd function: the host's cheapest way through it on a GPU.
 
-The block in glm.py says what is computed. There each product, kernel and attention call is an autograd function of its
-own, whose two calls cost the host more than the launch; here they are plain calls. And a block's sums over tokens, for
+block.py says what a block computes. There each product, kernel and attention call is an autograd function of its own,
+whose two calls cost the host more than the launch; here they are plain calls. And a block's sums over tokens, for
 biases and norms, are finished by one kernel instead of four. Gradients of parameters go straight to the optimizer.
 
 Shapes: T tokens, D hidden size.
@@ -30,7 +30,7 @@ from megatron_lite.model.tensor_parallel import LayerNorm
 from megatron_lite.model.varlen import VarlenPlan, backward_calls, forward_calls
 
 if TYPE_CHECKING:
-    from megatron_lite.model.glm import Block
+    from megatron_lite.model.block import Block
 
 
 class _Norm(NamedTuple):

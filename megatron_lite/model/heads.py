@@ -25,7 +25,7 @@ from torch import nn
 
 from data_utils.objectives import LOSSES
 from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
-from megatron_lite.config.parameter_count import SPAN_PLACE_SIZE, padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
 from megatron_lite.model.fused import Biased
@@ -39,6 +39,7 @@ from megatron_lite.model.tensor_parallel import (
 )
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 _SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 

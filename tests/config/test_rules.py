@@ -178,10 +178,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("objectives={albert: 1}", "model.max_position=600"),
         ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
     ),
-    "head without labels": (
-        over("model.sentence_classes=2"),
-        ("model.sentence_classes is 2", "no objective", "set it to 0, or choose"),
-    ),
+    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, bert, roberta")),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
         ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
@@ -380,7 +377,8 @@ RANGED = list(ranged_fields(Config))
     ("section", "field"), RANGED, ids=[f"{section.__name__}.{field.name}" for section, field in RANGED]
 )
 def test_every_range_is_checked_in_a_section_made_in_code(section, field):
-    needed = {f.name: 1 for f in dataclasses.fields(section) if f.default is f.default_factory}
+    required = [f for f in dataclasses.fields(section) if f.default is f.default_factory]
+    needed = {f.name: (getattr(f.metadata["range"], "one_of", ()) or (1,))[0] for f in required}
     allowed = field.metadata["range"]
     bad = next(value for value in (-1, 0, 2, "none such") if value not in allowed)
     with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):

@@ -8,7 +8,7 @@ from support.configs import TINY, tiny
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
-from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import (
     Config,
     load_config,

@@ -24,9 +24,9 @@ from data_utils.objectives.planes import (
     Example,
 )
 from data_utils.samples.loader import collate
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import find_loss_rows
 from megatron_lite.model.model_input import MicroBatch, ModelInput

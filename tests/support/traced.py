@@ -49,7 +49,7 @@ def plant(kind):
     """Let every block of the model wait for the device, or call an attention kernel once more."""
     import torch.nn.functional as F
 
-    from megatron_lite.model.glm import Block
+    from megatron_lite.model.block import Block
 
     forward = Block._forward
 
