@@ -10,7 +10,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,6 @@ from megatron_lite.model.fused import (
 )
 from megatron_lite.model.tensor_parallel import LayerNorm
 from megatron_lite.model.varlen import VarlenPlan, backward_calls, forward_calls
-
-if TYPE_CHECKING:
-    from megatron_lite.model.block import Block
 
 
 class _Norm(NamedTuple):
@@ -59,8 +56,8 @@ class Parts(NamedTuple):
     take: Callable[[nn.Parameter, torch.Tensor], None]
 
     @staticmethod
-    def of(block: Block, take: Callable[[nn.Parameter, torch.Tensor], None]) -> Parts | None:
-        """None of a block with other norms than kernels know. Args: take: takes in a parameter's gradient."""
+    def of(block: Any, take: Callable[[nn.Parameter, torch.Tensor], None]) -> Parts | None:
+        """None of a block with other norms than kernels know. Args: block: of block.py, plain. take: takes in a parameter's gradient."""
         norms = []
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             if not isinstance(norm, LayerNorm) or norm.normalize is not F.layer_norm:
