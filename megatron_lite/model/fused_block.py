@@ -57,7 +57,10 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(block: Any, take: Callable[[nn.Parameter, torch.Tensor], None]) -> Parts | None:
-        """None of a block with other norms than kernels know. Args: block: of block.py, plain. take: takes in a parameter's gradient."""
+        """None of a block with other norms than kernels know.
+
+        Args: block: a plain one of block.py. take: takes in a parameter's gradient.
+        """
         norms = []
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             if not isinstance(norm, LayerNorm) or norm.normalize is not F.layer_norm:
