@@ -25,7 +25,7 @@ from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add, has_kernels
-from megatron_lite.model.fused_block import fused_block
+from megatron_lite.model.fused_block import Parts, fused_block
 from megatron_lite.model.heads import Linear
 from megatron_lite.model.relative import ScoreBias
 from megatron_lite.model.tensor_parallel import (
@@ -279,38 +279,34 @@ class Block(nn.Module):
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
-        # What takes in gradients of parameters, which are used once in a pass. Set by an optimizer that can.
-        self.take: Callable[[nn.Parameter, torch.Tensor], None] | None = None
         is_known = config.is_plain and not config.activation_dropout
         self.may_fuse = is_known and recompute == "none" and parallel.group.size == 1
+        self.parts: Parts | None = None  # of a block that is one function of autograd
+
+    def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
+
+        After `take_products` of the weights.
+        """
+        self.parts = Parts.of(self, take) if self.may_fuse else None
 
     def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
-        if (
-            self.take is not None
-            and self.may_fuse
-            and stream.hidden.requires_grad
-            and has_kernels(stream.hidden)
-        ):
-            fused = self._fused(stream, flow, layer)
-            if fused is not None:
-                return fused
+        hidden = stream.hidden
+        is_trained = self.parts is not None and hidden.requires_grad and torch.is_grad_enabled()
+        if is_trained and has_kernels(hidden) and isinstance(flow.plan, VarlenPlan):
+            return self._fused(stream, flow, layer, flow.plan)
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
 
-    def _fused(self, stream: Stream, flow: Flow, layer: int) -> Stream | None:
-        """`_forward` as one function of autograd, if all its parts are known to that."""
-        norms = self.input_layernorm, self.post_attention_layernorm
-        is_known = all(isinstance(norm, LayerNorm) and norm.normalize is F.layer_norm for norm in norms)
-        if not isinstance(flow.plan, VarlenPlan) or not is_known:
-            return None
-        attention = self.attention
-        p = flow.plan.prepare(attention.head_size, stream.hidden.device, attention.dropout_of(flow, layer))
+    def _fused(self, stream: Stream, flow: Flow, layer: int, plan: VarlenPlan) -> Stream:
+        """`_forward` as one function of autograd."""
+        assert self.parts is not None
+        p = plan.prepare(self.parts.head_size, stream.hidden.device, self.attention.dropout_of(flow, layer))
         after = flow.features(self.dropout, layer, "attended")
-        hidden, out = fused_block(self, *stream, after, p, flow.plan)
-        x = Biased(out, self.mlp.dense_4h_to_h.bias)
+        hidden, x = fused_block(self.parts, *stream, after, p, plan)
         return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:

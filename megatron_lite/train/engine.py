@@ -193,8 +193,9 @@ class Engine(ABC):
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
-            elif isinstance(layer, Block):
-                layer.take = optimizer.take
+        for layer in module.modules():
+            if isinstance(layer, Block):
+                layer.take_gradients(optimizer.take)
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""
