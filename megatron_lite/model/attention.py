@@ -183,9 +183,11 @@ class CallPlan:
                 continue
             stays = dropout.keep(keys[call.start : call.stop], _part(keys, call, 0), len(q))
             bias = self.bias(unit, call, q.dtype, causal=True)
-            out.append(
-                _attend_with_dropout(queries, _part(k, call, 1), _part(v, call, 1), bias, stays, dropout.p)
-            )
+            operands = queries, _part(k, call, 1), _part(v, call, 1)
+            if choose(q.dtype, *stays.shape[1:], is_full=call.kind == FULL) == "flash fp32":
+                # As without dropout. In half precision each new shape of a call would cost a kernel besides.
+                operands = operands[0].float(), operands[1].float(), operands[2].float()
+            out.append(_attend_with_dropout(*operands, bias, stays, dropout.p))
         return torch.cat(out, dim=1).transpose(0, 1).to(qkv.dtype)
 
     def bias(
