@@ -42,11 +42,11 @@ LAYOUTS = {
 }
 # What a recipe adds to the model; ALBERT's shared layers allow no pipeline and have tests of their own.
 ADDITIONS: dict[str, dict[str, Any]] = {
-    "masked_lm": {"model": {"sentence_head": True, "segments": 2}, "masked_lm": {"next_sentence": True}},
+    "masked_lm": {"model": {"sentence_classes": 2, "segments": 2}, "masked_lm": {"next_sentence": True}},
     "spanbert": {"model": {"span_boundary_places": 20}},
-    "albert": {"model": {"sentence_head": True, "segments": 2, "embedding_size": 64}},
-    "unilm": {"model": {"sentence_head": True, "segments": 6}},
-    "ernie": {"model": {"task_embedding": True}},
+    "albert": {"model": {"sentence_classes": 2, "segments": 2, "embedding_size": 64}},
+    "unilm": {"model": {"sentence_classes": 2, "segments": 6}},
+    "ernie": {"model": {"task_types": 64}},
 }
 
 
@@ -76,7 +76,7 @@ def configuration(
             "eval_interval": steps,
             "eval_samples": 128,
             "loss_normalization": "per_objective"
-            if additions.get("model", {}).get("sentence_head")
+            if additions.get("model", {}).get("sentence_classes")
             else "global_tokens",
         },
         "checkpoint": {"save_interval": 0},

@@ -16,7 +16,8 @@ if __name__ == "__main__":
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_new_directory
-from data_utils.base.settings import load_yaml, merge, parse_override
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import merge, parse_override
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -38,6 +38,7 @@ from data_utils.objectives import (
 )
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
 from data_utils.samples.loader import collate
+from data_utils.text.special_tokens import NO_TOKEN
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.batch import allowed
 
@@ -138,7 +139,8 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
         data = open_datasets(config.data, choices, tokenizer, seed)
         batch = data.train.batch(np.array(arguments.samples))
         return Shown([Example.from_planes(row) for row in batch], tokenizer.token_to_text)
-    tokens = np.array([*tokenizer.encode(arguments.text), tokenizer.special.eos], np.int32)
+    eos = tokenizer.special.eos
+    tokens = np.array([*tokenizer.encode(arguments.text), *([eos] if eos != NO_TOKEN else [])], np.int32)
     rows = rows_of_text(tokens, choices, vocabulary_of(tokenizer), seed, arguments.samples)
     return Shown(rows, tokenizer.token_to_text)
 

@@ -32,6 +32,7 @@ from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
+from data_utils.text.special_tokens import ADDED_TOKENS
 from data_utils.text.tokenizer_readers import KINDS
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
@@ -51,6 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", required=True, help="prefix of the files to write, for example data/corpus")
     add("--tokenizer-kind", required=True, choices=KINDS)
     add("--tokenizer-path", required=True, help="the tokenizer's file or directory")
+    text = "tokens after those of the files, as tokenizer.added_tokens of the run (default: glm)"
+    add("--added-tokens", default="glm", choices=ADDED_TOKENS, help=text)
+    add("--vocab-size", type=int, help="tokenizer.vocab_size of the run, where ids without a token follow")
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
@@ -104,6 +108,8 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     tokenizer = TokenizerConfig(
         kind=arguments.tokenizer_kind,
         path=arguments.tokenizer_path,
+        added_tokens=arguments.added_tokens,
+        vocab_size=arguments.vocab_size,
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
     )

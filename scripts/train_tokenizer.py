@@ -40,7 +40,8 @@ from data_utils.text.documents import (
     parse_block,
     read_blocks,
 )
-from data_utils.text.tokenizers import SPECIAL_NAMES, TokenizerConfig, load_tokenizer
+from data_utils.text.special_tokens import SPECIAL_NAMES
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries fail at larger numbers
 MIN_FREQUENCY = 2  # a pair that occurs once is not worth a token

@@ -22,11 +22,11 @@ from data_utils.base.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import DOC, GRP, ORD, WEIGHTS
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.cpu_kernels import KERNELS
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput

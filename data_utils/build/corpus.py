@@ -34,6 +34,7 @@ from data_utils.build.workers import Job, ShardRecord, build_shards, uses_worker
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.dataset.manifest import existing_files
 from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
+from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
 _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
@@ -117,7 +118,7 @@ class TokenizerFacts:
     """What plan and manifest record of the tokenizer."""
 
     vocab_size: int
-    eos: int
+    eos: int  # or NO_TOKEN
     fingerprint: str
     config: Any
 
@@ -355,7 +356,7 @@ def _manifest(
     return {
         "split": {"name": None, "rule": config.split or None, "seed": config.split_seed},
         "eos": tokenizer.eos,
-        "documents_end_with_eos": True,
+        "documents_end_with_eos": tokenizer.eos != NO_TOKEN,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
         "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
         "text_key": config.text_key,

@@ -43,6 +43,7 @@ from data_utils.text.documents import (
     read_blocks,
     with_line_of_file,
 )
+from data_utils.text.special_tokens import NO_TOKEN
 
 _POLL_SECONDS = 0.2
 # The progress of a shard. The entries of what is being read are 0 before and after.
@@ -77,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """The tokens of one block. Documents end with eos."""
+    """The tokens of one block. Documents end with eos if the vocabulary has one."""
 
     splits: np.ndarray  # int64 [documents]: number of the split
     tokens: np.ndarray  # the storage dtype [all tokens]
@@ -122,12 +123,13 @@ def encode_block(
         texts = list(itertools.compress(texts, lengths))
         lines = list(itertools.compress(lines, lengths))
         lengths = lengths[lengths > 0]
+    eos = tokenizer.special.eos
+    if eos != NO_TOKEN:
+        ids, lengths = np.insert(ids, np.cumsum(lengths), eos), lengths + 1
     return EncodedBlock(
         splits=np.array([rule.split_of(text) for text in texts], np.int64),
-        tokens=to_token_dtype(
-            np.insert(ids, np.cumsum(lengths), tokenizer.special.eos), tokenizer.vocab_size
-        ),
-        lengths=lengths + 1,
+        tokens=to_token_dtype(ids, tokenizer.vocab_size),
+        lengths=lengths,
         hashes=_text_hashes(texts) if deduplicate else None,
         texts=texts,
         lines=lines,

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
-from data_utils.base.settings import shown
+from data_utils.base.setting_files import shown
 from data_utils.objectives import registry
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.mixed import Mixed

@@ -58,6 +58,8 @@ ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and so many
 class BartConfig(RowSizes):
     """Text infilling and sentence permutation."""
 
+    needed_roles = ("cls", "mask")
+
     masked_ratio: float = fraction(0.3, "part of the tokens that is removed")
     mean_span_length: float = setting(
         3.0, "mean of the Poisson distribution of span lengths, tokens", above=0
@@ -81,6 +83,10 @@ class BartConfig(RowSizes):
         # No matrix product: in every batch, it would slow the processor down for a tenth of a millisecond.
         length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
+
+    @property
+    def has_target(self) -> bool:
+        return True
 
     @property
     def loss_share(self) -> float:

@@ -1,7 +1,8 @@
 """Causal language modelling: GPT and GPT-2. Every token is predicted from those before it in its document.
 
 Position i holds token i - 1 and predicts token i. Position 0 holds eos, as in GPT-2's training, where eos separates
-documents. So every token of the text is predicted exactly once, without an additional position.
+documents. So every token of the text is predicted exactly once, without an additional position. GPT has no eos: there
+position i holds token i and predicts the next one, and the first token of a piece is not predicted.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ class CausalConfig(RowSizes):
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     end = used + length
-    row[TOKENS, used] = s.eos
-    copy_range(row, TOKENS, used + 1, end, text, start)
+    if s.eos >= 0:
+        row[TOKENS, used] = s.eos
+        copy_range(row, TOKENS, used + 1, end, text, start)
+        predict_range(row, used, end, text, start)
+    else:
+        copy_range(row, TOKENS, used, end, text, start)
+        predict_range(row, used, end - 1, text, start + 1)
     count_up(row, POSITION_IDS, used, end, 0)
     count_up(row, ORD, used, end, 0)
-    predict_range(row, used, end, text, start)
     mark_document(row, used, end, document, s.loss)
     return end
 

@@ -42,6 +42,7 @@ from data_utils.objectives.rows import (
     check_treatment,
     copy_range,
     count_up,
+    kept_length,
     mark_document,
     maskable_length,
     predict,
@@ -87,7 +88,7 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
     """Kind and halves of every piece of a sample, wrong second halves exchanged."""
     first, last = -1, -1  # pieces that get a wrong B; B of each goes to the one before
     for number in range(len(lengths)):
-        length = lengths[number]
+        length = kept_length(text, start, lengths[number], s)
         pair = pairs[number]
         if length > 0:
             open_stream(stream, s.key, _address(text, start, length, sample, s), first_piece + number, 0)
@@ -119,7 +120,7 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
             last = number
         elif wrong:
             _swap_halves(pair)
-        start += length
+        start += lengths[number]
     if first >= 0 and first == last:
         _swap_halves(pairs[first])
 
@@ -214,7 +215,7 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         sample = sample_indices[i]
         _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
         for number in range(len(lengths)):
-            length = lengths[number]
+            length = kept_length(text, start, lengths[number], s)
             if length > 0:
                 address = _address(text, start, length, sample, s)
                 open_stream(stream, s.key, address, first_piece + number, 1)
@@ -222,7 +223,7 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
                 used = _fill_pair(
                     row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
                 )
-            start += length
+            start += lengths[number]
         piece += len(lengths)
 
 
@@ -237,6 +238,7 @@ class MaskedTextConfig(RowSizes):
     )
 
     section_key: ClassVar[str]
+    needed_roles = ("cls", "sep", "mask")
     gap = False  # keep a token between masked spans
     treat_spans_alike = False  # draw mask, random token or kept token once per span, not per token
     whole_words = False  # units are words
@@ -277,6 +279,7 @@ class MaskedText(RowObjective):
     """An objective of this family. Its first losses are those of its kinds of model, with consecutive numbers."""
 
     entry = staticmethod(_fill_rows)
+    ends_with_sep = True
 
     def values(self) -> dict[str, Any]:
         """The same names for the whole family, so that all share one compiled function."""

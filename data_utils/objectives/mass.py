@@ -37,6 +37,8 @@ from data_utils.objectives.rows import (
 class MassConfig(RowSizes):
     """The fragment: its length, its place, and what replaces it."""
 
+    needed_roles = ("cls", "sep", "mask")
+
     fragment_ratio: float = fraction(0.5, "length of the fragment as a part of the text")
     head_prob: float = fraction(0.2, "probability that the fragment is at the head of the text")
     tail_prob: float = fraction(0.2, "probability that it is at the tail; else anywhere")
@@ -55,6 +57,10 @@ class MassConfig(RowSizes):
     def growth(self) -> float:
         """The context and the fragment."""
         return 1.0 + self.fragment_ratio
+
+    @property
+    def has_target(self) -> bool:
+        return True
 
     @property
     def loss_share(self) -> float:
@@ -118,6 +124,7 @@ class Mass(RowObjective):
     config_class = MassConfig
     losses = (Loss("fragment", 17),)
     entry = staticmethod(_fill_rows)
+    ends_with_sep = True
 
     def values(self) -> dict[str, Any]:
         config = self.config

@@ -63,7 +63,14 @@ class ObjectiveConfig(ABC):
     __slots__ = ()
 
     segments = 2  # segment ids are below this
+    needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
+    has_block_positions = False  # whether block_position_ids tell places that position_ids do not
+
+    @property
+    def has_target(self) -> bool:
+        """Whether all losses are of tokens with ord > 0, those of a decoder."""
+        return False
 
     @property
     def has_sentence_label(self) -> bool:

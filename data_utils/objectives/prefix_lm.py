@@ -29,6 +29,8 @@ from data_utils.objectives.rows import (
 class PrefixLmConfig(RowSizes):
     """How long the prefix is: uniform over a range, in parts of the piece."""
 
+    needed_roles = ("cls",)
+
     min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the piece")
     max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the piece; one token always remains")
 
@@ -37,6 +39,10 @@ class PrefixLmConfig(RowSizes):
         check(
             low <= high, f"prefix_lm.min_prefix_ratio ({low}) exceeds max_prefix_ratio ({high}); swap them."
         )
+
+    @property
+    def has_target(self) -> bool:
+        return True
 
     @property
     def loss_share(self) -> float:

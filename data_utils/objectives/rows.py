@@ -160,6 +160,16 @@ def maskable_length(text, start, length, s):
     return length - 1 if text[start + length - 1] == s.eos else length
 
 
+@compiled
+def kept_length(text, start, length, s):
+    """Tokens of a piece that go into a row.
+
+    An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
+    no padding within the text. A piece that is nothing else keeps it: every piece has an Example.
+    """
+    return length - 1 if s.drops_eos and length > 1 and text[start + length - 1] == s.eos else length
+
+
 # Inlined also because numba cannot cache a function that takes another one as an argument.
 @inlined
 def fill_pieces(fill_piece, batch, pieces, tables, settings):
@@ -181,8 +191,8 @@ def fill_pieces(fill_piece, batch, pieces, tables, settings):
         for k in range(piece, piece + pieces_per_sample[i]):
             rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
         for number in range(first_piece, first_piece + pieces_per_sample[i]):
-            length = piece_lengths[piece]
-            rest -= np.int64(s.growth * length + 1e-9) + s.overhead
+            rest -= np.int64(s.growth * piece_lengths[piece] + 1e-9) + s.overhead
+            length = kept_length(text, start, piece_lengths[piece], s)
             if length > 0:
                 open_stream(stream, s.key, sample_indices[i], number, 0)
                 used = fill_piece(
@@ -199,8 +209,8 @@ def fill_pieces(fill_piece, batch, pieces, tables, settings):
                     cumulative,
                     s,
                 )
+            start += piece_lengths[piece]
             piece += 1
-            start += length
 
 
 def numbers_of(config: Any) -> dict[str, Any]:
@@ -271,6 +281,7 @@ class RowObjective:
     losses: ClassVar[tuple[Loss, ...]]  # `s.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # that the entry point calls into, besides its own
+    ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `kept_length`
     _digest: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
@@ -298,6 +309,13 @@ class RowObjective:
             f"row_length {self.row_length} is too short for sequence_length {sequence_length} with "
             f"{self.name}; it must be at least {least} ({usual} is recommended).",
         )
+        missing = [role for role in config.needed_roles if role in vocabulary.lacking]
+        check(
+            not missing,
+            f"{self.name} needs the special token{'s' * (len(missing) > 1)} {', '.join(missing)}, which the "
+            "tokenizer's vocabulary lacks; choose another tokenizer or objective, or set tokenizer.added_tokens=glm "
+            "and build the corpora again.",
+        )
         config.check_vocabulary(vocabulary)
         self.units = self.choose_units()
         check(
@@ -311,6 +329,7 @@ class RowObjective:
             for field in dataclasses.fields(vocabulary.special)
         }
         record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": self.sequence_length}
+        record |= {"drops_eos": self.ends_with_sep and special["eos"] in (special["sep"], special["pad"])}
         record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
         self._settings = _settings_record(record, self._digest)
 

@@ -1,10 +1,10 @@
 """T5's span corruption (arXiv:1910.10683) on one stack instead of an encoder and a decoder.
 
 Part A (order 0) is the text with every noise span replaced by a sentinel. Part B (order 1, 2, ...) is
-`sentinel span sentinel span ... eos` after a `sop`. The numbers are T5's: round(0.15 n) noise tokens in
-round(noise / 3) spans. Noise and the other tokens are each divided into that many parts, every division equally likely;
-the parts alternate, and the other tokens come first. Positions of part B count from 0 again and its segment id is 1, as
-in a separate text.
+`sentinel span sentinel span ... eos` after a `sop`, or after [PAD] in a vocabulary without `sop`, such as T5's. The
+numbers are T5's: round(0.15 n) noise tokens in round(noise / 3) spans. Noise and the other tokens are each divided into
+that many parts, every division equally likely; the parts alternate, and the other tokens come first. Positions of part
+B count from 0 again and its segment id is 1, as in a separate text.
 """
 
 from __future__ import annotations
@@ -61,9 +61,17 @@ class T5Config(RowSizes):
         )
 
     @property
+    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("mask", "eos") if self.sentinel_first is None else ("eos",)
+
+    @property
     def growth(self) -> float:
         """Every noise span adds two sentinels."""
         return 1.0 + 2.0 * self.noise_ratio / self.mean_span_length
+
+    @property
+    def has_target(self) -> bool:
+        return True
 
     @property
     def loss_share(self) -> float:
@@ -168,8 +176,9 @@ class T5(RowObjective):
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        first = self.config.sentinel_first
+        first, special = self.config.sentinel_first, self.vocabulary.special
         return super().values() | {
-            "sentinel_first": int(self.vocabulary.special.mask if first is None else first),
+            "sop": int(special.pad if "sop" in self.vocabulary.lacking else special.sop),
+            "sentinel_first": int(special.mask if first is None else first),
             "sentinel_step": int(first is not None),
         }

@@ -44,6 +44,8 @@ from data_utils.objectives.rows import (
 class UniLmV2Config(RowSizes):
     """How many tokens are chosen, and in which blocks."""
 
+    needed_roles = ("cls", "sep", "mask")
+
     masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
     span_prob: float = fraction(0.4, "probability that a block is a span; else it is one token")
     max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely", at_least=2)
@@ -117,6 +119,7 @@ class UniLmV2(RowObjective):
     config_class = UniLmV2Config
     losses = (Loss("autoencoding", 18), Loss("partially_autoregressive", 19))
     entry = staticmethod(_fill_rows)
+    ends_with_sep = True
 
     def values(self) -> dict[str, Any]:
         return super().values() | {"second_loss": self.losses[1].number}

@@ -45,6 +45,8 @@ from data_utils.objectives.rows import (
 class XlnetConfig(RowSizes):
     """How many targets, in which n-grams, and how many orders a piece has."""
 
+    needed_roles = ("cls", "sep", "mask")
+
     tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)", at_least=1)
     max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
     orders: int = setting(
@@ -152,3 +154,4 @@ class Xlnet(RowObjective):
     config_class = XlnetConfig
     losses = (Loss("permutation", 20),)
     entry = staticmethod(_fill_rows)
+    ends_with_sep = True

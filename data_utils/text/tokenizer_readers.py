@@ -13,8 +13,9 @@ from tokenizers import pre_tokenizers
 
 from data_utils.base.errors import DataError
 from data_utils.base.settings import REQUIRED, checked, setting
+from data_utils.text.special_tokens import ADDED_TOKENS
 
-KINDS = ("bert_wordpiece", "gpt2_bpe", "sentencepiece", "hf_json")
+KINDS = ("bert_wordpiece", "gpt2_bpe", "gpt_bpe", "sentencepiece", "hf_json")
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_VOCAB_SIZE = 2**22
@@ -28,6 +29,19 @@ class TokenizerConfig:
 
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
     path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or its directory")
+    added_tokens: str = setting(
+        "glm",
+        "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
+        "one (BERT, RoBERTa, GPT-2, ...), or T5's 100 sentinels (t5; its tokenizer.json has them)",
+        one_of=ADDED_TOKENS,
+    )
+    vocab_size: int | None = setting(
+        None,
+        "ids of the vocabulary, the last ones without a token (T5 32128 for 32100, ERNIE 1.0 18000 for 17964); "
+        "null = those that have a token",
+        at_least=1,
+        at_most=MAX_VOCAB_SIZE,
+    )
     lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
     fixed_command_tokens: bool = setting(
         True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
@@ -82,7 +96,7 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
     path = Path(config.path)
     if not path.exists():
         raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")
-    if config.kind == "gpt2_bpe":
+    if config.kind in ("gpt2_bpe", "gpt_bpe"):
         merges = (path if path.is_dir() else path.parent) / "merges.txt"
         return {
             "vocab.json": _read(path / "vocab.json" if path.is_dir() else path),

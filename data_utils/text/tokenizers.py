@@ -1,7 +1,6 @@
 """One interface over BERT WordPiece, GPT-2 BPE, SentencePiece and Hugging Face tokenizer.json files.
 
-The ids of GLM's special tokens are decided only here: see `assign_special_tokens` (BERT, GPT-2, tokenizer.json) and
-`sentencepiece_special_tokens` (the Chinese models). Text never becomes a special token: the literal "[MASK]" or
+special_tokens.py decides which ids the special tokens have. Text never becomes a special token: the literal "[MASK]" or
 "<|endoftext|>" in a document is encoded with ordinary tokens, so a corpus cannot insert a mask or end a document. Only
 `encode_with_specials`, meant for generation prompts, gives [MASK], [sMASK] and [gMASK] their ids.
 
@@ -20,7 +19,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,18 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from data_utils.base.errors import DataError
 from data_utils.text.fast.encoders import library_or_faster
 from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder
-from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.special_tokens import (
+    ROBERTA_NAMES,
+    SPECIAL_NAMES,
+    SpecialTokens,
+    all_special_names,
+    assign_special_tokens,
+    named_roles,
+    own_special_tokens,
+    roberta_roles,
+    sentencepiece_special_tokens,
+    t5_sentinels,
+)
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
     check_byte_alphabet,
@@ -47,37 +56,6 @@ from data_utils.text.tokenizer_readers import (
     read_files,
 )
 
-# Role -> the name that is shown, and that train_tokenizer.py writes.
-SPECIAL_NAMES = {
-    "pad": "[PAD]",
-    "unk": "[UNK]",
-    "cls": "[CLS]",
-    "sep": "[SEP]",
-    "mask": "[MASK]",
-    "gmask": "[gMASK]",
-    "smask": "[sMASK]",
-    "sop": "<|startofpiece|>",
-    "eop": "<|endofpiece|>",
-    "eos": "<|endoftext|>",
-    "dblock": "[dBLOCK]",
-}
-# Further names under which a tokenizer.json may hold a role, tried in order after the name above.
-OTHER_NAMES = {
-    "pad": ("<pad>", "<|padding|>"),
-    "unk": ("<unk>",),
-    "cls": ("<cls>", "<s>"),
-    "sep": ("<sep>",),
-    "mask": ("<mask>",),
-    "sop": ("<sop>", "[sop]"),
-    "eop": ("<eop>", "[eop]"),
-    "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
-}
-# RoBERTa's vocabulary: one token ends texts, separates and pads, as in the released GLM-RoBERTa. It also holds
-# "<|endoftext|>", which nothing uses.
-ROBERTA_NAMES = {"cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "</s>", "unk": "<unk>", "mask": "<mask>"}
-ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
-# Roles that the files lack get ids after the last one, in this order of the released GLM models.
-APPEND_ORDER = ("eos", "sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock")
 PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
 
 SENTENCE_ENDS = tuple(".?!;:。．｡？！；：…\n")  # noqa: RUF001
@@ -97,6 +75,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     loaders = {
         "bert_wordpiece": _load_bert_wordpiece,
         "gpt2_bpe": _load_gpt2_bpe,
+        "gpt_bpe": _load_gpt_bpe,
         "sentencepiece": SentencePieceTokenizer,
         "hf_json": _load_hf_json,
     }
@@ -104,10 +83,11 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 class Tokenizer(abc.ABC):
-    """Text to ids and back. `vocab_size` counts GLM's special tokens and no padding."""
+    """Text to ids and back. `vocab_size` counts special tokens and no padding."""
 
     config: TokenizerConfig
     special: SpecialTokens
+    lacking: frozenset[str]  # roles that have no token: their ids stand for something else
     vocab_size: int
     fingerprint: str  # of kind, options and file contents, but not of the path
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
@@ -167,6 +147,39 @@ class Tokenizer(abc.ABC):
                 ends[i] = self._token_text(i).rstrip(CLOSERS).endswith(SENTENCE_ENDS)
         return ends
 
+    def _set_vocabulary(
+        self,
+        known: Mapping[str, int],
+        glm: tuple[SpecialTokens, int],
+        names: dict[int, str],
+        ids_in_files: Set[int],
+    ) -> None:
+        """Decide the ids of all roles, and what else is no text.
+
+        Args:
+            known: role -> id, for the roles that the files hold.
+            glm: the ids and the vocabulary size with GLM's tokens.
+            names: id -> name of what is no text in the files.
+        """
+        config = self.config
+        if config.added_tokens == "glm":
+            (self.special, size), self.lacking = glm, frozenset()
+        else:
+            self.special, self.lacking = own_special_tokens(known)
+            size = max(ids_in_files) + 1
+            if config.added_tokens == "t5":
+                names |= t5_sentinels(size)
+                size = max(names) + 1
+        self.vocab_size = config.vocab_size or size
+        if self.vocab_size < size:
+            raise DataError(
+                f"tokenizer.vocab_size is {config.vocab_size}, but {config.path} has {size} tokens with those of "
+                f"added_tokens {config.added_tokens}; set it to {size} or more, or to null."
+            )
+        self.special_names = all_special_names(
+            self.special, self.lacking, names, self.vocab_size, ids_in_files
+        )
+
     def _checked(self, ids: Iterable[int]) -> list[int]:
         ids = [int(i) for i in ids]
         for i in ids:
@@ -209,24 +222,22 @@ class HuggingFaceTokenizer(Tokenizer):
             hidden: names that are not text, besides those of `role_names`.
         """
         self.config = config
-        options: dict[str, Any] | None = None  # what decides ids beside the kind and the files
+        options: dict[str, Any] | None = None
         if config.kind == "bert_wordpiece":
             options = {"lowercase": config.lowercase}
         elif role_names.items() >= ROBERTA_NAMES.items():
             options = {"names": "roberta"}
         self.fingerprint = _fingerprint(config, files, options)
-        self.special, self.vocab_size = assign_special_tokens(
-            {role: ids[name] for role, name in role_names.items()}, max(ids.values()) + 1
-        )
+        known = {role: ids[name] for role, name in role_names.items()}
         names = {ids[name]: name for name in (*hidden, *role_names.values())}
-        self.special_names = _all_special_names(self.special, names, self.vocab_size, set(ids.values()))
+        glm = assign_special_tokens(known, max(ids.values()) + 1)
+        self._set_vocabulary(known, glm, dict(names), set(ids.values()))
         self._backend = backend
         self._encoder = library_or_faster(backend, [*names.values(), *map(str, hidden)])
         self._is_forbidden = np.zeros(self.vocab_size, dtype=bool)
         self._is_forbidden[list(names)] = True
-        if backend.decoder is None or isinstance(
-            backend.decoder, decoders.WordPiece
-        ):  # decoded words have spaces
+        # Decoded words have spaces between them.
+        if backend.decoder is None or isinstance(backend.decoder, (decoders.WordPiece, decoders.BPEDecoder)):
             self._separator = " "
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -247,27 +258,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def _display(self, token_id: int) -> str:
         text = self._token_text(token_id)
         return text if text and "\ufffd" not in text else str(self._backend.id_to_token(token_id))
-
-
-def assign_special_tokens(known_ids: Mapping[str, int], next_id: int) -> tuple[SpecialTokens, int]:
-    """The ids of all roles: those that the files hold, and the others from `next_id` on, in APPEND_ORDER.
-
-    A missing eos is pad's id, else sep's; a missing pad is that of eos. For GPT-2 (known: eos) and BERT
-    (known: pad, unk, cls, sep, mask) these are the ids of the released GLM models, except gMASK, sMASK and
-    dBLOCK of BERT: the released models have one mask; ours use three padding rows of their embedding.
-
-    Returns: the ids, and the vocabulary size that includes them.
-    """
-    ids = dict(known_ids)
-    for substitute in ("pad", "sep"):
-        if "eos" not in ids and substitute in ids:
-            ids["eos"] = ids[substitute]
-    for role in APPEND_ORDER:
-        if role not in ids:
-            ids[role] = next_id
-            next_id += 1
-    ids.setdefault("pad", ids["eos"])
-    return SpecialTokens(**ids), next_id
 
 
 def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
@@ -293,29 +283,56 @@ def _load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) ->
 
 
 def _load_gpt2_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
-    path = Path(config.path)
-    ids = parse_json(files["vocab.json"], path / "vocab.json")
-    check_vocab(ids, path / "vocab.json")
-    if sorted(ids.values()) != list(range(len(ids))):
-        raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
-    role_names, unused = _gpt2_roles(ids.keys(), path)
+    ids, path = _vocab_json(config, files), Path(config.path)
+    role_names, unused = _gpt2_roles(ids.keys(), path, config.added_tokens)
     check_byte_alphabet(ids, path)
-    merges = parse_merges(decode_utf8(files["merges.txt"], path / "merges.txt"), path)
-    try:
-        backend = tokenizers.Tokenizer(models.BPE(ids, merges))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; fetch both from one model."
-        ) from None
+    backend = _bpe(config, files, ids)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return HuggingFaceTokenizer(config, files, backend, ids, role_names, unused)
 
 
-def _gpt2_roles(names: Set[str], path: Path) -> tuple[dict[str, str], Set[str]]:
+def _load_gpt_bpe(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
+    """GPT's: lower case, BERT's words, and a mark at the end of each word instead of a space before it."""
+    ids, path, end = _vocab_json(config, files), Path(config.path), "</w>"
+    if "<unk>" not in ids or not any(name.endswith(end) for name in ids):
+        raise DataError(
+            f"{path}: vocab.json has no <unk> or no token that ends in {end}; gpt_bpe is for the vocabulary of GPT: "
+            "use kind gpt2_bpe for that of GPT-2."
+        )
+    backend = _bpe(config, files, ids, unk_token="<unk>", end_of_word_suffix=end)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.BPEDecoder(suffix=end)
+    return HuggingFaceTokenizer(config, files, backend, ids, {"unk": "<unk>"})
+
+
+def _vocab_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> dict[str, int]:
+    path = Path(config.path)
+    ids = parse_json(files["vocab.json"], path / "vocab.json")
+    check_vocab(ids, path / "vocab.json")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
+    return ids
+
+
+def _bpe(
+    config: TokenizerConfig, files: Mapping[str, bytes], ids: dict[str, int], **options: str
+) -> tokenizers.Tokenizer:
+    path = Path(config.path)
+    merges = parse_merges(decode_utf8(files["merges.txt"], path / "merges.txt"), path)
+    try:
+        return tokenizers.Tokenizer(models.BPE(ids, merges, **options))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; fetch both from one model."
+        ) from None
+
+
+def _gpt2_roles(names: Set[str], path: Path, added_tokens: str) -> tuple[dict[str, str], Set[str]]:
     """Role -> name in a vocab.json of GPT-2 or RoBERTa, and names there that are neither text nor a role."""
     if names >= set(ROBERTA_NAMES.values()):
-        return dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
+        return roberta_roles(names, added_tokens)
     eos, other = SPECIAL_NAMES["eos"], sorted(names & set(ROBERTA_NAMES.values()))
     if eos in names and not other:
         return {"eos": eos}, set()
@@ -348,7 +365,7 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     added_names = {token["content"] for token in added}
     merged = merge_results(model, path)
     candidates = (ids.keys() - merged) | added_names
-    role_names, unused = _named_roles(candidates, model.get("type"))
+    role_names, unused = named_roles(candidates, model.get("type") == "BPE", config.added_tokens)
     hidden = {token["content"] for token in added if token.get("special")} | set(role_names.values()) | unused
     if hidden & merged:
         raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")
@@ -364,20 +381,6 @@ def _load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeni
     if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
         check_byte_alphabet(ids, path)
     return HuggingFaceTokenizer(config, files, backend, ids, role_names, hidden)
-
-
-def _named_roles(names: Set[str], model_type: Any) -> tuple[dict[str, str], Set[str]]:
-    """As `_gpt2_roles`, for a tokenizer.json: each role by its first name there, or all of them by RoBERTa's."""
-    role_names: dict[str, str] = {}
-    unused: Set[str] = set()
-    own = {SPECIAL_NAMES[role] for role in ROBERTA_NAMES.keys() - {"eos"}}
-    if model_type == "BPE" and names >= set(ROBERTA_NAMES.values()) and not names & own:
-        role_names, unused = dict(ROBERTA_NAMES), names & set(ROBERTA_UNUSED)
-    for role, name in SPECIAL_NAMES.items():
-        for candidate in (name, *OTHER_NAMES.get(role, ())):
-            if role not in role_names and candidate in names:
-                role_names[role] = candidate
-    return role_names, unused
 
 
 def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:
@@ -423,7 +426,10 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model; GLM's special tokens follow its last id, and text cannot reach them."""
+    """A SentencePiece model. GLM's special tokens follow its last id; published ones are control pieces of the model.
+
+    Text reaches neither.
+    """
 
     def __init__(self, config: TokenizerConfig, files: Mapping[str, bytes]):
         self.config = config
@@ -436,9 +442,15 @@ class SentencePieceTokenizer(Tokenizer):
         base_size = self._model.get_piece_size()
         if base_size == 0:
             raise DataError(f"{config.path} is an empty SentencePiece model; give the .model file.")
-        self.special, self.vocab_size = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
-        control = {i: self._model.id_to_piece(i) for i in range(base_size) if self._model.is_control(i)}
-        self.special_names = _all_special_names(self.special, control, self.vocab_size, set(range(base_size)))
+        pieces = {i: self._model.id_to_piece(i) for i in range(base_size)}
+        control = {i: piece for i, piece in pieces.items() if self._model.is_control(i)}
+        unknown = {i: piece for i, piece in pieces.items() if self._model.is_unknown(i)}
+        by_name = {piece: i for i, piece in (control | unknown).items()}
+        roles, _ = named_roles(by_name.keys(), False, config.added_tokens)
+        known = {role: by_name[piece] for role, piece in roles.items()}
+        glm = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
+        names = control if config.added_tokens == "glm" else control | unknown
+        self._set_vocabulary(known, glm, names, pieces.keys())
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._model.decode(ids)
@@ -453,37 +465,15 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.id_to_piece(token_id).replace("▁", " ")
 
 
-def sentencepiece_special_tokens(base_size: int, fixed_command_tokens: bool) -> tuple[SpecialTokens, int]:
-    """Ids as in the released Chinese models, whose .model has 50000 pieces, and the vocabulary size.
-
-    Without `fixed_command_tokens` gMASK has the id of eop, as in GLM-10B-Chinese. Id base_size + 5 is unused.
-    """
-    after_eop = ("smask", "gmask", "dblock") if fixed_command_tokens else ("smask", "dblock")
-    offsets = {"pad": 0, "eos": 0, "sep": 1, "cls": 2, "mask": 3, "unk": 4, "sop": 6, "eop": 7, "gmask": 7}
-    offsets |= {role: 8 + i for i, role in enumerate(after_eop)}
-    special = SpecialTokens(**{role: base_size + offset for role, offset in offsets.items()})
-    return special, special.dblock + 1
-
-
 # ---- shared ----
-
-
-def _all_special_names(
-    special: SpecialTokens, names: Mapping[int, str], vocab_size: int, ids_in_files: set[int]
-) -> dict[int, str]:
-    """Id -> name for the special tokens (the files' `names` first) and for ids that no token has."""
-    all_names = dict(names)
-    roles = asdict(special)
-    for role in (*APPEND_ORDER, "pad"):  # eop before gmask: where two roles share an id, the first name stays
-        all_names.setdefault(roles[role], SPECIAL_NAMES[role])
-    for i in set(range(vocab_size)) - ids_in_files - all_names.keys():
-        all_names[i] = f"[reserved {i}]"
-    return all_names
 
 
 def _fingerprint(
     config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
 ) -> str:
+    """Args: options: what decides ids beside the kind, the files and what every kind has."""
+    if config.added_tokens != "glm" or config.vocab_size is not None:
+        options = {**(options or {}), "added_tokens": config.added_tokens, "vocab_size": config.vocab_size}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()

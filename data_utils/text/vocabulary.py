@@ -21,17 +21,19 @@ class Vocabulary:
     """The special tokens and tables of a vocabulary."""
 
     special: SpecialTokens
-    size: int
+    size: int  # ids without a token counted
     sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
     word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
     token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
+    lacking: frozenset[str] = frozenset()  # roles without a token, whose ids stand for something else
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """The tables of a tokenizer.
 
     A token begins a word if it starts with a space (byte-level BPE, SentencePiece) or is no `##` piece
-    (WordPiece); special tokens and Chinese characters are words of their own.
+    (WordPiece); special tokens and Chinese characters are words of their own. Of GPT's BPE it is not known: there
+    tokens say where words end.
     """
     shown = [tokenizer.token_to_text(i) for i in range(tokenizer.vocab_size)]
     pieces = any(text.startswith(_CONTINUES) for text in shown)
@@ -46,8 +48,9 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
         special=tokenizer.special,
         size=tokenizer.vocab_size,
         sentence_end=tokenizer.sentence_end_ids(),
-        word_start=np.array(starts, np.bool_),
+        word_start=None if tokenizer.config.kind == "gpt_bpe" else np.array(starts, np.bool_),
         token_texts=tuple(texts),
+        lacking=tokenizer.lacking,
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import make_dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge, nest, section, setting, shown, to_tree
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, merge, nest, section, setting, to_tree
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
 # What a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the weights

@@ -9,96 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.settings import (
-    REQUIRED,
-    check,
-    checked,
-    choice,
-    fraction,
-    setting,
-    setting_mapping,
-    shown,
-)
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import REQUIRED, check, checked, choice, fraction, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
 
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-@checked("model")
-class ModelConfig:
-    num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
-    hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
-    num_attention_heads: int = setting(REQUIRED, "attention heads; must divide hidden_size", at_least=1)
-    vocab_size: int | None = setting(
-        None, "tokens including GLM's special ones, unpadded; null = the tokenizer's", at_least=1
-    )
-    max_position: int = setting(
-        512, "largest position id; both tables have max_position + 1 rows", at_least=1
-    )
-    embedding_dropout: float = setting(0.1, "dropout probability after the embeddings", at_least=0, below=1)
-    attention_dropout: float = setting(0.1, "dropout probability on attention weights", at_least=0, below=1)
-    output_dropout: float = setting(
-        0.1, "dropout probability on the output of attention and FFN", at_least=0, below=1
-    )
-    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", above=0)
-    init_std: float = setting(
-        0.02, "standard deviation of initial weights; output projections get init_std/sqrt(2L)", above=0
-    )
-    gelu: str = setting(
-        "tanh",
-        "tanh (training of the released models) or erf (their Hugging Face code)",
-        one_of=("tanh", "erf"),
-    )
-    embedding_gradient_shrink: float = setting(
-        1.0,
-        "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off",
-        above=0,
-        at_most=1,
-    )
-    segments: int = setting(
-        0,
-        "rows of a segment embedding: BERT 2 (texts A and B), UniLM 6 (kinds of language model), 0 = none",
-        at_least=0,
-    )
-    task_embedding: bool = setting(False, "add an embedding of the objective that made a token (ERNIE 2.0)")
-    sentence_head: bool = setting(
-        False, "two-class head on CLS for next-sentence and sentence-order labels (BERT, ALBERT, UniLM)"
-    )
-    span_boundary_places: int = setting(
-        0,
-        "places of SpanBERT's head that predicts a span from the tokens around it; 0 = no such head",
-        at_least=0,
-    )
-    embedding_size: int | None = setting(
-        None,
-        "width of the embeddings, projected to hidden_size (ALBERT: 128); null = hidden_size itself",
-        at_least=1,
-    )
-    share_layers: bool = setting(False, "one set of weights for all blocks (ALBERT)")
-
-    def __post_init__(self) -> None:
-        check(
-            self.hidden_size % self.num_attention_heads == 0,
-            f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
-            f"({self.hidden_size}); choose a divisor of {self.hidden_size}.",
-        )
-
-    @property
-    def is_plain(self) -> bool:
-        """True for GLM's own layers and no others: only such models can be exported."""
-        return not (
-            self.segments
-            or self.task_embedding
-            or self.sentence_head
-            or self.span_boundary_places
-            or self.embedding_size is not None
-            or self.share_layers
-        )
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

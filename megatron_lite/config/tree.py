@@ -1,8 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, events.py, observation.py, data_utils/samples/config.py and beside each objective. This
-file checks what concerns several. A component that needs one section takes that one; those that put a run together
-take the tree. Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, model.py, events.py, observation.py, data_utils/samples/config.py and beside each
+objective. This file checks what concerns several. A component that needs one section takes that one; those that put a
+run together take the tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
     check,
     inline_sections,
-    load_json,
-    load_yaml,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
-    shown,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.planes import ObjectiveConfig
@@ -33,11 +31,11 @@ from data_utils.samples.config import DataConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -96,7 +94,7 @@ class Config:
         chosen = [choice.section for choice in self.objective_choices]
         needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
         check(
-            needed <= self.model.max_position,
+            needed <= self.model.max_position or self.model.positions == "none",
             f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
             f"model.max_position is {self.model.max_position}; set model.max_position={needed}, or a "
             "shorter data.sequence_length.",
@@ -108,6 +106,7 @@ class Config:
         self._check_heads()
         self._check_fillings()
         self._check_layout()
+        self._check_decoder()
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -159,25 +158,22 @@ class Config:
             if weight > 0
         )
 
+    @property
+    def has_sentence_labels(self) -> bool:
+        """Whether an objective makes labels for the head on CLS."""
+        return any(choice.section.has_sentence_label for choice in self.objective_choices)
+
     def _check_heads(self) -> None:
-        """Heads and the objectives that need them: a head without labels would never get a gradient."""
+        """Heads, tables, and the objectives that need them."""
         model, chosen = self.model, self.objective_choices
         labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
-        with_labels = [
-            name for name, cls in OBJECTIVES.items() if any(loss.sentence_level for loss in cls.losses)
-        ]
         with_borders = [
             name for name, section in self.objective_sections.items() if section.has_span_boundaries
         ]
         check(
-            model.sentence_head or not labelled,
-            f"model.sentence_head is false, but {', '.join(labelled)} makes next-sentence or sentence-order "
-            "labels; set it to true, or switch the labels off in that section.",
-        )
-        check(
-            not model.sentence_head or bool(labelled),
-            "model.sentence_head is true, but no objective makes labels for it; set it to false, or choose one of "
-            f"{', '.join(with_labels)} and switch its labels on.",
+            model.sentence_classes > 0 or not labelled,
+            f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
+            "labels; set it to 2, or switch the labels off in that section.",
         )
         check(
             not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
@@ -186,9 +182,22 @@ class Config:
         )
         segments = max(choice.section.segments for choice in chosen)
         check(
-            model.segments in (0, *range(segments, 1000)),
-            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, or "
-            "to 0 for no segment embedding.",
+            model.segments in (0, 1) or model.segments >= segments,
+            f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, to 1 for "
+            "one row that all tokens share, or to 0 for no segment embedding.",
+        )
+        losses = [loss for choice in chosen for loss in OBJECTIVES[choice.name].losses]
+        last = max(losses, key=lambda loss: loss.number)
+        check(
+            not model.task_types or last.number < model.task_types,
+            f"model.task_types is {model.task_types}, but the loss {last.name} takes row {last.number}; set it to "
+            f"{last.number + 1} or more, or to 0 for no task embedding.",
+        )
+        in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
+        check(
+            model.positions == "learned_blocks" or not in_blocks,
+            f"model.positions is {model.positions}, but {', '.join(in_blocks)} tells the places in a span by a table "
+            "of their own; set it to learned_blocks, or choose another objective.",
         )
 
     def _check_fillings(self) -> None:
@@ -216,8 +225,8 @@ class Config:
             f"parallel.tensor_parallel_size ({tp}); choose a divisor of {model.num_attention_heads}.",
         )
         check(
-            pp <= model.num_layers,
-            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
+            pp <= model.total_layers,
+            f"parallel.pipeline_parallel_size ({pp}) exceeds the blocks of the model ({model.total_layers}); a stage "
             "needs a block.",
         )
         check(
@@ -235,11 +244,36 @@ class Config:
             f"optimizer.kernel is {self.optimizer.kernel}, which runs on GPUs only, with parallel.offload_optimizer; "
             "set the kernel to torch, or do not offload.",
         )
+        check(
+            model.inner_size % tp == 0,
+            f"the inner width of the FFN ({model.inner_size}) must be divisible by parallel.tensor_parallel_size "
+            f"({tp}); change model.ffn_size.",
+        )
         tokens = self.batch.micro_batch_size * self.row_length
         check(
             not parallel.sequence_parallel or tokens % tp == 0,
             f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
             f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    def _check_decoder(self) -> None:
+        """What a model with an encoder and a decoder needs of the rest."""
+        count = self.model.decoder_layers
+        without = [choice.name for choice in self.objective_choices if not choice.section.has_target]
+        check(
+            not count or not without,
+            f"model.decoder_layers is {count}, but {', '.join(without)} predicts tokens that are no decoder's; set it "
+            "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
+        )
+        check(
+            not count or not self.parallel.sequence_parallel,
+            f"parallel.sequence_parallel does not work with model.decoder_layers ({count}), whose parts have numbers "
+            " of tokens that the ranks do not divide; set it to false.",
+        )
+        check(
+            not count or not self.training.eval_fillings,
+            f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
+            "are filled by one stack only; set it to 0.",
         )
 
     @property

@@ -20,12 +20,14 @@ from data_utils.base.settings import checked, setting, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.model_card import model_card
+from megatron_lite.hf.published import OF_MODEL
+from megatron_lite.hf.published_runs import compare_logits, write_published
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
@@ -39,7 +41,7 @@ from megatron_lite.hf.weights import (
     open_safetensors,
     write_sharded,
 )
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 _PREFIX = "glm."
 
@@ -104,6 +106,9 @@ def export_run(
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
         check_shapes(weights, parameter_shapes(model), checkpoint.path)
+        if model.system in OF_MODEL and options.layout == "huggingface":
+            class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
+            return _prove_published(directory, run, options, class_name) if options.verify else None
         if options.layout == "released":
             padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
             _write_released(directory, padded, model, options)
@@ -115,10 +120,17 @@ def export_run(
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
     path, names = run.checkpoint.path, objective_names(run.objectives)
+    if run.config.model.system in OF_MODEL and layout == "huggingface":
+        return
     if not run.config.model.is_plain:
         raise CheckpointError(
-            f"checkpoint {path} is of a model with heads, embeddings or shared layers that the Hugging Face classes "
-            "do not have; only models of GLM's own layers can be exported."
+            f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
+            f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."
+        )
+    if lacking := sorted({"cls", "mask", "sop", "eop", "eos"} & run.tokenizer.lacking):
+        raise CheckpointError(
+            f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
+            "only runs with tokenizer.added_tokens=glm can be exported."
         )
     if layout == "released" and "blank_infilling" not in names:
         raise CheckpointError(
@@ -192,7 +204,7 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
         output_dropout=config.output_dropout,
         layernorm_epsilon=config.layernorm_epsilon,
         initializer_range=config.init_std,
-        gelu=config.gelu,
+        gelu=config.activation.removeprefix("gelu_"),
         cls_token_id=special.cls,
         sop_token_id=special.sop,
         eop_token_id=special.eop,
@@ -236,6 +248,14 @@ def _write_provenance(directory: Path, run: OpenRun) -> None:
     }
     (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(model_card(run), encoding="utf-8")
+
+
+def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:
+    dtype = DTYPES[options.dtype]
+    model = load_model(run.checkpoint, run.config.model, lambda weight: weight.to(dtype).float())
+    result = compare_logits(model, directory, class_name, options.tolerance)
+    result.require(options.tolerance, f"the export of {run.checkpoint.path}")
+    return result
 
 
 def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:

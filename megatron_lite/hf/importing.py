@@ -10,32 +10,26 @@ that pad a vocabulary.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
-from megatron_lite.checkpoint.manifest import (
-    KINDS,
-    checkpoint_name,
-    manifest_header,
-    read_checkpoint,
-    write_manifest,
-)
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
+from megatron_lite.hf.conversion import is_published
+from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.published_runs import import_published
 from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokenizer
 from megatron_lite.hf.weights import (
     METADATA,
@@ -48,7 +42,7 @@ from megatron_lite.hf.weights import (
     open_directory,
     read_json,
 )
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -65,13 +59,16 @@ class Source:
 def import_directory(
     source: Path, output: Path, tree: Mapping[str, Any], **options: Any
 ) -> proof.Proof | None:
-    """Make the run directory `output` from a Hugging Face directory, ours or in the released layout.
+    """Make the run directory `output` from a Hugging Face directory: ours, a released GLM, or a published system.
 
     Args:
         tree: configuration of the new run, which overrides what the directory records.
         options: as import_source.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
+    if is_published(read_json(source / "config.json")):
+        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
+        return import_published(source, output, tree, **options)
     return import_source(open_source(source), output, tree, **options)
 
 
@@ -98,6 +95,8 @@ def open_source(path: Path) -> Source:
     fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
               "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
     settings = {name: described[name] for name in fields if name in described}
+    if "gelu" in settings:
+        settings["activation"] = f"gelu_{settings.pop('gelu')}"
     return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
 
 
@@ -254,35 +253,3 @@ def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:
         return tensor
 
     return Weights(weights.shapes, read)
-
-
-def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:
-    """Write a checkpoint of step 0 with these weights and Adam moments of zero."""
-    path.mkdir(parents=True)
-    name = "rank_00000.safetensors"
-    pieces, shapes = [], {}
-    for parameter, shape in weights.shapes.items():
-        rows, columns = matrix_shape(shape)
-        box = astuple(Box(0, rows, 0, columns))
-        for kind in KINDS:
-            key = f"{parameter}/{kind}/0.0"
-            pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
-            shapes[key] = (rows, columns)
-    described = write_tensors(path / name, shapes, _with_moments(weights), metadata=METADATA)
-    state = TrainerState.beginning(to_tree(config)).to_json()
-    manifest = {
-        **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
-        "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
-        "files": {name: described},
-        "pieces": pieces,
-    }
-    write_manifest(path, manifest)
-
-
-def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
-    for name in tqdm(weights.shapes, desc="writing parameters", disable=None):
-        weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
-        yield weight
-        zeros = torch.zeros(1).expand(weight.shape)
-        for _ in KINDS[1:]:
-            yield zeros

@@ -10,8 +10,8 @@ from typing import Any
 
 from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.generate.open_run import OpenRun, blank_shares, objective_names
+from megatron_lite.model.counts import parameter_count
 
 _CARD = """---
 library_name: transformers

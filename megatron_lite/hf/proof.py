@@ -51,6 +51,17 @@ class Proof:
             f"of {self.rows} rows"
         )
 
+    def joined(self, other: Proof) -> Proof:
+        """Both comparisons as one."""
+        rows = self.rows + other.rows
+        agreeing = self.agreement * self.rows + other.agreement * other.rows
+        return Proof(
+            max(self.largest_difference, other.largest_difference),
+            agreeing / rows,
+            rows,
+            max(self.largest_logit, other.largest_logit),
+        )
+
     def require(self, tolerance: float, what: str) -> None:
         """Raise CheckpointError unless logits differ by at most `tolerance` (times the largest beyond 1)."""
         limit = tolerance * max(1.0, self.largest_logit)
@@ -102,12 +113,19 @@ def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
     ]
 
 
-@torch.no_grad()
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """fp32 [B, S, vocab_size] of our training model, on padding too."""
+    return training_states(model, batch)[1]
+
+
+@torch.no_grad()
+def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last block's output [B, S, D], and the logits."""
     inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    return model.logits(hidden).float().unflatten(0, (len(batch), -1))
+    rows = hidden, model.logits(hidden).float()
+    states, logits = (x.unflatten(0, (len(batch), -1)) for x in rows)
+    return states, logits
 
 
 @torch.no_grad()

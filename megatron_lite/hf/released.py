@@ -184,7 +184,7 @@ def reference_logits(
         x = norm(hidden, f"{layer}.post_attention_layernorm")
         widening = f"{layer}.mlp.dense_h_to_4h"
         inner = [F.linear(x, get(s, f"{widening}.weight"), get(s, f"{widening}.bias")) for s in shards]
-        approximate = "tanh" if config.gelu == "tanh" else "none"
+        approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         out = [
             F.gelu(y, approximate=approximate) @ get(s, f"{layer}.mlp.dense_4h_to_h.weight").T
             for y, s in zip(inner, shards, strict=True)

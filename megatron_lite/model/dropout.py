@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 
-PLACES = ("embedding", "attention", "attended", "expanded")
+PLACES = ("embedding", "attention", "attended", "expanded", "activated")
+_FIRST_PLACES = 4  # those of the first version: the numbers of their salts do not depend on the others
 
 _GOLDEN = np.uint32(
     0x9E3779B9
@@ -60,7 +61,9 @@ def token_keys(seed: int, samples: np.ndarray, length: int) -> np.ndarray:
 @functools.cache
 def salts(layers: int) -> np.ndarray:
     """The salt of each place, int32 [layers + 1, len(PLACES)]; the last row is that of the embedding."""
-    numbers = np.arange((layers + 1) * len(PLACES), dtype=np.uint64).reshape(-1, len(PLACES))
+    first = np.arange((layers + 1) * _FIRST_PLACES, dtype=np.uint64).reshape(-1, _FIRST_PLACES)
+    others = np.arange((layers + 1) * (len(PLACES) - _FIRST_PLACES), dtype=np.uint64).reshape(layers + 1, -1)
+    numbers = np.concatenate([first, others + np.uint64(1 << 32)], axis=1)
     return (_mix_64(numbers + np.uint64(_GOLDEN_64)) >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
@@ -78,7 +81,10 @@ class Dropout:
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """None if nothing is dropped. Args: layer: -1 for the embedding. place: of PLACES."""
-        return FeatureDropout(self.keys, self.salts[layer, PLACES.index(place)], p) if p else None
+        if not p:
+            return None
+        # Read on the host: a number of the device would need a launch of its own, and a kernel takes it as an argument.
+        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,19 @@ class AttentionDropout:
         return torch.from_numpy(kept)
 
 
-@dataclass(frozen=True)
-class FeatureDropout:
+class FeatureDropout(NamedTuple):
     """Dropout of hidden states at one place, with probability p."""
 
     keys: torch.Tensor  # int32 [T]
-    salt: torch.Tensor  # int32 scalar
+    salt: int  # an int32
     p: float
+
+    def from_feature(self, first: int) -> FeatureDropout:
+        """The same of hidden states of which this rank holds the features from `first` on."""
+        if not first:
+            return self
+        step = int((np.uint64(first) * np.uint64(_GOLDEN)).astype(np.uint32).view(np.int32))
+        return FeatureDropout((self.keys ^ self.salt) + step, 0, self.p)
 
 
 def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout | None) -> torch.Tensor:
@@ -184,10 +196,10 @@ def pairs_formula(
     return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
-def keep_features(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 scalar salt; on CPU."""
+def keep_features(keys: torch.Tensor, salt: int, width: int, p: float) -> torch.Tensor:
+    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 salt; on CPU."""
     kept = np.empty((len(keys), width), np.bool_)
-    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(threshold_of(p)), kept)
+    _keep_features(_bits(keys), np.int32(salt).view(np.uint32), np.uint32(threshold_of(p)), kept)
     return torch.from_numpy(kept)
 
 

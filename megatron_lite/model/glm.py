@@ -1,42 +1,33 @@
-"""GLM: one Transformer for every objective. Input: tokens, their ids (positions, segment, task), an attention plan.
+"""One Transformer for every system. Input: tokens, their ids (positions, segment, task), an attention plan.
 
-Pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding without a bias
-(arXiv:2103.10360). docs/architecture.md compares the module names with those of released checkpoints.
+By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
+without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
+docs/architecture.md compares the module names with those of released checkpoints. The parts are in block.py.
 
-Between layers the hidden state is a token matrix [T, D]; under sequence parallelism each tensor-parallel rank holds
-T / size of its tokens. Dropout is a pure function of each token and the place in the model (dropout.py), so every
-layout gives the same, and so does a block that is computed again.
-
-Shapes: T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
-V vocabulary (unpadded); K, P, M as in heads.py.
+Shapes: T tokens, D hidden size, V vocabulary (unpadded).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.registry import TASKS
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
-from megatron_lite.model.dropout import Dropout, FeatureDropout
-from megatron_lite.model.fused import Biased, add, gelu
-from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
+from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm
+from megatron_lite.model.cross_attention import PartsPlan
+from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm, part_flows
+from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import (
-    ColumnParallelLinear,
     LayerNorm,
-    RowParallelLinear,
+    RMSNorm,
     TensorParallel,
-    VocabParallelEmbedding,
-    linear,
     local_shard,
     partition_of,
     whole_shape,
@@ -44,170 +35,11 @@ from megatron_lite.model.tensor_parallel import (
 from megatron_lite.parallel.collectives import SINGLE
 
 
-class _ShrinkGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, alpha):  # type: ignore[no-untyped-def]
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad * ctx.alpha, None
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What the layers need of a micro-batch beside the hidden state."""
-
-    shape: tuple[int, ...]  # of the tokens: [T] in training
-    plan: AttentionPlan
-    dropout: Dropout | None  # of all tokens
-    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
-
-    @staticmethod
-    def of(
-        shape: tuple[int, ...], plan: AttentionPlan, dropout: Dropout | None, parallel: TensorParallel
-    ) -> Flow:
-        own = dropout
-        if dropout is not None and parallel.sequence_parallel:
-            own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
-        return Flow(shape, plan, dropout, own)
-
-    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
-        """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
-        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
-
-
-class PositionEmbeddings(nn.Module):
-    """Adds the embeddings of `ID_PLANES` to those of the words, then dropout: [T, E] -> [T, D].
-
-    Segment and task embeddings exist if the configuration has them. With a factorised embedding (ALBERT) all are of
-    size E, and their sum is projected to D.
-    """
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        super().__init__()
-        size = config.embedding_size or config.hidden_size
-        self.position_embeddings = nn.Embedding(config.max_position + 1, size)
-        self.block_position_embeddings = nn.Embedding(config.max_position + 1, size)
-        self.segment_embeddings = nn.Embedding(config.segments, size) if config.segments else None
-        self.task_embeddings = nn.Embedding(TASKS, size) if config.task_embedding else None
-        self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
-        self.parallel = parallel
-        parallel.mark_replicated(*self.parameters())
-        self.dropout = config.embedding_dropout
-        self.gradient_shrink = config.embedding_gradient_shrink
-
-    def forward(self, words: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
-        """Args: words: [T, E], or this rank's tokens of it under sequence parallelism. ids: int [len(ID_PLANES), T]."""
-        if self.gradient_shrink != 1.0:
-            words = _ShrinkGradient.apply(words, self.gradient_shrink)
-        if self.parallel.sequence_parallel:
-            ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
-        hidden = words
-        positions = (self.position_embeddings, self.block_position_embeddings)
-        tables = (*positions, self.segment_embeddings, self.task_embeddings)
-        for table, plane in zip(tables, ids, strict=True):
-            if table is not None:
-                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
-        if self.projection is not None:
-            weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
-            hidden = linear(hidden, weight, bias)
-        dropout = flow.features(self.dropout, -1, "embedding")
-        return hidden if dropout is None else add(None, Biased(hidden), dropout)
-
-
-class Embedding(PositionEmbeddings):
-    """All embeddings: int [T], int [len(ID_PLANES), T] -> [T, D]."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        super().__init__(config, parallel)
-        self.word_embeddings = VocabParallelEmbedding(config, parallel)
-
-    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow) -> torch.Tensor:
-        return super().forward(self.word_embeddings(tokens), ids, flow)
-
-
-class Attention(nn.Module):
-    """Fused Q|K|V projection ([3D, D], contiguous thirds), the plan's kernel, output projection."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
-        self.parallel = parallel
-        self.recompute = recompute
-        self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * config.hidden_size, parallel, parts=3
-        )
-        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, parallel)
-
-    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_dim)
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._attend(qkv, flow, layer)
-        return self.dense(out.reshape(math.prod(flow.shape), -1))
-
-    def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        dropout = None
-        if self.dropout and flow.dropout is not None:
-            dropout = flow.dropout.attention(self.dropout, layer)
-        return flow.plan.attend(layer, qkv, dropout)
-
-
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        super().__init__()
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
-        self.parallel = parallel
-        self.dense_h_to_4h = ColumnParallelLinear(
-            config.hidden_size, 4 * config.hidden_size, parallel, leaves_bias=True
-        )
-        self.dense_4h_to_h = RowParallelLinear(4 * config.hidden_size, config.hidden_size, parallel)
-
-    def forward(self, hidden: torch.Tensor) -> Biased:
-        return self.dense_4h_to_h(gelu(self.dense_h_to_4h(hidden), self.approximate))
-
-
-class Block(nn.Module):
-    """x + dropout(attention(LN(x))), then the same with the MLP. `layer` is its index, for dropout and caches."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
-        super().__init__()
-        hidden, epsilon = config.hidden_size, config.layernorm_epsilon
-        self.input_layernorm = LayerNorm(hidden, epsilon, parallel)
-        self.attention = Attention(config, parallel, recompute == "selective")
-        self.post_attention_layernorm = LayerNorm(hidden, epsilon, parallel)
-        self.mlp = MLP(config, parallel)
-        self.dropout = config.output_dropout
-        self.parallel = parallel
-        self.recompute = recompute == "full"
-
-    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, hidden, flow, layer, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._forward(hidden, flow, layer)
-
-    def _forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        hidden, normed = self.input_layernorm.after_sum(hidden)
-        x = self.attention(normed, flow, layer)
-        dropout = flow.features(self.dropout, layer, "attended")
-        hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
-        x = self.mlp(normed)
-        return add(hidden, x, flow.features(self.dropout, layer, "expanded"))
-
-
-def final_layernorm(config: ModelConfig) -> LayerNorm:
-    """The LayerNorm before the heads. All ranks have all tokens with loss, so each has its whole gradient."""
-    return LayerNorm(config.hidden_size, config.layernorm_epsilon, TensorParallel())
-
-
 class GLM(nn.Module):
-    """Embedding, blocks, final LayerNorm and heads. Args: parallel: None = one process holds every layer whole."""
+    """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
+
+    Args: parallel: None = one process holds every layer whole.
+    """
 
     def __init__(
         self,
@@ -224,27 +56,65 @@ class GLM(nn.Module):
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
         self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
+        self.decoder_embedding: DecoderEmbedding | None = None
+        self.encoder_layernorm: LayerNorm | RMSNorm | None = None
+        if config.decoder_layers:
+            self.layers.extend(
+                DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
+            )
+            self.decoder_embedding = DecoderEmbedding(config, self.parallel)
+            self.encoder_layernorm = encoder_layernorm(config, self.parallel)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
         # Called before a part of the model is computed: its weights may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def _run(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
         self.before_use(self.embedding)
-        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
-        for layer in range(self.config.num_layers):
-            block = self.layers[layer % len(self.layers)]
-            self.before_use(block)
-            hidden = block(hidden, flow, layer)
+        if self.decoder_embedding is not None:
+            self.before_use(self.decoder_embedding)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
+        run = self._run_parts if self.config.decoder_layers else self._run_blocks
+        stream = run(hidden, flow)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
-        return hidden
+        return stream.summed()
 
-    def hidden_states(self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process only.
+    def _block(self, layer: int) -> nn.Module:
+        block = self.layers[layer % len(self.layers)]
+        self.before_use(block)
+        return block
+
+    def _run_blocks(self, hidden: torch.Tensor, flow: Flow) -> Stream:
+        """The first `num_layers` blocks: [T, D] -> [T, D]."""
+        stream = Stream(hidden)
+        for layer in range(self.config.num_layers):
+            stream = self._block(layer)(stream, flow, layer)
+        return stream
+
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow) -> Stream:
+        """The encoder's blocks, then the decoder's: [Te + Td, D] -> [Td, D]."""
+        encoder, decoder = part_flows(flow)
+        encoded, decoded = hidden.split([encoder.shape[0], decoder.shape[0]])
+        encoded = self._run_blocks(encoded, encoder).summed()
+        if self.encoder_layernorm is not None:
+            self.before_use(self.encoder_layernorm)
+            encoded = self.encoder_layernorm(encoded)
+        for layer in range(self.config.num_layers, len(self.layers)):
+            decoded = self._block(layer)(decoded, encoded, decoder, layer)
+        return Stream(decoded)
+
+    def hidden_states(
+        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
+    ) -> torch.Tensor:
+        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process, one stack.
 
         Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
         """
@@ -262,7 +132,8 @@ class GLM(nn.Module):
         hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         words = self.embedding.word_embeddings
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
-        losses = row_losses(self.heads.vocabulary_logits(vectors, words), classes, batch.targets, words)
+        logits = self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders))
+        losses = row_losses(logits, classes, batch.targets, words)
         return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
 
 
@@ -274,11 +145,7 @@ def build_model(config: Config, num_losses: int, parallel: TensorParallel | None
     return model
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
-    with torch.device("meta"):
-        named = GLM(config).named_parameters()
-    return {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named}
+_OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 
 @torch.no_grad()
@@ -290,8 +157,8 @@ def initialize_parameters(
 ) -> None:
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
 
-    Weights N(0, init_std), output projections scaled by 1/sqrt(2L), biases 0, LayerNorm 1 and 0 (GPT-2's scheme, as in
-    the reference); padding rows of the vocabulary 0.
+    Weights N(0, init_std), with `init: gpt2` output projections scaled by 1/sqrt(2L) (GPT-2's scheme, as in the
+    reference), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
@@ -300,7 +167,7 @@ def initialize_parameters(
         elif name.endswith("bias"):
             parameter.zero_()
         else:
-            is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+            is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
             std = config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)

@@ -1,8 +1,9 @@
 """The output side: from the last block's hidden state to the losses.
 
-Every model predicts tokens through its word embedding, after the final LayerNorm. Options add BERT's sentence head
-(two classes at CLS), SpanBERT's boundary head (a span's tokens from the tokens around it) and ALBERT's projection from
-the hidden size to a smaller embedding. The `objective` plane decides which head predicts a token: `find_loss_rows`.
+Every model predicts tokens through its word embedding, after the final norm of pre-norm models. Options add a layer
+before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's sentence head (classes at CLS), and SpanBERT's
+boundary head (a span's tokens from the tokens around it). The `objective` plane decides which head predicts a token:
+`find_loss_rows`.
 
 Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;
 what is not split over the vocabulary is computed by each rank, with equal results and equal gradients.
@@ -24,12 +25,21 @@ from torch import nn
 
 from data_utils.objectives import LOSSES
 from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
-from megatron_lite.config.parameter_count import SPAN_PLACE_SIZE
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
-from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel, VocabParallelEmbedding, linear
+from megatron_lite.model.fused import Biased
+from megatron_lite.model.tensor_parallel import (
+    Partition,
+    TensorParallel,
+    VocabParallelEmbedding,
+    linear,
+    make_norm,
+    sharded,
+)
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 _SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 
@@ -60,7 +70,7 @@ def find_loss_rows(
     rows = np.flatnonzero(weights)
     empty = rows[:0]
     sentences, borders, spans = empty, np.stack([empty] * 3, axis=1), empty
-    if config.sentence_head:
+    if config.sentence_classes:
         is_sentence = np.isin(objectives[rows], _SENTENCE_LEVEL)
         sentences, rows = rows[is_sentence], rows[~is_sentence]
     if config.span_boundary_places:
@@ -85,14 +95,15 @@ def few_count(count: int) -> int:
 def _span_borders(predicted: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
     """For each True in [T]: its borders, int64 [P, 3] as in LossRows, and its own index [P].
 
-    On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Places beyond the
-    table take its last row.
+    On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Tokens at places
+    beyond the table are left out.
     """
     index = np.arange(len(predicted))
     before = np.maximum.accumulate(np.where(predicted, -1, index))
     after = np.minimum.accumulate(np.where(predicted, len(predicted), index)[::-1])[::-1]
     rows = np.flatnonzero(predicted)
-    place = np.minimum(rows - before[rows] - 1, places - 1)
+    place = rows - before[rows] - 1
+    rows, place = rows[place < places], place[place < places]
     return np.stack([before[rows], after[rows], place], axis=1), rows
 
 
@@ -109,28 +120,28 @@ class Linear(nn.Module):
 
 
 class SentenceHead(nn.Module):
-    """BERT's pooler and classifier: [M, D] -> [M, 2]. Class 0: the original pair of texts, 1: a changed one."""
+    """BERT's pooler and classifier: [M, D] -> [M, classes]. Class 0: the original pair of texts, 1: a changed one."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
-        self.classifier = Linear(config.hidden_size, 2)
+        self.classifier = Linear(config.hidden_size, config.sentence_classes)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.classifier(torch.tanh(self.dense(rows)))
 
 
-class _GeluNorm(nn.Module):
-    """LayerNorm(GeLU(dense(x)))."""
+class _Transform(nn.Module):
+    """norm(activation(dense(x)))."""
 
     def __init__(self, in_features: int, out_features: int, config: ModelConfig):
         super().__init__()
         self.dense = Linear(in_features, out_features)
-        self.layernorm = LayerNorm(out_features, config.layernorm_epsilon, TensorParallel())
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.layernorm = make_norm(config, out_features, TensorParallel())
+        self.activation = config.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layernorm(F.gelu(self.dense(x), approximate=self.approximate))
+        return self.layernorm(fused.activate(Biased(self.dense(x)), self.activation))
 
 
 class SpanBoundaryHead(nn.Module):
@@ -139,12 +150,19 @@ class SpanBoundaryHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
-        self.inner = _GeluNorm(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
-        self.outer = _GeluNorm(config.hidden_size, config.hidden_size, config)
+        self.inner = _Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = _Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
 
     def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[P, D], [P, D], int64 [P] -> [P, D]"""
+        """[P, D], [P, D], int64 [P] -> [P, E]"""
         return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+
+
+def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter:
+    """A number for each token of this rank's vocabulary."""
+    assert config.vocab_size is not None
+    rows = padded_vocab_size(config.vocab_size, parallel.group.size) // parallel.group.size
+    return sharded(nn.Parameter(torch.empty(rows)), Partition(dim=0, rows=config.vocab_size))
 
 
 class Heads(nn.Module):
@@ -153,10 +171,16 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         self.parallel = parallel
-        self.sentence = SentenceHead(config) if config.sentence_head else None
+        self.sentence = SentenceHead(config) if config.sentence_classes else None
         self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
-        size = config.embedding_size
-        self.projection = None if size is None else _GeluNorm(config.hidden_size, size, config)
+        size = config.embedding_size or config.hidden_size
+        has_projection = config.head_transform or config.embedding_size is not None
+        self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
+        self.bias = _token_biases(config, parallel) if config.head_bias else None
+        # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
+        self.boundary_bias = (
+            _token_biases(config, parallel) if config.head_bias and config.span_boundary_places else None
+        )
 
     def forward(
         self, hidden: torch.Tensor, loss_rows: LossRows, final_layernorm: nn.Module
@@ -165,6 +189,8 @@ class Heads(nn.Module):
         if self.parallel.sequence_parallel:
             hidden = gather_tokens(hidden, self.parallel.group)
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
+        if self.projection is not None:
+            rows = self.projection(rows)
         if self.span_boundary is not None:
             *borders, places = loss_rows.borders.unbind(1)
             before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
@@ -172,11 +198,21 @@ class Heads(nn.Module):
         classes = rows.new_zeros(0, 2)
         if self.sentence is not None:
             classes = self.sentence(final_layernorm(hidden.index_select(0, loss_rows.sentences)))
-        return rows if self.projection is None else self.projection(rows), classes
+        return rows, classes
 
-    def vocabulary_logits(self, vectors: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
-        """[..., E] -> [..., local V with padding]: so the rows of all products begin at 16 bytes."""
-        return linear(self.parallel.copy(vectors), embedding.weight)
+    def vocabulary_logits(
+        self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0
+    ) -> torch.Tensor:
+        """[..., E] -> [..., local V with padding]: so the rows of all products begin at 16 bytes.
+
+        Args: boundaries: P, the last rows, which are predicted from the borders of their span.
+        """
+        vectors = self.parallel.copy(vectors)
+        if self.boundary_bias is None:
+            return linear(vectors, embedding.weight, self.bias)
+        tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
+        parts = (tokens, self.bias), (borders, self.boundary_bias)
+        return torch.cat([linear(rows, embedding.weight, bias) for rows, bias in parts])
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V]."""

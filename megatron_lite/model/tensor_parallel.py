@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.dropout import FeatureDropout
@@ -234,7 +234,9 @@ def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
-    Args: parts: blocks of the output, each split by itself. leaves_bias: to the next function, where kernels run.
+    Args:
+        parts: blocks of the output, each split by itself.
+        leaves_bias: to the next function, where kernels run.
     """
 
     def __init__(
@@ -244,6 +246,7 @@ class ColumnParallelLinear(nn.Module):
         parallel: TensorParallel,
         *,
         parts: int = 1,
+        has_bias: bool = True,
         leaves_bias: bool = False,
     ):
         super().__init__()
@@ -253,7 +256,7 @@ class ColumnParallelLinear(nn.Module):
         partition = Partition(dim=0, parts=parts)
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
-        self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition)
+        self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> Biased:
         later = self.bias if self.leaves_bias and has_kernels(x) else None
@@ -266,21 +269,25 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the input features split: weight [out, in/size], bias [out] added once, after the sum."""
 
-    def __init__(self, in_features: int, out_features: int, parallel: TensorParallel):
+    def __init__(
+        self, in_features: int, out_features: int, parallel: TensorParallel, *, has_bias: bool = True
+    ):
         super().__init__()
         size = parallel.group.size
         assert in_features % size == 0, "configuration checks that features divide"
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features, in_features // size)), Partition(dim=1))
-        self.bias = nn.Parameter(torch.empty(out_features))
-        parallel.mark_replicated(self.bias)
+        self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
+        if self.bias is not None:
+            parallel.mark_replicated(self.bias)
 
     def forward(self, x: torch.Tensor) -> Biased:
         if self.parallel.group.size == 1:
             if has_kernels(x):
                 return Biased(linear(x, self.weight), self.bias)
             return Biased(linear(x, self.weight, self.bias))
-        return Biased(self.parallel.leave(linear(x, self.weight)), self.parallel.replicated(self.bias))
+        bias = None if self.bias is None else self.parallel.replicated(self.bias)
+        return Biased(self.parallel.leave(linear(x, self.weight)), bias)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -335,11 +342,39 @@ class LayerNorm(nn.Module):
         return total, self(total)
 
 
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight, as LayerNorm between tensor-parallel regions (arXiv:1910.07467)."""
+
+    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.epsilon = epsilon
+        self.parallel = parallel
+        parallel.mark_replicated(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.parallel.replicated(self.weight)
+        return F.rms_norm(x, weight.shape, weight, self.epsilon)
+
+    def after_sum(
+        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of LayerNorm."""
+        total = hidden if x is None else add(hidden, x, dropout)
+        return total, self(total)
+
+
+def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> LayerNorm | RMSNorm:
+    """The norm that a configuration chooses."""
+    norm = RMSNorm if config.rms_norm else LayerNorm
+    return norm(width, config.layernorm_epsilon, parallel)
+
+
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:
     """This rank's part of a whole parameter; `rows` is its number of rows, missing ones (padding) are 0."""
     if partition.rows is not None:
         part = whole[rank * rows : (rank + 1) * rows]
-        return F.pad(part, (0, 0, 0, rows - len(part)))
+        return F.pad(part, (*[0] * (2 * part.dim() - 1), rows - len(part)))
     if partition.dim is None or size == 1:
         return whole
     if partition.dim == 0:

@@ -13,8 +13,8 @@ from typing import Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build, merge, to_tree
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
+from megatron_lite.model.counts import parameter_count, step_flops
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.request import Profile, Request, profiles
 
@@ -103,7 +103,8 @@ def guess(config: Config, layout: Layout, processes: int, gpu: Gpu) -> tuple[flo
     state = owned * (2 + 12 / dp + (4 if layout.zero == 1 else 4 / dp))
     memory = state + activation / 2 * kept * layers * in_flight + activation * 17 / layout.tensor + logits
 
-    flops = 6.0 * parameter_count(model) * tokens * FILLED * micro_batches * dp / processes
+    real = int(tokens * FILLED)
+    flops = step_flops(model, real, int(real * config.loss_share), 0) * micro_batches * dp / processes
     again = 4 / 3 if layout.recompute == "full" else 1.0
     bubble = 1 + (layout.pipeline - 1) / micro_batches
     compute = flops * again / (gpu.peak_tflops * _REACHED) / 1e9

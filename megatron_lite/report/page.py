@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from data_utils.base.settings import shorten
+from data_utils.base.setting_files import shorten
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, joined, table
 from megatron_lite.report.run import RunReport, flat

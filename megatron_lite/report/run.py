@@ -15,7 +15,8 @@ from typing import Any
 
 from data_utils.base.errors import DataError, UserError
 from data_utils.base.files import require_directory
-from data_utils.base.settings import build, load_json, load_yaml, to_tree
+from data_utils.base.setting_files import load_json, load_yaml
+from data_utils.base.settings import build, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records

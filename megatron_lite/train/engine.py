@@ -26,7 +26,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.block import Block, PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, builds_kernels, few_lengths, prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -48,15 +48,18 @@ TIED = "embedding.word_embeddings.weight"  # also the output projection, which t
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def parameter_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; LayerNorm and biases without."""
-    decay = [p for name, p in named.items() if not _without_decay(name)]
-    plain = [p for name, p in named.items() if _without_decay(name)]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def parameter_groups(named: Mapping[str, nn.Parameter], config: Config) -> list[dict[str, Any]]:
+    """Two groups: matrices with weight decay; LayerNorm, biases and heads without labels without."""
+    groups: dict[float, list[nn.Parameter]] = {config.optimizer.weight_decay: [], 0.0: []}
+    for name, parameter in named.items():
+        groups[_weight_decay(name, config)].append(parameter)
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
 
 
-def _without_decay(name: str) -> bool:
-    return name.endswith("bias") or "layernorm" in name
+def _weight_decay(name: str, config: Config) -> float:
+    # A head that a published model brings, but no objective trains, has no gradient. It stays as it is.
+    is_idle = name.startswith("heads.sentence.") and not config.has_sentence_labels
+    return 0.0 if name.endswith("bias") or "layernorm" in name or is_idle else config.optimizer.weight_decay
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -161,7 +164,7 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, settings.weight_decay), settings)
+        optimizer = make_adamw(parameter_groups(self._named, self._config), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
@@ -184,12 +187,14 @@ class Engine(ABC):
         )
 
     def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
-        """Have the blocks' weights, which are used once in a pass, summed where their gradients are computed."""
+        """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
         if self._config.model.share_layers:
             return
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
+            elif isinstance(layer, Block):
+                layer.take = optimizer.take
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""
@@ -201,7 +206,7 @@ class Engine(ABC):
         elif pp.size > 1 and name == TIED:
             summed_over = self.context.pipeline_ends()
         return Treatment(
-            weight_decay=0.0 if _without_decay(name) else self._config.optimizer.weight_decay,
+            weight_decay=_weight_decay(name, self._config),
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
         )
@@ -223,10 +228,9 @@ class Engine(ABC):
     def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
         """A batch as the model takes it in this layout."""
         rows, length = batch.layout.shape
+        has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]
-        multiple = few_lengths(rows * length, device, dtype)
-        if self.context.pp.size > 1:
-            multiple = rows * length  # what stages send has one shape
+        multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         return prepare(
@@ -236,6 +240,7 @@ class Engine(ABC):
             dropout_seed=dropout_seed,
             multiple=multiple,
             few_counts=builds_kernels(device, dtype),
+            has_one_length=has_stages,  # what stages send
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )

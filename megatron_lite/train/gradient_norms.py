@@ -10,7 +10,7 @@ import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
 
 

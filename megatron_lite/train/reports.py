@@ -15,29 +15,13 @@ import yaml
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import to_tree
-from megatron_lite.config.parameter_count import parameter_count
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.words import fitted, format_count, format_duration
 
 WAIT_SHOWN = 0.05  # share of the time waited for data from which it is said
-
-
-def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
-    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
-
-    Args:
-        tokens: tokens that are not padding.
-        loss_rows: tokens on which the head runs.
-        visible_keys: sum over tokens of the number of keys each may attend to.
-    """
-    assert model.vocab_size is not None
-    h = model.hidden_size
-    blocks = 2.0 * 12 * h * h * model.num_layers * tokens
-    attention = 2.0 * 2 * h * model.num_layers * visible_keys
-    head = 2.0 * (model.embedding_size or h) * model.vocab_size * loss_rows
-    return 3.0 * (blocks + attention + head)
 
 
 @dataclass

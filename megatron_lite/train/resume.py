@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.engine import Engine

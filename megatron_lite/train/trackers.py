@@ -27,7 +27,8 @@ from typing import Any, Protocol
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.files import write_atomically
-from data_utils.base.settings import shorten, to_tree
+from data_utils.base.setting_files import shorten
+from data_utils.base.settings import to_tree
 from megatron_lite.config.observation import MlflowConfig, TrackersConfig, WandbConfig
 from megatron_lite.config.tree import Config
 

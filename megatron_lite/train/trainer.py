@@ -26,9 +26,9 @@ from data_utils.samples.loader import SampleLoader
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.counts import parameter_count, step_flops
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
@@ -50,7 +50,6 @@ from megatron_lite.train.reports import (
     objective_losses,
     save_resolved,
     start_line,
-    step_flops,
     train_line,
     validation_line,
 )

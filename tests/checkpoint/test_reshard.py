@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.model_input import MicroBatch
 
 MAX_RANKS = 8

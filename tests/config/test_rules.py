@@ -49,7 +49,35 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "init": (over("model.init_std=0"), ("model.init_std is 0.0", "above 0", "default is 0.02")),
     "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "above 0")),
     "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1, or null")),
-    "gelu": (over("model.gelu=relu"), ("model.gelu is 'relu'", "one of tanh, erf")),
+    "activation": (
+        over("model.activation=gelu"),
+        ("model.activation is 'gelu'", "one of gelu_tanh, gelu_erf, relu"),
+    ),
+    "former value": (
+        over("model.gelu=relu"),
+        ("model.gelu is 'relu'", "one of tanh, erf", "Use model.activation instead"),
+    ),
+    "former and new name": (
+        over("model.gelu=tanh", "model.activation=gelu_erf"),
+        ("model.gelu is the former name of model.activation", "remove gelu"),
+    ),
+    "heads that do not divide": (
+        over("model.num_attention_heads=7"),
+        ("model.num_attention_heads (7) must divide model.hidden_size", "or set model.head_dim"),
+    ),
+    "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
+    "inner width": (
+        over("model.ffn_size=101", "parallel.tensor_parallel_size=2"),
+        ("FFN (101)", "divisible by parallel.tensor_parallel_size (2)", "change model.ffn_size"),
+    ),
+    "few task types": (
+        over("model.task_types=2"),
+        ("model.task_types is 2", "the loss document takes row 2", "set it to 3 or more"),
+    ),
+    "no block positions": (
+        over("model.positions=learned"),
+        ("model.positions is learned", "blank_infilling", "set it to learned_blocks"),
+    ),
     "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
     "global": (
         over("batch.global_batch_size=10"),
@@ -148,21 +176,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
     "labels without a head": (
         over("objectives={albert: 1}", "model.max_position=600"),
-        ("model.sentence_head is false", "albert makes", "set it to true, or switch the labels off"),
+        ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
     ),
-    "head without labels": (
-        over("model.sentence_head=true"),
-        ("model.sentence_head is true", "no objective", "set it to false, or choose"),
-    ),
+    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, bert, roberta")),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
         ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
     ),
     "too few segments": (
         over(
-            "model.segments=2", "objectives={unilm: 1}", "model.sentence_head=true", "model.max_position=600"
+            "model.segments=2", "objectives={unilm: 1}", "model.sentence_classes=2", "model.max_position=600"
         ),
-        ("model.segments is 2", "the objectives use 6", "set it to 6, or to 0"),
+        ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
     ),
     "shared layers in stages": (
         over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),
@@ -352,7 +377,8 @@ RANGED = list(ranged_fields(Config))
     ("section", "field"), RANGED, ids=[f"{section.__name__}.{field.name}" for section, field in RANGED]
 )
 def test_every_range_is_checked_in_a_section_made_in_code(section, field):
-    needed = {f.name: 1 for f in dataclasses.fields(section) if f.default is f.default_factory}
+    required = [f for f in dataclasses.fields(section) if f.default is f.default_factory]
+    needed = {f.name: (getattr(f.metadata["range"], "one_of", ()) or (1,))[0] for f in required}
     allowed = field.metadata["range"]
     bad = next(value for value in (-1, 0, 2, "none such") if value not in allowed)
     with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):

@@ -8,7 +8,7 @@ from support.configs import TINY, tiny
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
-from megatron_lite.config.parameter_count import padded_vocab_size
+from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import (
     Config,
     load_config,
@@ -51,7 +51,7 @@ def test_later_files_win_and_overrides_come_last(tmp_path):
 
 def test_values_that_follow_from_others():
     config = tiny()
-    assert (config.model.head_dim, config.decay_steps) == (16, 100)
+    assert (config.model.head_size, config.decay_steps) == (16, 100)
     assert tiny("schedule.decay_steps=80").decay_steps == 80
     assert tiny("model.vocab_size=null").with_vocab_size(301).model.vocab_size == 301
     assert config.with_vocab_size(300) == config

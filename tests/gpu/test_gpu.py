@@ -109,7 +109,7 @@ MIXTURE = {
         "embedding_dropout": 0.1,  # drops the same elements on every device
         "output_dropout": 0.1,
         "max_position": 80,
-        "sentence_head": True,
+        "sentence_classes": 2,
         "span_boundary_places": 10,
         "segments": 6,
     },

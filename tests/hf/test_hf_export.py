@@ -83,7 +83,7 @@ def test_half_precision_is_the_rounded_model(run, tmp_path, dtype):
 
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
 def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
-    write_run(tmp_path / "run", tree(vocabulary, gelu=gelu))
+    write_run(tmp_path / "run", tree(vocabulary, activation=f"gelu_{gelu}"))
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["gelu"] == gelu
@@ -141,7 +141,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model.glm import parameter_shapes
+from megatron_lite.model.counts import parameter_shapes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -174,3 +174,11 @@ def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
     total, used = map(int, result.stdout.split())
     assert total > 3 * 1.5 * shard
     assert used <= 1.5 * shard
+
+
+def test_a_vocabulary_without_glms_tokens_is_refused(vocabulary, tmp_path):
+    published = {"tokenizer": {"added_tokens": "none"}, "objectives": {"causal": 1.0}}
+    write_run(tmp_path / "run", merge(tree(vocabulary), published))
+    with pytest.raises(CheckpointError, match=r"lacks eop, sop, .* tokenizer.added_tokens=glm"):
+        export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
+    assert not (tmp_path / "out").exists()

@@ -10,9 +10,9 @@ from support.recipes import make as make_objective
 
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
 

@@ -1,4 +1,4 @@
-"""A model option touches at most three files: docs/architecture.md shows one, which is applied to a copy here."""
+"""A model option touches two files: docs/architecture.md shows one, which is applied to a copy here."""
 
 from __future__ import annotations
 

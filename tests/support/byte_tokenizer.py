@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from data_utils.base.errors import DataError
+from data_utils.text.special_tokens import NO_TOKEN
 from support.waiting import slow_work
 
 
@@ -29,6 +30,12 @@ class ByteTokenizer:
         encoded = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32)
         return ids, np.array([len(data) for data in encoded], np.int64)
+
+
+class EndlessTokenizer(ByteTokenizer):
+    """Has no token that ends a document, as GPT's."""
+
+    special = SimpleNamespace(eos=NO_TOKEN)
 
 
 class NarrowTokenizer(ByteTokenizer):

@@ -54,6 +54,8 @@ from support.parity_cases import (
     LR,
     OBJECTIVES,
     OFFLOAD,
+    OPTIONS,
+    PARTS,
     ROW_LENGTH,
     SAMPLES,
     STEPS,
@@ -92,18 +94,25 @@ def micro_batch(step: int, first: int, size: int) -> MicroBatch:
 def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies, without padding rows of the vocabulary."""
     return {
-        name: tensor.detach()
-        .clone()[: VOCAB_SIZE if "word_embeddings" in name else None]
-        .view(matrix_shape(tuple(tensor[: VOCAB_SIZE if "word_embeddings" in name else None].shape)))
+        name: tensor.detach().clone()[: _rows(name)].view(matrix_shape(tuple(tensor[: _rows(name)].shape)))
         for name, tensor in named.items()
     }
 
 
+def _rows(name: str) -> int | None:
+    return VOCAB_SIZE if "word_embeddings" in name or name == "heads.bias" else None
+
+
 def reference_of(case: Case) -> Record:
-    """The record a case is compared with; it only depends on the number of layers and on dropout."""
+    """The record a case is compared with; it only depends on the number of layers, on dropout and on the options."""
     pipeline = case.num_layers if case.num_layers > 4 else 1
     return _one_process(
-        type(case)(pipeline=pipeline, dropout=case.dropout, attention_dropout=case.attention_dropout)
+        type(case)(
+            pipeline=pipeline,
+            dropout=case.dropout,
+            attention_dropout=case.attention_dropout,
+            variant=case.variant,
+        )
     )
 
 
@@ -115,7 +124,7 @@ def _one_process(case: Case) -> Record:
     named = dict(model.named_parameters())
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        parameter_groups(named, settings.weight_decay),
+        parameter_groups(named, config),
         lr=LR,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
@@ -404,8 +413,9 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
     for title, cases in (
-        ("fp32: every combination", matrix()), ("Dropout", DROPOUT), ("Offloaded optimizer", OFFLOAD),
-        ("Half precision", HALF),
+        ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
+        ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
+        ("Half precision", HALF), ("Options of other systems", OPTIONS),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():
             if not options.layouts or layout in options.layouts:

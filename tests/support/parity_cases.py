@@ -29,6 +29,23 @@ TOLERANCES = {
 }
 
 
+# Options of the model that other systems have, together where one run can have them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "post-norm": {
+        "norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 1, "head_transform": True,
+        "head_bias": True, "scale_embedding": True, "init": "plain",
+    },
+    "rms-norm": {
+        "rms_norm": True, "biases": "none", "activation": "relu", "ffn_size": 96, "head_dim": 8, "head_bias": True,
+    },
+    "encoder-decoder": {},  # of GLM's blocks
+    "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
+    "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
+}  # fmt: skip
+ENCODER_DECODER = ("encoder-decoder", "bart", "t5")
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to run the training steps."""
@@ -44,6 +61,7 @@ class Case:
     offload: bool = False
     dropout: float = 0.0  # after embeddings, attention and FFN
     attention_dropout: float = 0.0
+    variant: str = ""  # of VARIANTS
 
     @property
     def ranks(self) -> int:
@@ -75,18 +93,24 @@ class Case:
         words = [self.layout, f"zero{self.zero_stage}", self.recompute, f"accumulation{self.accumulation}"]
         words += ["sp"] * self.sequence_parallel + ["offload"] * self.offload
         words += [self.precision] * (self.precision != "fp32")
-        words += ["dropout"] * bool(self.dropout or self.attention_dropout)
+        words += ["dropout"] * bool(self.dropout or self.attention_dropout) + [self.variant] * bool(
+            self.variant
+        )
         return "-".join(words)
 
     def config(self) -> Config:
         # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
         # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
         # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
+        decoder = self.num_layers // 2 if self.variant in ENCODER_DECODER else 0
         tree = {
             "model": {
-                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
+                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, "hidden_size": 32,
+                "num_attention_heads": 8, "max_position": 64,
                 "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
                 "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
+                "activation_dropout": self.dropout if self.variant else 0.0,
+                **VARIANTS[self.variant],
             },
             "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
@@ -134,6 +158,30 @@ DROPOUT = [
     Case(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     Case(4, 1, 2, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1),
     Case(2, 2, 1, 1, True, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1),
+]
+OPTIONS = [
+    case
+    for variant in ("post-norm", "rms-norm")
+    for case in (
+        Case(2, 1, 1, 2, accumulation=4, dropout=0.1, variant=variant),
+        Case(2, 1, 2, 1, True, "selective", variant=variant),
+        Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, variant=variant),
+        Case(2, 2, 1, 1, True, variant=variant),
+        Case(1, 1, 2, 3, variant=variant),
+    )
+]
+
+# Without dropout cross-attention of pre-norm models is nearly uniform: gradients of its queries are small differences,
+# which rounding changes by 1e-5 in three steps.
+PARTS = [
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"),
+    Case(2, 2, 1, 1, accumulation=4, variant="bart"),
+    Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
 ]
 
 

@@ -15,7 +15,7 @@ def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     mixed = {
         "objectives": {name: 1.0 for name in OBJECTIVES},
         "masked_lm": {"next_sentence": True},
-        "model": {"max_position": 80, "sentence_head": True, "span_boundary_places": 10, "segments": 6},
+        "model": {"max_position": 80, "sentence_classes": 2, "span_boundary_places": 10, "segments": 6},
         "training": {"steps": 8},
         "batch": {"micro_batch_size": 26, "global_batch_size": 52},
     }

@@ -36,7 +36,7 @@ def test_every_combination_equals_one_process(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT"])
+@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS"])
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -50,11 +50,20 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OFFLOAD[1],
         parity_cases.OFFLOAD[3],
         parity_cases.OFFLOAD[4],
+        parity_cases.OPTIONS[0],
+        parity_cases.OPTIONS[3],
+        parity_cases.OPTIONS[5],
+        parity_cases.OPTIONS[7],
     ],
     ids=str,
 )
 def test_some_further_cases_equal_one_process(case):
     assert failures([case]) == []
+
+
+@pytest.mark.parametrize("layout", by_layout(parity_cases.PARTS))
+def test_layouts_of_encoder_and_decoder_equal_one_process(layout):
+    assert failures(by_layout(parity_cases.PARTS)[layout]) == []
 
 
 def test_the_matrix_is_complete():

@@ -1,13 +1,15 @@
 """The stages of a layout against the real modules: parameters exactly, shares of the optimizer."""
 
+import dataclasses
+
 import pytest
 import torch
 from support.distributed import run_ranks
 from support.project import ROOT
 
 from data_utils.base.settings import build, merge, to_tree
-from megatron_lite.config.parameter_count import parameter_count
 from megatron_lite.config.tree import Config, ParallelConfig, load_config
+from megatron_lite.model.counts import layer_costs, parameter_count
 from megatron_lite.model.glm import GLM
 from megatron_lite.train.plain import make_engine
 from megatron_lite.train.stages import stages
@@ -62,7 +64,10 @@ def test_one_process_holds_the_whole_model(name):
 @pytest.mark.parametrize(("objectives", "share"), [({"causal": 1}, 1.0), ({"causal": 1, "xlnet": 3}, 5 / 14)])
 def test_the_head_costs_what_the_objectives_predict(objectives, share):
     """The cost by which pipeline stages are balanced."""
-    from megatron_lite.train.pipeline import layer_costs  # imports DeepSpeed
-
     config = build(Config, merge(MODEL, {"objectives": objectives, "model": {"max_position": 80}}))
     assert layer_costs(config.model, config.loss_share)[-1] == pytest.approx(share * 300 / (12 * 64))
+    wide = dataclasses.replace(config.model, ffn_size=512, head_transform=True)
+    of_block = 64 * (4 * 64 + 2 * 512)
+    words, positions, *blocks, norm, head = layer_costs(wide, config.loss_share)
+    assert (words, norm, blocks) == (0.0, 0.0, [1.0] * 5) and positions < 0.1
+    assert head == pytest.approx(share * (64 * 64 + 64 * 300) / of_block)

@@ -34,7 +34,7 @@ def warnings_of_fit(context, tree):
 BERT = {
     "objectives": {"masked_lm": 1},
     "masked_lm": {"next_sentence": True},
-    "model": {"sentence_head": True, "segments": 2, "max_position": 66},
+    "model": {"sentence_classes": 2, "segments": 2, "max_position": 66},
     "training": {
         "loss_normalization": "per_objective",
         "loss_weights": {"next_sentence": 3},

@@ -25,6 +25,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     """What is masked, and how. Probabilities are per Example; ratios refer to n, the tokens of the text and its CLS."""
 
     segments = 1
+    has_block_positions = True
 
     token_prob: float = fraction(
         1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
@@ -96,6 +97,13 @@ class BlankInfillingConfig(ObjectiveConfig):
         False, "true (reference): the pieces of a row are one text, masked and attended to as a whole"
     )
 
+    @property
+    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.masked_lm:
+            return "cls", "mask"
+        replaces = self.block_mask_prob > 0 or self.context_mask_ratio > 0
+        return ("cls", "mask", "sop", "eop", "eos", *(["dblock"] if replaces else []))
+
     def __post_init__(self) -> None:
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
@@ -153,6 +161,10 @@ class BlankInfillingConfig(ObjectiveConfig):
         span with its sop, and only a document's tail (which has no eop) is longer than sequence_length - 1.
         """
         return sequence_length
+
+    @property
+    def has_target(self) -> bool:
+        return not self.masked_lm
 
     @property
     def loss_share(self) -> float:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_json, load_yaml
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -18,8 +19,6 @@ from data_utils.base.settings import (
     describe,
     fraction,
     inline_sections,
-    load_json,
-    load_yaml,
     merge,
     nest,
     parse_override,

@@ -3,7 +3,7 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizer import ByteTokenizer, NarrowTokenizer, SilentTokenizer
+from support.byte_tokenizer import ByteTokenizer, EndlessTokenizer, NarrowTokenizer, SilentTokenizer
 from support.corpora import files, make, texts_of, write_corpus
 
 from data_utils.base.errors import ConfigError, DataError
@@ -31,6 +31,15 @@ def test_documents_in_order_each_with_eos(tmp_path):
     assert manifest["sources"] == [
         {"path": str(tmp_path / "input.jsonl"), "bytes": (tmp_path / "input.jsonl").stat().st_size}
     ]
+
+
+def test_documents_of_a_vocabulary_without_eos(tmp_path):
+    make(tmp_path, ["one", "two", "three"], EndlessTokenizer)
+    dataset = IndexedDataset(tmp_path / "out/corpus")
+    assert [bytes(dataset.document(i).tolist()).decode() for i in range(3)] == ["one", "two", "three"]
+    assert dataset.manifest["documents_end_with_eos"] is False
+    dataset.verify()
+    dataset.require_tokenizer("bytes-1", 257, EndlessTokenizer.special.eos)
 
 
 def test_any_number_of_workers_and_shards_gives_the_same_bytes(tmp_path):

@@ -1,0 +1,135 @@
+"""Reads YAML and JSON files of settings, with limits, and shortens values for messages."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_utils.base.errors import ConfigError
+
+# Far beyond what a configuration needs; a larger one is a mistake and could take all memory.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+MAX_ALIASES = 10  # each may stand for a large part of the file
+SHOWN_LENGTH = 160  # characters of a value in a message
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with limits. It refuses a key written twice, where plain YAML silently takes the last one."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = self.aliases = 0
+        self.open_anchors: list[str] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases (*name); write the values out")
+            if event.anchor in self.open_anchors:
+                raise yaml.YAMLError(f"alias *{shorten(event.anchor)} holds itself; write the value out")
+            return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels; a configuration has fewer")
+        self.depth += 1
+        self.open_anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self.open_anchors.pop()
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        again = next((name for name, count in Counter(names).items() if count > 1), None)
+        if again is not None:
+            raise yaml.YAMLError(f"key {shown(again)} appears twice in one mapping; keep one of them")
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises ValueError in one short line."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
+        raise ValueError(shorten(" ".join(str(error).split()), 400)) from None
+
+
+def read_text(path: str | Path, name: str) -> str:
+    """A text file of limited size. Raises ConfigError, which calls it `name`."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}; check the path.") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{name} {path} is longer than {MAX_BYTES} bytes; check the path.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} {path} is not UTF-8 text; convert it.") from None
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
+    text = read_text(path, "configuration file")
+    try:
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {error}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
+        )
+    return tree
+
+
+def load_json(path: str | Path, name: str) -> dict[str, Any]:
+    """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
+    text = read_text(path, name)
+    try:
+        tree = json.loads(text, object_pairs_hook=_without_repetition)
+        too_deep = _depth(tree) > MAX_DEPTH
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        message = shorten(str(error), 400)
+        raise ConfigError(f"{name} {path} is not valid JSON: {message}; correct it.") from None
+    if too_deep:
+        raise ConfigError(f"{name} {path} has more than {MAX_DEPTH} levels; a configuration has fewer.")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"key {shown(key)} appears twice in one object")
+    return dict(pairs)
+
+
+def _depth(tree: Any) -> int:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
+    """`text` with its middle left out where it is longer than `length`."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: `repr` of bounded length."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number of thousands of digits"

@@ -1,0 +1,188 @@
+"""The section `model` of the configuration: the Transformer.
+
+The options are orthogonal. Their defaults are GLM's; systems.py has those of the other systems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from data_utils.base.settings import REQUIRED, Former, check, checked, setting
+from data_utils.objectives.registry import TASKS
+from megatron_lite.config.systems import SYSTEMS
+
+ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
+NORMS = ("pre", "post")
+POSITIONS = ("learned_blocks", "learned", "none")
+BIASES = ("all", "qkv", "mlp", "none")
+INITS = ("gpt2", "plain")
+FORMER_SETTINGS: Former = {
+    "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
+    "sentence_head": ("sentence_classes", {False: 0, True: 2}),
+    "task_embedding": ("task_types", {False: 0, True: TASKS}),
+}
+
+
+VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
+    """Rows of the word embedding: `vocab_size` rounded up so that every shard has a multiple of 128 rows."""
+    multiple = VOCAB_MULTIPLE * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("model", former=FORMER_SETTINGS, presets=("system", SYSTEMS))
+class ModelConfig:
+    system: str | None = setting(
+        None,
+        "a published system, which sets the options of its architecture where the file does not; null = glm",
+        one_of=tuple(SYSTEMS),
+    )
+    num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
+    decoder_layers: int = setting(
+        0,
+        "blocks of a decoder with cross-attention (T5, BART, MASS); 0 = one stack for all tokens",
+        at_least=0,
+    )
+    hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
+    num_attention_heads: int = setting(
+        REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
+    )
+    head_dim: int | None = setting(
+        None, "width of an attention head; null = hidden_size / num_attention_heads", at_least=1
+    )
+    ffn_size: int | None = setting(None, "inner width of the FFN; null = 4 hidden_size", at_least=1)
+    vocab_size: int | None = setting(
+        None, "ids of the tokenizer, special ones counted, unpadded; null = the tokenizer's", at_least=1
+    )
+    max_position: int = setting(512, "largest position id; the tables have max_position + 1 rows", at_least=1)
+    positions: str = setting(
+        "learned_blocks",
+        "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text) or none",
+        one_of=POSITIONS,
+    )
+    norm: str = setting(
+        "pre",
+        "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT)",
+        one_of=NORMS,
+    )
+    embedding_norm: bool = setting(False, "LayerNorm on the sum of the embeddings (BERT, ALBERT, BART)")
+    rms_norm: bool = setting(False, "divide by the root mean square instead of LayerNorm (T5)")
+    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", above=0)
+    activation: str = setting(
+        "gelu_tanh",
+        "of the FFN and of heads. GLM was trained with gelu_tanh; its Hugging Face code computes gelu_erf",
+        one_of=ACTIVATIONS,
+    )
+    biases: str = setting(
+        "all", "which products of a block have a bias: all, qkv, mlp (XLNet) or none (T5)", one_of=BIASES
+    )
+    embedding_dropout: float = setting(0.1, "dropout probability after the embeddings", at_least=0, below=1)
+    attention_dropout: float = setting(0.1, "dropout probability on attention weights", at_least=0, below=1)
+    activation_dropout: float = setting(
+        0.0, "dropout probability within the FFN, after the activation (MASS)", at_least=0, below=1
+    )
+    output_dropout: float = setting(
+        0.1, "dropout probability on the output of attention and FFN", at_least=0, below=1
+    )
+    init: str = setting(
+        "gpt2",
+        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L)",
+        one_of=INITS,
+    )
+    init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
+    embedding_gradient_shrink: float = setting(
+        1.0,
+        "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off",
+        above=0,
+        at_most=1,
+    )
+    scale_embedding: bool = setting(False, "multiply word embeddings by sqrt(hidden_size) (MASS)")
+    segments: int = setting(
+        0,
+        "rows of a segment embedding: BERT 2 (texts A and B), UniLM 6 (kinds of language model), RoBERTa 1 (added to "
+        "every token), 0 = none",
+        at_least=0,
+    )
+    task_types: int = setting(
+        0, "rows of an embedding of the loss that a token belongs to (ERNIE 2.0: 16), 0 = none", at_least=0
+    )
+    head_transform: bool = setting(
+        False, "a layer with activation and LayerNorm before the output projection (BERT)"
+    )
+    head_bias: bool = setting(False, "a bias for each token of the output projection (BERT, XLNet)")
+    sentence_classes: int = setting(
+        0,
+        "classes of a head on CLS, for next-sentence and sentence-order labels: 2 (BERT, ALBERT, UniLM), 0 = no head",
+        at_least=0,
+    )
+    span_boundary_places: int = setting(
+        0,
+        "places of SpanBERT's head that predicts a span from the tokens around it; 0 = no such head",
+        at_least=0,
+    )
+    embedding_size: int | None = setting(
+        None,
+        "width of the embeddings, projected to hidden_size (ALBERT: 128); null = hidden_size itself",
+        at_least=1,
+    )
+    share_layers: bool = setting(False, "one set of weights for all blocks (ALBERT)")
+
+    def __post_init__(self) -> None:
+        check(
+            self.head_dim is not None or self.hidden_size % self.num_attention_heads == 0,
+            f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
+            f"({self.hidden_size}); choose a divisor of {self.hidden_size}, or set model.head_dim.",
+        )
+        check(
+            not self.decoder_layers or not self.share_layers,
+            f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
+            "differ; set share_layers to false.",
+        )
+        check(
+            self.sentence_classes != 1,
+            "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True for GLM's own layers and no others: only such models can be exported in GLM's format."""
+        others = (field for field in fields(self) if field.name not in _OF_GLM)
+        is_default = all(getattr(self, field.name) == field.default for field in others)
+        return is_default and self.activation.startswith("gelu")
+
+    @property
+    def total_layers(self) -> int:
+        """Blocks of encoder and decoder."""
+        return self.num_layers + self.decoder_layers
+
+    @property
+    def head_size(self) -> int:
+        """Width of an attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads together: of the queries, the keys and the values."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the FFN."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    def has_bias(self, product: str) -> bool:
+        """Whether a product of a block has a bias. Args: product: "qkv", "attention" (its output) or "mlp"."""
+        return self.biases == "all" or self.biases == product
+
+
+# Options that GLM's exported code knows, or that leave the trained model as it is.
+_OF_GLM = frozenset(
+    (
+        "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
+        "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
+        "embedding_gradient_shrink", "activation",
+    )
+)  # fmt: skip

@@ -1,0 +1,36 @@
+"""What the published systems set among the options of the model: `model.system` fills them in.
+
+A value that a configuration gives itself stands. Sizes are in configs/.
+Sources: the transformers classes of these systems, and for UniLM, SpanBERT and ERNIE 2.0 the authors' public code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BERT: dict[str, Any] = {
+    "norm": "post",
+    "embedding_norm": True,
+    "layernorm_epsilon": 1e-12,
+    "activation": "gelu_erf",
+    "positions": "learned",
+    "max_position": 511,
+    "segments": 2,
+    "head_transform": True,
+    "head_bias": True,
+    "sentence_classes": 2,
+    "init": "plain",
+}
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "bert": _BERT,
+    "roberta": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0},
+    "spanbert": {**_BERT, "sentence_classes": 0, "span_boundary_places": 20},
+    "albert": {**_BERT, "activation": "gelu_tanh", "embedding_size": 128, "share_layers": True},
+    "ernie": {**_BERT, "layernorm_epsilon": 1e-5, "activation": "relu", "max_position": 512},
+    "ernie2": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 4, "task_types": 16},
+    "unilm": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 6},
+    "gpt": {"norm": "post", "positions": "learned", "max_position": 511, "init": "plain"},
+    "gpt2": {"positions": "learned", "max_position": 1023},
+}

@@ -1,0 +1,324 @@
+"""Weights and config.json of a published system, from the form of transformers to ours and back: see published.py.
+
+Tensors are read one at a time. What our model does not hold, but the files do (rows of a position table that no token
+uses), is kept beside the run, so that an export is bit-equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.published import OF_MODEL, PUBLISHED, Field, Row, System
+from megatron_lite.hf.weights import Weights, check_shapes, open_directory, read_json
+from megatron_lite.model.counts import parameter_shapes
+
+POSITIONS = "embedding.position_embeddings.weight"
+# Options that are of the training, or that a file of weights does not tell.
+_NOT_IN_FILES = frozenset(
+    (
+        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init",
+        "init_std", "embedding_gradient_shrink", "ffn_size", "head_dim", "span_boundary_places",
+    )
+)  # fmt: skip
+_BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
+_FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+# Parts of the base models that belong to no head of ours.
+_IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of theirs is in one of ours."""
+
+    ours: str
+    index: int  # among `count` equal parts of ours
+    count: int
+    transposed: bool
+    skipped: int  # first rows of theirs that ours has not
+
+
+def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, Part]:
+    """Their tensor -> its part, for our parameters of these shapes."""
+    parts: dict[str, Part] = {}
+    for row in system.rows:
+        for i in range(layers if "{i}" in row.ours else 1):
+            parts |= _parts_of_row(row, i, shapes, system.skipped_positions)
+    return parts
+
+
+def _parts_of_row(row: Row, i: int, shapes: Mapping[str, tuple[int, ...]], skipped: int) -> dict[str, Part]:
+    parts = {}
+    for kind in ("weight", "bias"):
+        ours = f"{row.ours}.{kind}".replace("{i}", str(i))
+        if ours not in shapes:
+            continue
+        for index, theirs in enumerate(row.theirs):
+            is_transposed = row.transposed and kind == "weight"
+            rows = skipped if ours == POSITIONS else 0
+            name = f"{theirs}.{kind}".replace("{i}", str(i))
+            parts[name] = Part(ours, index, len(row.theirs), is_transposed, rows)
+    return parts
+
+
+def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
+    """Their tensors under our names. All of `parts` must be there."""
+    sources: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        sources.setdefault(part.ours, []).append(name)  # in the order of the parts
+
+    def converted(name: str) -> torch.Tensor:
+        tensor = theirs.read(name)[parts[name].skipped :]
+        return tensor.T if parts[name].transposed else tensor
+
+    def read(ours: str) -> torch.Tensor:
+        tensors = [converted(name) for name in sources[ours]]
+        return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+
+    def shape(ours: str) -> tuple[int, ...]:
+        shapes = []
+        for name in sources[ours]:
+            rows, *rest = theirs.shapes[name]
+            whole = (rows - parts[name].skipped, *rest)
+            shapes.append(tuple(reversed(whole)) if parts[name].transposed else whole)
+        return (sum(part[0] for part in shapes), *shapes[0][1:])
+
+    return Weights({ours: shape(ours) for ours in sources}, read)
+
+
+def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None) -> Weights:
+    """The inverse of `to_ours`. Args: kept: rows that ours has not, by their name; None: zeros."""
+
+    def read(name: str) -> torch.Tensor:
+        part = parts[name]
+        tensor = ours.read(part.ours).chunk(part.count)[part.index]
+        tensor = tensor.T if part.transposed else tensor
+        if part.skipped:
+            first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
+            if kept is not None:
+                first = kept.read(name).to(tensor.dtype)
+            tensor = torch.cat([first, tensor])
+        return tensor.contiguous()
+
+    def shape(part: Part) -> tuple[int, ...]:
+        rows, *rest = ours.shapes[part.ours]
+        whole = (rows // part.count + part.skipped, *rest)
+        return tuple(reversed(whole)) if part.transposed else whole
+
+    return Weights({name: shape(part) for name, part in parts.items()}, read)
+
+
+def normalized(weights: Weights, system: System, path: Path) -> Weights:
+    """Files of all ages: former names, a missing prefix, buffers, and both ends of a tie, which must agree.
+
+    Raises: CheckpointError for a tie whose ends differ.
+    """
+    names = {_todays_name(name): name for name in weights.shapes if not _BUFFERS.search(name)}
+    heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
+    heads |= {name.split(".")[0] for name in system.ties}
+    if not any(name.startswith(system.prefix) for name in names):
+        names = {
+            name if name.split(".")[0] in heads else f"{system.prefix}{name}": old
+            for name, old in names.items()
+        }
+    for second, first in system.ties.items():
+        if second not in names:
+            continue
+        old = names.pop(second)
+        if names.setdefault(first, old) != old and not torch.equal(
+            weights.read(old), weights.read(names[first])
+        ):
+            raise CheckpointError(
+                f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
+                "cannot be imported."
+            )
+    return weights.renamed(names)
+
+
+def _todays_name(name: str) -> str:
+    for former, today in _FORMER_NAMES.items():
+        if name.endswith(former):
+            return name.removesuffix(former) + today
+    return name
+
+
+def is_published(described: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a system in the tables."""
+    return described.get("model_type") in PUBLISHED
+
+
+def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
+    """Their tensors but for a pooler without a head."""
+    names = {name: name for name in theirs.shapes if name in parts or not _IDLE.search(name)}
+    return theirs.renamed(names)
+
+
+def model_settings(
+    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+) -> dict[str, Any]:
+    """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
+    config = CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+    for name, value in system.required.items():
+        actual = getattr(config, name, value)
+        if actual != value:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {name} is {shown(actual)}; only {shown(value)} can be imported."
+            )
+    settings: dict[str, Any] = {"system": _system_name(system, config, path)}
+    for entry in system.fields:
+        value = getattr(config, entry.theirs)
+        if entry.names is not None and value not in entry.names:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of {', '.join(entry.names)}."
+            )
+        settings[entry.ours] = _our_value(system, entry, value)
+    for option, name in system.optional.items():
+        settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
+    return settings
+
+
+def _our_value(system: System, entry: Field, value: Any) -> Any:
+    if entry.counts_positions:
+        return value - 1 - system.skipped_positions
+    return value if entry.names is None else entry.names[value]
+
+
+def _system_name(system: System, config: PretrainedConfig, path: Path) -> str:
+    (architecture,) = (getattr(config, "architectures", None) or [next(iter(system.classes))])[:1]
+    is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    if architecture not in system.classes and not is_base:
+        raise CheckpointError(
+            f"{path / 'config.json'}: architectures names {shown(architecture)}, which has a head of its own; only "
+            f"{' and '.join(system.classes)} can be imported."
+        )
+    if getattr(config, "use_task_id", False):
+        return "ernie2"
+    return system.classes.get(architecture, next(iter(system.classes.values())))
+
+
+def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
+    """The transformers configuration of a model. Args: base: fields of the config.json that was imported.
+
+    Raises: CheckpointError for an option that the class cannot express.
+    """
+    system = system_of(config)
+    values, default = dict(base), CONFIG_MAPPING[system.model_type]()
+    for entry in reversed(system.fields):  # the first of several options decides a field
+        value = getattr(config, entry.ours)
+        if (
+            entry.ours == "ffn_size" and getattr(default, entry.theirs) is not None
+        ):  # GPT-2's is None, as ours
+            value = config.inner_size
+        if entry.ours in system.optional and not value:
+            continue  # the class's default, which it does not use
+        if entry.names is not None:
+            value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
+        values[entry.theirs] = value + 1 + system.skipped_positions if entry.counts_positions else value
+    values |= system.required
+    if config.task_types:
+        values["use_task_id"] = True
+    class_name = system.class_of(config)
+    described = CONFIG_MAPPING[system.model_type].from_dict({**values, "architectures": [class_name]})
+    _require_expressed(system, config, described, class_name)
+    return described
+
+
+def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) -> Any:
+    if names.get(former) == ours:
+        return former
+    for theirs, value in names.items():
+        if value == ours:
+            return theirs
+    raise CheckpointError(f"model.{option} is {ours}, which the class of transformers does not have.")
+
+
+def _require_expressed(
+    system: System, config: ModelConfig, described: PretrainedConfig, class_name: str
+) -> None:
+    """The class has what the model's options say if reading its configuration gives the same options."""
+    settings: dict[str, Any] = {"system": config.system}
+    for entry in system.fields:
+        settings[entry.ours] = _our_value(system, entry, getattr(described, entry.theirs))
+    for option in system.optional:
+        settings[option] = getattr(config, option)
+    again = build(ModelConfig, settings)
+    different = [
+        f.name
+        for f in fields(ModelConfig)
+        if f.name not in _NOT_IN_FILES and getattr(again, f.name) != getattr(config, f.name)
+    ]
+    different += [] if again.inner_size == config.inner_size else ["ffn_size"]
+    different += [] if again.head_size == config.head_size else ["head_dim"]
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"model.{name} is {shown(getattr(config, name))}, which {class_name} does not have; only models of the "
+            "published architecture can be exported."
+        )
+
+
+def system_of(config: ModelConfig) -> System:
+    """The table of a model. Raises: CheckpointError if it has none."""
+    if config.system not in OF_MODEL:
+        raise CheckpointError(
+            f"model.system is {shown(config.system)}; set it to one of {', '.join(OF_MODEL)} to export the model of a "
+            "published system."
+        )
+    return OF_MODEL[config.system]
+
+
+def load_class(directory: Path, class_name: str) -> torch.nn.Module:
+    """A model as its users load it, in fp32. Raises: CheckpointError for missing or unexpected tensors."""
+    cls = getattr(transformers, class_name)
+    model, loading = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[what]:
+            names = ", ".join(map(str, list(loading[what])[:3]))
+            raise CheckpointError(f"{directory}: {class_name} reports {what.replace('_', ' ')}: {names}.")
+    return model.eval()
+
+
+def kept_rows(theirs: Weights, parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Their rows that our model does not hold."""
+    for name, part in parts.items():
+        if part.skipped:
+            yield name, theirs.read(name)[: part.skipped]
+
+
+@dataclass(frozen=True)
+class PublishedSource:
+    """A directory of a published system."""
+
+    path: Path
+    system: System
+    settings: dict[str, Any]  # of the section `model`
+    theirs: Weights  # under their names of today
+    parts: Mapping[str, Part]
+
+
+def open_published(path: Path) -> PublishedSource:
+    """Read config.json and the names and shapes of the weights. Raises: CheckpointError."""
+    described = read_json(path / "config.json")
+    system = PUBLISHED[described["model_type"]]
+    theirs = normalized(open_directory(path), system, path)
+    settings = model_settings(system, described, theirs, path)
+    try:
+        config = build(ModelConfig, settings, "model.")
+    except ConfigError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+    shapes = parameter_shapes(config)
+    parts = parts_of(system, shapes, config.num_layers)
+    theirs = without_idle(theirs, parts)
+    check_shapes(theirs, to_theirs(Weights(shapes, theirs.read), parts, None).shapes, path)
+    return PublishedSource(path, system, settings, theirs, parts)

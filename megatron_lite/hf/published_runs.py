@@ -1,0 +1,303 @@
+"""Import a published system's directory as a run, and export a run to the class of transformers that its users load.
+
+Both are proved on the logits of that class. What the model does not hold is kept in the run's directory: the rest of
+config.json, the tokenizer's files, and rows that no token uses.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, merge, to_tree
+from data_utils.objectives.planes import (
+    DOC,
+    FIELDS,
+    OBJECTIVE,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer, read_files
+from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.generate.open_run import OpenRun, load_model
+from megatron_lite.hf import proof
+from megatron_lite.hf.conversion import (
+    PublishedSource,
+    hf_config,
+    kept_rows,
+    load_class,
+    open_published,
+    parts_of,
+    system_of,
+    to_ours,
+    to_theirs,
+)
+from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.weights import (
+    DTYPES,
+    METADATA,
+    Weights,
+    new_directory,
+    open_safetensors,
+    read_json,
+    write_sharded,
+)
+from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.model.glm import GLM, initialize_parameters
+
+KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
+KEPT_ROWS = "rows.safetensors"  # in it
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
+    "spiece.model", "added_tokens.json", "generation_config.json",
+)  # fmt: skip
+# The file that decides the kind of a directory's tokenizer, in the order in which they are looked for.
+_KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("vocab.json", "gpt2_bpe"),
+          ("tokenizer.json", "hf_json"))  # fmt: skip
+# Options that a user may change: they do not alter what the imported weights compute.
+_FREE = frozenset(
+    ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
+     "embedding_gradient_shrink", "span_boundary_places", "system")
+)  # fmt: skip
+EXTRA_WEIGHTS = (
+    "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
+)
+_SPAN_BOUNDARY = ("heads.span_boundary.", "heads.boundary_bias")
+
+
+def import_published(
+    path: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    *,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
+) -> proof.Proof | None:
+    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
+
+    Args: tree: configuration of the new run. It must not contradict the model; `model.system` may name a system whose
+        model has more heads (SpanBERT on a BERT).
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        source = open_published(path)
+        config = _config(source, output, directory, tree)
+        _keep_files(source, directory / KEPT_FILES)
+        checkpoint = directory / "checkpoints" / checkpoint_name(0)
+        weights = _with_new_heads(to_ours(source.theirs, source.parts), config)
+        write_training_checkpoint(checkpoint, weights, config)
+        (directory / "config.yaml").write_text(
+            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
+        )
+        if not verify:
+            return None
+        model = load_model(read_checkpoint(checkpoint), config.model)
+        result = compare_logits(model, path, source.system.class_of(config.model), tolerance)
+        result.require(tolerance, f"the import of {path}")
+        return result
+
+
+def _config(source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any]) -> Config:
+    given = tree.get("model")
+    given = dict(given) if isinstance(given, Mapping) else {}
+    for name in sorted(given.keys() - _FREE):
+        recorded = source.settings.get(name)
+        if given[name] is None:
+            given.pop(name)
+        elif name in source.settings and given[name] != recorded:
+            raise ConfigError(
+                f"model.{name} is {shown(given[name])}, but {source.path} has {shown(recorded)}; leave it out, or set "
+                "it to that."
+            )
+    imported = build(ModelConfig, source.settings, "model.")
+    rows = source.settings["vocab_size"]
+    tokenizer = dict(tree.get("tokenizer") or {})
+    brought = "path" not in tokenizer
+    if brought:
+        tokenizer = _brought_tokenizer(source.path, directory / "tokenizer", tokenizer)
+    tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
+    tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    for name in ModelConfig.__dataclass_fields__.keys() - _FREE - {"vocab_size"}:
+        if getattr(config.model, name) != getattr(imported, name):
+            raise ConfigError(
+                f"model.{name} is {shown(getattr(config.model, name))}, but the model of {source.path} has "
+                f"{shown(getattr(imported, name))}; leave it out."
+            )
+    assert config.tokenizer is not None
+    _check_vocabulary(load_tokenizer(config.tokenizer), rows, source.path)
+    if brought:
+        path = str(output / "tokenizer" / Path(config.tokenizer.path).relative_to(directory / "tokenizer"))
+        config = replace(config, tokenizer=replace(config.tokenizer, path=path))
+    return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
+
+
+def _check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+    if tokenizer.vocab_size != rows:
+        raise CheckpointError(
+            f"{path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} tokens; use the "
+            "tokenizer of this model, with tokenizer.added_tokens=none."
+        )
+
+
+def _brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer section of files that lie beside the weights, copied to the run."""
+    directory.mkdir()
+    for name in _TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+    for name, kind in _KINDS:
+        if (directory / name).exists():
+            described = directory / "tokenizer_config.json"
+            more: dict[str, Any] = {}
+            if kind == "bert_wordpiece" and described.exists():
+                more["lowercase"] = bool(read_json(described).get("do_lower_case", True))
+            if kind == "gpt2_bpe" and read_json(source / "config.json").get("model_type") == "openai-gpt":
+                kind = "gpt_bpe"
+            path = directory if kind.endswith("_bpe") else directory / name
+            return {"kind": kind, "path": str(path), **more, **options}
+    raise ConfigError(
+        f"{source} has no tokenizer of a known kind ({', '.join(name for name, _ in _KINDS)}); set tokenizer.kind and "
+        "tokenizer.path."
+    )
+
+
+def _keep_files(source: PublishedSource, directory: Path) -> None:
+    directory.mkdir()
+    for name in ("config.json", *_TOKENIZER_FILES):
+        if (source.path / name).exists():
+            shutil.copyfile(source.path / name, directory / name)
+    rows = dict(kept_rows(source.theirs, source.parts))
+    if rows:
+        shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
+        write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
+
+
+def _with_new_heads(weights: Weights, config: Config) -> Weights:
+    """The imported tensors, and initial values of SpanBERT's head, which no file has."""
+    shapes = parameter_shapes(config.model)
+    new = {
+        name: torch.nn.Parameter(torch.empty(shapes[name])) for name in shapes.keys() - weights.shapes.keys()
+    }
+    initialize_parameters(new.items(), config.model, config.training.seed)
+    return Weights(shapes, lambda name: new[name].detach() if name in new else weights.read(name))
+
+
+def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
+    """Write a run's model as a directory of its class. Returns: the name of the class."""
+    config, system = run.config.model, system_of(run.config.model)
+    kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    base = read_json(kept / "config.json") if kept.exists() else _special_ids(run.tokenizer)
+    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")})
+    extra = {name: shape for name, shape in weights.shapes.items() if name.startswith(_SPAN_BOUNDARY)}
+    parts = parts_of(system, weights.shapes, config.num_layers)
+    rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
+    left = weights.shapes.keys() - {part.ours for part in parts.values()} - extra.keys()
+    if left:
+        raise CheckpointError(
+            f"checkpoint {run.checkpoint.path} has {', '.join(sorted(left)[:3])}, which the class "
+            f"{system.class_of(config)} has not; only models of the published architecture can be exported."
+        )
+    write_sharded(directory, to_theirs(weights, parts, rows), DTYPES[dtype], max_shard_bytes)
+    if extra:
+        write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+    described.save_pretrained(directory)
+    _write_tokenizer(directory, run.tokenizer, kept)
+    return system.class_of(config)
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    special, lacking = tokenizer.special, tokenizer.lacking
+    roles = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
+    return {name: getattr(special, role) for name, role in roles.items() if role not in lacking}
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, kept: Path) -> None:
+    """The files that were imported, or those of the run's tokenizer."""
+    for name in _TOKENIZER_FILES:
+        if (kept / name).exists():
+            shutil.copyfile(kept / name, directory / name)
+    if kept.exists():
+        return
+    for name, content in read_files(tokenizer.config).items():
+        (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
+    if tokenizer.config.kind == "bert_wordpiece":
+        options = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(options, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+@torch.no_grad()
+def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: float) -> proof.Proof:
+    """Our model and the class of transformers on the same rows, padding left out, with the head on CLS."""
+    batch = proof_batch(model.config)
+    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    hidden, ours = proof.training_states(model, batch)
+    out = their_output(load_class(directory, class_name), model.config, batch)
+    expected = out["logits"] if "logits" in out else out["prediction_logits"]
+    result = proof.compare(ours[real], expected[real], tolerance)
+    for name in ("seq_relationship_logits", "sop_logits"):
+        if name in out:
+            assert model.heads.sentence is not None
+            classes = model.heads.sentence(model.final_layernorm(hidden[:, 0]))
+            result = result.joined(proof.compare(classes, out[name], tolerance))
+    return result
+
+
+def their_output(
+    theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray
+) -> Mapping[str, torch.Tensor]:
+    system = system_of(config)
+
+    def plane(number: int) -> torch.Tensor:
+        return torch.from_numpy(batch[:, number].astype(np.int64))
+
+    inputs = {
+        "input_ids": plane(TOKENS),
+        "attention_mask": (plane(DOC) != PADDING_DOC).long(),
+        "position_ids": plane(POSITION_IDS) + system.skipped_positions,
+    }
+    if config.segments:
+        inputs["token_type_ids"] = plane(SEGMENT_IDS)
+    if config.task_types:
+        inputs["task_type_ids"] = plane(OBJECTIVE)
+    return theirs(**inputs)
+
+
+def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
+    """int32 [3, fields, S], as Batch: a whole row, and two with padding after them."""
+    assert config.vocab_size is not None
+    rng = np.random.default_rng(seed)
+    length = min(96, config.max_position + 1)
+    batch = np.zeros((3, len(FIELDS), length), np.int32)
+    batch[:, DOC] = PADDING_DOC
+    for row, used in enumerate((length, max(1, length // 2), max(1, length - 3))):
+        batch[row, TOKENS, :used] = rng.integers(0, config.vocab_size, used)
+        batch[row, DOC, :used] = 0
+        batch[row, POSITION_IDS] = np.arange(length)
+        if config.segments:
+            batch[row, SEGMENT_IDS, :used] = np.sort(rng.integers(0, config.segments, used))
+        if config.task_types:
+            batch[row, OBJECTIVE, :used] = rng.integers(0, config.task_types)
+        if system_of(config).is_causal:
+            batch[row, ORD, :used] = np.arange(used)
+    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
+    return batch

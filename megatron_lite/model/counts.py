@@ -1,0 +1,105 @@
+"""What a model costs, counted from the shapes of its parameters: their number, FLOPs, shares of the layers.
+
+The parameters are those of the real modules on the device "meta", where they need no memory. So an option of the model
+is counted as soon as it exists, and no formula can contradict the modules. It needs torch, which costs seconds to
+import; nothing that is checked before that asks for a count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.glm import GLM
+from megatron_lite.model.tensor_parallel import partition_of, whole_shape
+
+WORDS = "embedding.word_embeddings.weight"
+POSITIONS_COST = 0.05  # of the look-ups and sums of the embeddings, in blocks
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(model: ModelConfig) -> tuple[Shapes, Shapes]:
+    """Name -> shape of every parameter with the rows that pad the vocabulary, and without them."""
+    with torch.device("meta"):
+        named = dict(GLM(model).named_parameters())
+    padded = {name: tuple(p.shape) for name, p in named.items()}
+    return padded, {name: whole_shape(padded[name], partition_of(p), 1) for name, p in named.items()}
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
+    return dict(_shapes(model)[1])
+
+
+def parameter_count(model: ModelConfig, padded: bool = True) -> int:
+    """Trainable parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
+    with_padding, without = _shapes(model)
+    return sum(map(math.prod, (with_padding if padded else without).values()))
+
+
+def _products(model: ModelConfig, prefix: str) -> int:
+    """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""
+    return sum(
+        math.prod(shape)
+        for name, shape in _shapes(model)[1].items()
+        if name.startswith(prefix) and len(shape) == 2 and not name.endswith("_embeddings.weight")
+    )
+
+
+def _block_products(model: ModelConfig) -> list[int]:
+    """Multiply-adds per token of the matrices of each layer, without keys and values of an encoder."""
+    own = 1 if model.share_layers else model.total_layers
+    products = [_products(model, f"layers.{i}.") - _cross_products(model, i) for i in range(own)]
+    return products * (model.total_layers // len(products))
+
+
+def _cross_products(model: ModelConfig, layer: int) -> int:
+    """Multiply-adds of a decoder's layer for each of the encoder's tokens."""
+    return _products(model, f"layers.{layer}.cross_attention.key_value.")
+
+
+def _head_products(model: ModelConfig) -> int:
+    """Multiply-adds per token with loss. SpanBERT predicts it twice. The class of a sentence costs next to nothing."""
+    vocabulary = math.prod(_shapes(model)[1][WORDS]) * (2 if model.span_boundary_places else 1)
+    return vocabulary + _products(model, "heads.") - _products(model, "heads.sentence.")
+
+
+def _blocks_forward(model: ModelConfig, tokens: float, loss_rows: float) -> list[float]:
+    """Multiply-adds of each layer's matrices. A decoder computes the tokens with loss, its encoder the others."""
+    products = _block_products(model)
+    if not model.decoder_layers:
+        return [block * tokens for block in products]
+    context = tokens - loss_rows
+    encoder = [block * context for block in products[: model.num_layers]]
+    decoder = range(model.num_layers, model.total_layers)
+    return encoder + [products[i] * loss_rows + _cross_products(model, i) * context for i in decoder]
+
+
+def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
+    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
+
+    Args:
+        tokens: tokens that are not padding.
+        loss_rows: tokens on which the head runs.
+        visible_keys: sum over tokens of the number of keys each may attend to, in each of `num_layers`. An encoder and
+            a decoder of different depth are counted as if both had the encoder's.
+    """
+    blocks = sum(_blocks_forward(model, tokens, loss_rows)) + _products(model, "embedding.") * tokens
+    per_key = 2 * model.attention_size * model.num_layers  # scores, and the sum of values
+    return 3.0 * 2.0 * (blocks + per_key * visible_keys + _head_products(model) * loss_rows)
+
+
+def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
+    """FLOPs of words, positions, each block, final norm and output, in units of the first block.
+
+    Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all.
+    """
+    first = _block_products(model)[0]
+    blocks = [block / first for block in _blocks_forward(model, 1.0, loss_share)]
+    positions = POSITIONS_COST + _products(model, "embedding.") / first
+    return [0.0, positions, *blocks, 0.0, loss_share * _head_products(model) / first]

@@ -1,0 +1,180 @@
+"""A directory of a published system becomes a run, and a run becomes the same directory again."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.published import random_model
+from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, roberta_vocab, write_gpt2
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+
+TREE = {
+    "training": {"steps": 6, "precision": "fp32", "seed": 7},
+    "data": {"sequence_length": 60},
+}
+OBJECTIVE = {
+    "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
+    "unilm": {"objectives": {"unilm": 1}, "unilm": {"next_sentence": False}},
+    "roberta": {"objectives": {"masked_lm": 1}},
+    "albert": {"objectives": {"albert": 1}},
+    "ernie2": {"objectives": {"ernie": 1}},
+    "gpt2": {"objectives": {"causal": 1}},
+}
+SENTENCE = "The quick brown fox jumps over the lazy dog."
+
+
+def write_tokenizer(case, directory):
+    """Files of a tokenizer of the kind that the system's users have. Returns: its size."""
+    if case == "gpt2":
+        names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(40)), "<|endoftext|>"]
+        write_gpt2(directory, {name: i for i, name in enumerate(names)}, [])
+        return len(names)
+    if case == "roberta":
+        write_gpt2(directory, roberta_vocab(300), [])
+        return 300
+    lines = bert_vocab()
+    (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(options))
+    return len(lines)
+
+
+def write_directory(case, directory):
+    """A model of the case with its tokenizer, as users fetch them."""
+    directory.mkdir(exist_ok=True)
+    size = write_tokenizer(case, directory)
+    model = random_model(case, vocab_size=size)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module", params=list(OBJECTIVE))
+def imported(request, tmp_path_factory):
+    """The case, the original directory, and the run made from it."""
+    root = tmp_path_factory.mktemp("published")
+    write_directory(request.param, root / "original")
+    tree = TREE | OBJECTIVE[request.param]
+    proof = import_directory(root / "original", root / "run", tree)
+    assert proof is not None and proof.largest_difference <= 1e-5 * max(1, proof.largest_logit)
+    return request.param, root / "original", root / "run"
+
+
+def test_every_tensor_and_file_comes_back(imported, tmp_path):
+    case, original, run = imported
+    proof = export_run(run, tmp_path / "export", ExportOptions())
+    assert proof is not None and proof.agreement == 1.0
+    before, after = (load_file(path / "model.safetensors") for path in (original, tmp_path / "export"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    described = [json.loads((path / "config.json").read_text()) for path in (original, tmp_path / "export")]
+    differing = {
+        k for k in described[0].keys() | described[1].keys() if described[0].get(k) != described[1].get(k)
+    }
+    assert differing <= {"transformers_version"}
+    for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer_config.json"):
+        assert (original / name).exists() == (tmp_path / "export" / name).exists()
+    ours = open_run(run).tokenizer
+    if case != "roberta":  # the class of transformers cannot split words by a vocabulary without merges
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+        assert theirs(SENTENCE, add_special_tokens=False)["input_ids"] == ours.encode(SENTENCE)
+
+
+@pytest.mark.parametrize("imported", ["bert", "gpt2"], indirect=True)
+def test_an_export_serves_the_pipeline_of_transformers(imported, tmp_path):
+    case, _, run = imported
+    export_run(run, tmp_path / "export", ExportOptions(verify=False))
+    if case == "gpt2":
+        pipeline = transformers.pipeline("text-generation", str(tmp_path / "export"))
+        assert len(pipeline("the fox", max_new_tokens=3, do_sample=False)[0]["generated_text"]) > len(
+            "the fox"
+        )
+        return
+    pipeline = transformers.pipeline("fill-mask", str(tmp_path / "export"))
+    answers = pipeline("the quick [MASK] fox")
+    assert len(answers) == 5 and sum(answer["score"] for answer in answers) <= 1.0
+
+
+def test_files_of_all_ages_are_read(tmp_path):
+    """As the first releases: a pickle, gamma and beta, no prefix, buffers, both ends of the tie."""
+    write_directory("bert", tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    state = load_file(tmp_path / "old/model.safetensors")
+    words = state["bert.embeddings.word_embeddings.weight"]
+    old = {
+        name.removeprefix("bert.")
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in state.items()
+    }
+    old |= {"cls.predictions.decoder.weight": words.clone(), "embeddings.position_ids": torch.zeros(1)}
+    (tmp_path / "old/model.safetensors").unlink()
+    torch.save(old, tmp_path / "old/pytorch_model.bin")
+    tree = TREE | OBJECTIVE["bert"]
+    import_directory(tmp_path / "old", tmp_path / "run", tree, verify=False)
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    after = load_file(tmp_path / "export/model.safetensors")
+    assert (
+        all(torch.equal(after[name], tensor) for name, tensor in state.items())
+        and after.keys() == state.keys()
+    )
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def untie(directory):
+    state = load_file(directory / "model.safetensors")
+    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"] + 1
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+
+
+def lose(directory):
+    state = load_file(directory / "model.safetensors")
+    del state["bert.encoder.layer.1.intermediate.dense.bias"]
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "tree", "parts"),
+    [
+        (lambda d: edit(d, architectures=["BertForQA"]), {}, ("'BertForQA'", "BertForPreTraining and BertForMaskedLM")),
+        (lambda d: edit(d, is_decoder=True), {}, ("is_decoder is True", "only False")),
+        (lambda d: edit(d, hidden_act="tanh"), {}, ("hidden_act is 'tanh'", "one of gelu")),
+        (untie, {}, ("cls.predictions.decoder.weight differs", "tied")),
+        (lose, {}, ("lacks bert.encoder.layer.1.intermediate.dense.bias",)),
+        (lambda d: edit(d, num_hidden_layers=2), {}, ("also has bert.encoder.layer.2",)),
+        (lambda d: edit(d, intermediate_size=64), {}, ("intermediate.dense", "shape")),
+        (lambda d: (d / "vocab.txt").unlink(), {}, ("no tokenizer", "set tokenizer.kind")),
+        (lambda d: None, {"model": {"norm": "pre"}}, ("model.norm is 'pre'", "has 'post'")),
+        (lambda d: None, {"model": {"hidden_size": 64}}, ("model.hidden_size is 64",)),
+        (lambda d: None, {"data": {"sequence_length": 400}}, ("position ids up to", "sequence_length")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, change, tree, parts):
+    write_directory("bert", tmp_path / "bert")
+    change(tmp_path / "bert")
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        import_directory(tmp_path / "bert", tmp_path / "run", TREE | OBJECTIVE["bert"] | tree)
+    message = str(error.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_spanbert_begins_with_a_bert(tmp_path):
+    """Its boundary head is new, is trained, and is written beside the class that transformers has."""
+    write_directory("bert, masked LM", tmp_path / "bert")
+    tree = TREE | {"objectives": {"spanbert": 1}, "model": {"system": "spanbert"}}
+    import_directory(tmp_path / "bert", tmp_path / "run", tree)
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    extra = load_file(tmp_path / "export/span_boundary.safetensors")
+    assert extra["heads.span_boundary.place_embeddings.weight"].shape == (20, 200)
+    assert {name.split(".")[1] for name in extra} == {"span_boundary", "boundary_bias"}

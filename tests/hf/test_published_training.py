@@ -1,0 +1,167 @@
+"""Continued training of an imported model is that of its class of transformers under plain torch AdamW."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support import recipes
+from support.distributed import run_ranks
+from support.published import random_model
+from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
+
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build
+from data_utils.objectives import LOSSES, OBJECTIVES, make_one
+from data_utils.objectives.planes import (
+    DOC,
+    GRP,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.text.vocabulary import vocabulary_of
+from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.train.plain import make_engine
+
+STEPS, ROWS, LR = 50, 4, 2e-3
+TREE = {
+    "training": {"steps": STEPS, "precision": "fp32", "seed": 7},
+    "data": {"sequence_length": 40},
+    "batch": {"micro_batch_size": ROWS, "global_batch_size": ROWS},
+    "optimizer": {"weight_decay": 0.05, "clip_grad_norm": 1.0, "eps": 1e-6, "beta2": 0.98},
+    "model": {"embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0},
+}
+CASES = {
+    "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
+    "gpt2": {"objectives": {"causal": 1}},
+}
+SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
+# fp32: 50 steps add up the rounding of sums in another order.
+TOLERANCE = 1e-4
+
+
+def write_directory(case, directory):
+    directory.mkdir()
+    if case == "gpt2":
+        names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(143)), "<|endoftext|>"]
+        write_gpt2(directory, {name: i for i, name in enumerate(names)}, [])
+    else:
+        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]
+        (directory / "vocab.txt").write_text("\n".join(names) + "\n")
+    random_model(case, std=0.05, vocab_size=len(names)).save_pretrained(directory)
+
+
+def batches_of(run):
+    """The rows of each step: packed documents of tokens that follow a pattern, so that there is something to learn."""
+    opened = open_run(run)
+    (name,) = opened.config.objectives
+    vocabulary = vocabulary_of(opened.tokenizer)
+    made = make_one(name, opened.config.objective_sections[name], vocabulary, 5, 40, None)
+    rng = np.random.default_rng(0)
+    batches = []
+    for step in range(STEPS):
+        samples = []
+        for _ in range(ROWS):
+            lengths = [int(rng.integers(8, 14)), int(rng.integers(8, 14))]
+            first = rng.integers(10, 300, 2)
+            samples.append(
+                [
+                    (start + 7 * np.arange(n)).astype(np.int32) % 300 + 10
+                    for start, n in zip(first, lengths, strict=True)
+                ]
+            )
+        batches.append(recipes.collate(made, samples, step * ROWS))
+    return batches
+
+
+def ours(context, run, batches):
+    config = build(
+        Config, load_yaml(run / "config.yaml") | {"parallel": {"tensor_parallel_size": context.tp.size}}
+    )
+    engine = make_engine(config, context, len(LOSSES))
+    load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
+    losses = []
+    for step, planes in enumerate(batches):
+        factor = 1.0 / np.count_nonzero(planes[:, WEIGHTS])
+        result = engine.train_step([MicroBatch(Batch(planes), step, factor)], LR)
+        losses.append(float(result.objective_sums[:, 0].sum()) * factor)
+    return losses
+
+
+def theirs(model, batches):
+    settings = TREE["optimizer"]
+    named = dict(model.named_parameters())
+    plain = [
+        p for name, p in named.items() if name.endswith("bias") or "norm" in name.lower() or ".ln_" in name
+    ]
+    decay = [p for p in named.values() if not any(p is other for other in plain)]
+    groups = [
+        {"params": decay, "weight_decay": settings["weight_decay"]},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, settings["beta2"]), eps=settings["eps"])
+    losses = []
+    for planes in batches:
+        tensors = torch.from_numpy(planes.astype(np.int64))
+        visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
+        sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
+        visible |= torch.eye(visible.shape[1], dtype=torch.bool) & sees_nothing
+        inputs = {
+            "input_ids": tensors[:, TOKENS],
+            "attention_mask": visible[:, None],
+            "position_ids": tensors[:, POSITION_IDS],
+        }
+        if "bert" in type(model).__name__.lower():
+            inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
+        out = model(**inputs)
+        logits = out["logits"] if "logits" in out else out["prediction_logits"]
+        labelled = planes[:, WEIGHTS] != 0
+        is_sentence = labelled & np.isin(planes[:, OBJECTIVE], SENTENCE_LOSSES)
+        rows = torch.from_numpy(labelled & ~is_sentence)
+        loss = F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], reduction="sum")
+        if is_sentence.any():
+            # A row can hold several texts, each with a CLS; the class looks at the first one only.
+            loss = loss + sentence_loss(model, out, tensors, torch.from_numpy(is_sentence), inputs)
+        loss = loss / int(labelled.sum())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad_norm"])
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sentence_loss(model, out, tensors, is_sentence, inputs):
+    hidden = model.bert(**inputs)[0][is_sentence]
+    classes = model.cls.seq_relationship(torch.tanh(model.bert.pooler.dense(hidden)))
+    return F.cross_entropy(classes, tensors[:, TARGETS][is_sentence], reduction="sum")
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("bert", 1), ("bert", 2), ("gpt2", 1)])
+def test_losses_are_those_of_the_class(case, ranks, tmp_path):
+    write_directory(case, tmp_path / "original")
+    import_directory(tmp_path / "original", tmp_path / "run", TREE | CASES[case], verify=False)
+    batches = batches_of(tmp_path / "run")
+    layout = ParallelConfig(tensor_parallel_size=ranks)
+    actual = run_ranks(ours, ranks, tmp_path / "run", batches, parallel=layout)[0]
+    described = json.loads((tmp_path / "original/config.json").read_text())
+    model = random_model(case, std=0.05, vocab_size=described["vocab_size"])
+    expected = theirs(model, batches)
+    assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.1  # it learns
+    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
+    if case == "bert":
+        assert any((planes[:, OBJECTIVE] == 9).any() for planes in batches) and "masked_lm" in OBJECTIVES

@@ -1,0 +1,65 @@
+"""Directories of published systems with random weights, as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+BERT = {
+    "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 192,
+    "max_position_embeddings": 160,
+}  # fmt: skip
+ODD_BERT = {
+    **BERT, "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "intermediate_size": 50, "max_position_embeddings": 141,
+}  # fmt: skip
+GPT = {"vocab_size": 97, "n_positions": 160, "n_embd": 48, "n_layer": 3, "n_head": 4}
+ODD_GPT = {"vocab_size": 131, "n_positions": 141, "n_embd": 36, "n_layer": 2, "n_head": 3}
+
+# Name of the case -> class of transformers, its configuration.
+CASES: dict[str, tuple[str, dict]] = {
+    "bert": ("BertForPreTraining", BERT),
+    "bert, masked LM": ("BertForMaskedLM", ODD_BERT),
+    "unilm": ("BertForMaskedLM", {**BERT, "type_vocab_size": 6, "layer_norm_eps": 1e-5}),
+    "roberta": ("RobertaForMaskedLM", {**BERT, "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "roberta, odd": ("RobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
+    "albert": (
+        "AlbertForPreTraining",
+        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new", "classifier_dropout_prob": 0.0},
+    ),
+    "albert, odd": ("AlbertForMaskedLM", {**ODD_BERT, "embedding_size": 17, "hidden_act": "gelu"}),
+    "ernie": ("ErnieForPreTraining", {**BERT, "hidden_act": "relu", "layer_norm_eps": 1e-5}),
+    "ernie2": (
+        "ErnieForPreTraining",
+        {**ODD_BERT, "type_vocab_size": 4, "use_task_id": True, "task_type_vocab_size": 16},
+    ),
+    "gpt": ("OpenAIGPTLMHeadModel", GPT),
+    "gpt, odd": ("OpenAIGPTLMHeadModel", ODD_GPT),
+    "gpt2": ("GPT2LMHeadModel", GPT),
+    "gpt2, odd": ("GPT2LMHeadModel", {**ODD_GPT, "n_inner": 50, "activation_function": "relu"}),
+}
+
+
+def random_model(case: str, std: float = 0.25, **changes: int) -> torch.nn.Module:
+    """A model whose norms and biases differ from their initial values, without dropout."""
+    class_name, sizes = CASES[case]
+    cls = getattr(transformers, class_name)
+    config = cls.config_class(**sizes | changes)
+    for name in config.to_dict():
+        if "drop" in name and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    torch.manual_seed(0)
+    model = cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * std)
+    return model.eval()
+
+
+def write_random(case: str, directory: Path) -> torch.nn.Module:
+    """The model of `random_model`, also as a directory."""
+    model = random_model(case)
+    model.save_pretrained(directory)
+    return model
