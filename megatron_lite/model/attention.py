@@ -202,9 +202,17 @@ def attend_written_out(
     p: float,
 ) -> torch.Tensor:
     """[..., H, Q, D] queries, keys, values; `bias` [..., H, Q, K]; `stays` bool [..., H, Q, K], None = all."""
+    dtype = q.dtype
+    if (
+        q.device.type == "cpu"
+        and choose(dtype, q.shape[-2], k.shape[-2], is_full=bias is None) == "flash fp32"
+    ):
+        # As without dropout. In half precision each new shape of a call would cost a kernel besides.
+        q, k, v = q.float(), k.float(), v.float()
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (scores if bias is None else scores + bias).softmax(-1)
-    return weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
+    out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
+    return out.to(dtype)
 
 
 class CallPlan:
