@@ -18,7 +18,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
-from megatron_lite.model.attention import attend_all
+from megatron_lite.model.cpu_kernels import attend_all
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import ID_PLANES

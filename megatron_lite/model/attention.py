@@ -9,7 +9,8 @@ runs all layers in this order, so no layer moves tokens. The plans:
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
   FlexPlan     CUDA, the rest: FlexAttention with the rule as its mask function (flex.py).
-  DensePlan    the reference: one masked call, B x S x S booleans. On CUDA it serves models with relative positions.
+  DensePlan    the reference: one masked call, B x S x S booleans (dense.py). On CUDA it serves models with relative
+               positions.
 
 A bias of the scores (relative.py) goes to CallPlan, which then writes attention out, and to DensePlan.
 
@@ -24,7 +25,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from megatron_lite.model.batch import (
     BLIND,
@@ -38,10 +38,10 @@ from megatron_lite.model.batch import (
     may_see,
     padded_order,
 )
-from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, choose
+from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
+from megatron_lite.model.dense import DensePlan
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.relative import ScoreBias
-from megatron_lite.model.tensor_parallel import widens
 
 # CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 4; UniLMv2 would take 35.
 _MOST_KEYS = 6
@@ -91,128 +91,6 @@ class HostPlan(Protocol):
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> AttentionPlan:
         """The plan, from its arrays on the device."""
         ...
-
-
-def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[..., S, H, D] -> [..., H, S, D]; on CPU a copy, in fp32 where half-precision matmuls are slow."""
-    x = x.transpose(-3, -2)
-    if x.device.type != "cpu":
-        return x
-    # torch's CPU kernel is up to 1.3 times faster when the rows of a head lie side by side.
-    if widens(x):
-        return x.to(torch.float32, memory_format=torch.contiguous_format)
-    return x.contiguous()
-
-
-def attend_all(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values.
-
-    Args: mask: bool [B, 1, Sq, Sk], which keys; or what is added to the scores, [B, H, Sq, Sk]. None: all keys.
-    """
-    dtype = q.dtype
-    q, k, v = (heads_first(x) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.transpose(1, 2).to(dtype)
-
-
-class DenseMask:
-    """Attention under a mask of all pairs, bool [B, S, S], which is changed here."""
-
-    def __init__(self, mask: np.ndarray):
-        sees_nothing = np.asarray(~mask.any(-1))
-        # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
-        mask |= sees_nothing[..., None] & np.eye(mask.shape[1], dtype=bool)
-        self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
-
-    def to(self, device: torch.device) -> None:
-        self.mask, self.sees_nothing = self.mask.to(device), self.sees_nothing.to(device)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dropout: AttentionDropout | None,
-        query_keys: torch.Tensor,
-        key_keys: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[B S, H, D] three times -> [B S, H, D].
-
-        Args: query_keys, key_keys: of the tokens, for dropout. bias: added to the scores, [B, H, S, S].
-        """
-        rows = len(self.mask)
-        q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q, k, v))
-        seen = self.mask if bias is None else bias.masked_fill(~self.mask, float("-inf"))
-        if dropout is None:
-            out = attend_all(q, k, v, seen)
-        else:
-            of_queries, of_keys = query_keys.view(rows, -1), key_keys.view(rows, -1)
-            stays = torch.stack(
-                [dropout.keep(*row, q.shape[2]) for row in zip(of_queries, of_keys, strict=True)]
-            )
-            if bias is None:
-                seen = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = attend_written_out(q, k, v, seen, stays, dropout.p).transpose(1, 2)
-        return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
-
-
-class DensePlan:
-    """One masked call over all tokens. Memory: B x S x S booleans."""
-
-    def __init__(self, layout: Layout):
-        self.order = np.arange(layout.shape[0] * layout.shape[1])
-        columns = layout.in_place()
-        self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
-
-    def arrays(self) -> list[np.ndarray]:
-        return []
-
-    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> DensePlan:
-        self._masked.to(device)
-        return self
-
-    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Queries and keys of the one call: int64 [B, S]."""
-        places = torch.from_numpy(self.order).view(len(self._masked.mask), -1).to(device)
-        return [(places, places)]
-
-    def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        dropout: AttentionDropout | None,
-        bias: ScoreBias | None = None,
-    ) -> torch.Tensor:
-        keys = qkv[:0] if dropout is None else dropout.keys
-        q, k, v = qkv.unbind(1)
-        added = None if bias is None else bias(0, *self.pairs(qkv.device)[0]).to(q.dtype)
-        return self._masked.attend(q, k, v, dropout, keys, keys, added)
-
-
-def attend_written_out(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    stays: torch.Tensor | None,
-    p: float,
-) -> torch.Tensor:
-    """[..., H, Q, D] queries, keys, values; `bias` [..., H, Q, K]; `stays` bool [..., H, Q, K], None = all."""
-    dtype = q.dtype
-    if (
-        q.device.type == "cpu"
-        and choose(dtype, q.shape[-2], k.shape[-2], is_full=bias is None) == "flash fp32"
-    ):
-        # As without dropout. In half precision each new shape of a call would cost a kernel besides.
-        q, k, v = q.float(), k.float(), v.float()
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    weights = (scores if bias is None else scores + bias).softmax(-1)
-    out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
-    return out.to(dtype)
 
 
 class CallPlan:

@@ -6,7 +6,8 @@
 
 The choice depends on nothing but the type of the operands and the size of the call, so all ranks make the same one.
 Operands are bf16 or fp16 only where the CPU multiplies them natively (AMX); elsewhere they have been cast to fp32, for
-which the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures all three.
+which the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures all three. With dropout, or with a
+bias of the scores, attention is written out.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from megatron_lite.model.compat import Gradients, flash_backward_on_cpu, flash_forward_on_cpu
+from megatron_lite.model.tensor_parallel import widens
 
 # Half precision: pairs of query and key, for each head, up to which flash fp32 and plain are faster than flash.
 # Measured with AMX, ms forward and backward of [batch, heads, tokens, head size] for flash, flash fp32 and plain:
@@ -108,3 +111,49 @@ def choose(dtype: torch.dtype, queries: int, keys: int, *, is_full: bool) -> str
         return "flash"
     # Under a mask plain computes hidden pairs too, and its weights of many blocks of queries would need much memory.
     return "plain" if is_full and pairs >= _SMALL else "flash fp32"
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[..., S, H, D] -> [..., H, S, D]; on CPU a copy, in fp32 where half-precision matmuls are slow."""
+    x = x.transpose(-3, -2)
+    if x.device.type != "cpu":
+        return x
+    # torch's CPU kernel is up to 1.3 times faster when the rows of a head lie side by side.
+    if widens(x):
+        return x.to(torch.float32, memory_format=torch.contiguous_format)
+    return x.contiguous()
+
+
+def attend_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values.
+
+    Args: mask: bool [B, 1, Sq, Sk], which keys; or what is added to the scores, [B, H, Sq, Sk]. None: all keys.
+    """
+    dtype = q.dtype
+    q, k, v = (heads_first(x) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.transpose(1, 2).to(dtype)
+
+
+def attend_written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    stays: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """[..., H, Q, D] queries, keys, values; `bias` [..., H, Q, K]; `stays` bool [..., H, Q, K], None = all."""
+    dtype = q.dtype
+    if (
+        q.device.type == "cpu"
+        and choose(dtype, q.shape[-2], k.shape[-2], is_full=bias is None) == "flash fp32"
+    ):
+        # As without dropout. In half precision each new shape of a call would cost a kernel besides.
+        q, k, v = q.float(), k.float(), v.float()
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
+    return out.to(dtype)

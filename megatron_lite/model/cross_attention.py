@@ -25,16 +25,14 @@ import torch
 from megatron_lite.model.attention import (
     SHORT_PRODUCTS,
     SIMILAR_ROWS,
-    DenseMask,
     HostPlan,
     PaddedRows,
-    attend_written_out,
-    heads_first,
     plan_attention,
 )
 from megatron_lite.model.batch import Layout, may_see
 from megatron_lite.model.compat import varlen_kernel
-from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, choose
+from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
+from megatron_lite.model.dense import DenseMask
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.varlen import VarlenCall
 

@@ -21,11 +21,12 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.model import attention
+from megatron_lite.model import attention, cpu_kernels
 from megatron_lite.model import batch as attention_layout
-from megatron_lite.model.attention import CallPlan, DensePlan, plan_attention
+from megatron_lite.model.attention import CallPlan, plan_attention
 from megatron_lite.model.batch import make_layout
 from megatron_lite.model.cpu_kernels import KERNELS, choose
+from megatron_lite.model.dense import DensePlan
 from megatron_lite.model.flex import FlexPlan
 from megatron_lite.model.fused import join_pair_kernel
 from megatron_lite.model.varlen import VarlenPlan, _joined
@@ -278,7 +279,7 @@ def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
     """As on a CPU that multiplies bf16 natively, where the choice is made."""
     taken = []
     monkeypatch.setattr(attention, "SHORT_PRODUCTS", 0)
-    monkeypatch.setattr(attention, "widens", lambda x: False)
+    monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
     monkeypatch.setattr(attention, "choose", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)

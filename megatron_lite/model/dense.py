@@ -1,0 +1,90 @@
+"""The reference of attention: one call for all tokens of a batch, under a mask of all pairs.
+
+On CUDA it also serves models with relative positions, since its kernel takes a bias and returns the bias's gradient.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_lite.model.batch import Layout, may_see
+from megatron_lite.model.cpu_kernels import attend_all, attend_written_out
+from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.relative import ScoreBias
+
+
+class DenseMask:
+    """Attention under a mask of all pairs, bool [B, S, S], which is changed here."""
+
+    def __init__(self, mask: np.ndarray):
+        sees_nothing = np.asarray(~mask.any(-1))
+        # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
+        mask |= sees_nothing[..., None] & np.eye(mask.shape[1], dtype=bool)
+        self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
+
+    def to(self, device: torch.device) -> None:
+        self.mask, self.sees_nothing = self.mask.to(device), self.sees_nothing.to(device)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout: AttentionDropout | None,
+        query_keys: torch.Tensor,
+        key_keys: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B S, H, D] three times -> [B S, H, D].
+
+        Args: query_keys, key_keys: of the tokens, for dropout. bias: added to the scores, [B, H, S, S].
+        """
+        rows = len(self.mask)
+        q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q, k, v))
+        seen = self.mask if bias is None else bias.masked_fill(~self.mask, float("-inf"))
+        if dropout is None:
+            out = attend_all(q, k, v, seen)
+        else:
+            of_queries, of_keys = query_keys.view(rows, -1), key_keys.view(rows, -1)
+            stays = torch.stack(
+                [dropout.keep(*row, q.shape[2]) for row in zip(of_queries, of_keys, strict=True)]
+            )
+            if bias is None:
+                seen = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = attend_written_out(q, k, v, seen, stays, dropout.p).transpose(1, 2)
+        return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
+
+
+class DensePlan:
+    """One masked call over all tokens. Memory: B x S x S booleans."""
+
+    def __init__(self, layout: Layout):
+        self.order = np.arange(layout.shape[0] * layout.shape[1])
+        columns = layout.in_place()
+        self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
+
+    def arrays(self) -> list[np.ndarray]:
+        return []
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> DensePlan:
+        self._masked.to(device)
+        return self
+
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys of the one call: int64 [B, S]."""
+        places = torch.from_numpy(self.order).view(len(self._masked.mask), -1).to(device)
+        return [(places, places)]
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        bias: ScoreBias | None = None,
+    ) -> torch.Tensor:
+        keys = qkv[:0] if dropout is None else dropout.keys
+        q, k, v = qkv.unbind(1)
+        added = None if bias is None else bias(0, *self.pairs(qkv.device)[0]).to(q.dtype)
+        return self._masked.attend(q, k, v, dropout, keys, keys, added)
