@@ -65,7 +65,7 @@ TABLE = [
         "python pretrain_glm.py --config configs/glm-10b.yaml",
         "tests/profile: minutes, here its settings are read",
     ),
-    Row("python scripts/profile_step.py", "tests/profile: minutes"),
+    Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
     Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
