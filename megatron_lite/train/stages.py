@@ -26,6 +26,7 @@ def stages(config: Config) -> list[Stage]:
     from megatron_lite.model.block import Block, PositionEmbeddings, final_layernorm
     from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
     from megatron_lite.model.heads import Heads
+    from megatron_lite.model.relative import RelativeBuckets
     from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.parallel.collectives import Group
 
@@ -44,6 +45,10 @@ def stages(config: Config) -> list[Stage]:
             blocks_of += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
             norm = encoder_layernorm(model, parallel)  # the first block of the decoder has it
             blocks_of[model.num_layers] += 0 if norm is None else count(norm)
+        if model.relative == "buckets":  # one stage only, which has the table of each stack
+            embedding += count(RelativeBuckets(model, parallel, is_causal=False)) * (
+                1 + (model.decoder_layers > 0)
+            )
     stages, begin = [], 0
     for blocks, first, last in stage_shares(config):
         # The first and the last stage each have a copy of the tied word embedding.
