@@ -15,8 +15,9 @@ from megatron_lite.config.systems import SYSTEMS
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post")
 POSITIONS = ("learned_blocks", "learned", "none")
+RELATIVE = ("none", "buckets")
 BIASES = ("all", "qkv", "mlp", "none")
-INITS = ("gpt2", "plain")
+INITS = ("gpt2", "plain", "t5")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
@@ -64,6 +65,12 @@ class ModelConfig:
         "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text) or none",
         one_of=POSITIONS,
     )
+    relative: str = setting(
+        "none",
+        "relative positions in the scores of attention: none, or buckets of distances (T5, UniLMv2)",
+        one_of=RELATIVE,
+    )
+    unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")
     norm: str = setting(
         "pre",
         "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT)",
@@ -90,7 +97,8 @@ class ModelConfig:
     )
     init: str = setting(
         "gpt2",
-        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L)",
+        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); t5 = by the "
+        "widths of each matrix",
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -110,6 +118,7 @@ class ModelConfig:
     task_types: int = setting(
         0, "rows of an embedding of the loss that a token belongs to (ERNIE 2.0: 16), 0 = none", at_least=0
     )
+    scale_head: bool = setting(False, "multiply what the output projection takes by 1/sqrt(hidden_size) (T5)")
     head_transform: bool = setting(
         False, "a layer with activation and LayerNorm before the output projection (BERT)"
     )

@@ -235,6 +235,11 @@ class Config:
             "several stages; set the size to 1, or share_layers to false.",
         )
         check(
+            pp == 1 or model.relative != "buckets",
+            f"parallel.pipeline_parallel_size is {pp} with model.relative buckets, whose table all stages would share; "
+            "set the size to 1, or relative to none.",
+        )
+        check(
             pp == 1 or self.training.precision != "fp16",
             "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
             "embedding of the first and last stage drift apart; use bf16.",

@@ -21,10 +21,10 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published import OF_MODEL, PUBLISHED, Field, Row, System
-from megatron_lite.hf.weights import Weights, check_shapes, open_directory, read_json
+from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, read_json
 from megatron_lite.model.counts import parameter_shapes
 
-POSITIONS = "embedding.position_embeddings.weight"
+POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 # Options that are of the training, or that a file of weights does not tell.
 _NOT_IN_FILES = frozenset(
     (
@@ -32,7 +32,10 @@ _NOT_IN_FILES = frozenset(
         "init_std", "embedding_gradient_shrink", "ffn_size", "head_dim", "span_boundary_places",
     )
 )  # fmt: skip
-_BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
+_BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
+)
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 # Parts of the base models that belong to no head of ours.
 _IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
@@ -49,26 +52,31 @@ class Part:
     skipped: int  # first rows of theirs that ours has not
 
 
-def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, Part]:
+def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Part]:
     """Their tensor -> its part, for our parameters of these shapes."""
     parts: dict[str, Part] = {}
     for row in system.rows:
-        for i in range(layers if "{i}" in row.ours else 1):
-            parts |= _parts_of_row(row, i, shapes, system.skipped_positions)
+        count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
+        for i in range(count):
+            name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
+            parts |= _parts_of_row(row, name, i, shapes, system.skipped_positions)
     return parts
 
 
-def _parts_of_row(row: Row, i: int, shapes: Mapping[str, tuple[int, ...]], skipped: int) -> dict[str, Part]:
+def _parts_of_row(
+    row: Row, name: str, i: int, shapes: Mapping[str, tuple[int, ...]], skipped: int
+) -> dict[str, Part]:
     parts = {}
     for kind in ("weight", "bias"):
-        ours = f"{row.ours}.{kind}".replace("{i}", str(i))
+        ours = f"{name}.{kind}"
         if ours not in shapes:
             continue
         for index, theirs in enumerate(row.theirs):
             is_transposed = row.transposed and kind == "weight"
-            rows = skipped if ours == POSITIONS else 0
-            name = f"{theirs}.{kind}".replace("{i}", str(i))
-            parts[name] = Part(ours, index, len(row.theirs), is_transposed, rows)
+            rows = skipped if ours in POSITIONS else 0
+            parts[f"{theirs}.{kind}".replace("{i}", str(i))] = Part(
+                ours, index, len(row.theirs), is_transposed, rows
+            )
     return parts
 
 
@@ -97,10 +105,13 @@ def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
     return Weights({ours: shape(ours) for ours in sources}, read)
 
 
-def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None) -> Weights:
+def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, system: System) -> Weights:
     """The inverse of `to_ours`. Args: kept: rows that ours has not, by their name; None: zeros."""
+    zeros = {name: (rows, ours.shapes[WORDS][0]) for name, rows in system.zeros.items()}
 
     def read(name: str) -> torch.Tensor:
+        if name in zeros:
+            return torch.zeros(zeros[name])
         part = parts[name]
         tensor = ours.read(part.ours).chunk(part.count)[part.index]
         tensor = tensor.T if part.transposed else tensor
@@ -116,7 +127,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None) ->
         whole = (rows // part.count + part.skipped, *rest)
         return tuple(reversed(whole)) if part.transposed else whole
 
-    return Weights({name: shape(part) for name, part in parts.items()}, read)
+    return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
 
 
 def normalized(weights: Weights, system: System, path: Path) -> Weights:
@@ -143,6 +154,9 @@ def normalized(weights: Weights, system: System, path: Path) -> Weights:
                 f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
                 "cannot be imported."
             )
+    for name in system.zeros:
+        if name in names and weights.read(names.pop(name)).any():
+            raise CheckpointError(f"{path}: {name} is not zero, which the model here cannot express.")
     return weights.renamed(names)
 
 
@@ -182,7 +196,12 @@ def model_settings(
             raise CheckpointError(
                 f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of {', '.join(entry.names)}."
             )
-        settings[entry.ours] = _our_value(system, entry, value)
+        ours = _our_value(system, entry, value)
+        if settings.setdefault(entry.ours, ours) != ours:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
+                f"{shown(settings[entry.ours])}; only equal ones can be imported."
+            )
     for option, name in system.optional.items():
         settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
     return settings
@@ -190,7 +209,7 @@ def model_settings(
 
 def _our_value(system: System, entry: Field, value: Any) -> Any:
     if entry.counts_positions:
-        return value - 1 - system.skipped_positions
+        return value - 1 - system.skipped_positions * system.counts_skipped
     return value if entry.names is None else entry.names[value]
 
 
@@ -224,7 +243,11 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
             continue  # the class's default, which it does not use
         if entry.names is not None:
             value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
-        values[entry.theirs] = value + 1 + system.skipped_positions if entry.counts_positions else value
+        if entry.ours == "head_dim":
+            value = config.head_size
+        if entry.counts_positions:
+            value += 1 + system.skipped_positions * system.counts_skipped
+        values[entry.theirs] = value
     values |= system.required
     if config.task_types:
         values["use_task_id"] = True
@@ -318,7 +341,8 @@ def open_published(path: Path) -> PublishedSource:
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
     shapes = parameter_shapes(config)
-    parts = parts_of(system, shapes, config.num_layers)
+    parts = parts_of(system, shapes, config)
     theirs = without_idle(theirs, parts)
-    check_shapes(theirs, to_theirs(Weights(shapes, theirs.read), parts, None).shapes, path)
+    expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
+    check_shapes(theirs, {name: shape for name, shape in expected.items() if name not in system.zeros}, path)
     return PublishedSource(path, system, settings, theirs, parts)

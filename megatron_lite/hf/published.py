@@ -17,7 +17,10 @@ from megatron_lite.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Row:
-    """Modules of theirs that are one module of ours. "{i}" in a name stands for the number of a layer."""
+    """Modules of theirs that are one module of ours.
+
+    "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
+    """
 
     ours: str
     theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
@@ -46,7 +49,11 @@ class System:
     classes: Mapping[str, str]  # architecture in config.json -> `model.system`
     required: Mapping[str, Any]  # fields of config.json with the only value that we can express
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
-    skipped_positions: int = 0  # rows of their position table that no token uses, before the others
+    skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
+    counts_skipped: bool = True  # whether config.json counts those rows
+    zeros: Mapping[str, int] = field(
+        default_factory=dict
+    )  # tensors [n, vocabulary] that are always zero: name -> n
     is_causal: bool = False
     # Options of heads that a file may lack, and the parameter that tells.
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -287,8 +294,149 @@ GPT2 = System(
     is_causal=True,
 )
 
+
+def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
+    return _numbered(rows, "layers.{i}.", encoder) + _numbered(rows, "layers.{d}.", decoder)
+
+
+BART = System(
+    model_type="bart",
+    prefix="model.",
+    rows=(
+        Row("embedding.word_embeddings", ("model.shared",)),
+        Row("embedding.position_embeddings", ("model.encoder.embed_positions",)),
+        Row("embedding.layernorm", ("model.encoder.layernorm_embedding",)),
+        Row("decoder_embedding.position_embeddings", ("model.decoder.embed_positions",)),
+        Row("decoder_embedding.layernorm", ("model.decoder.layernorm_embedding",)),
+        *_both_stacks(
+            [
+                Row(
+                    "attention.query_key_value",
+                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                ),
+                Row("attention.dense", ("self_attn.out_proj",)),
+                Row("post_attention_layernorm", ("self_attn_layer_norm",)),
+                Row("mlp.dense_h_to_4h", ("fc1",)),
+                Row("mlp.dense_4h_to_h", ("fc2",)),
+                Row("output_layernorm", ("final_layer_norm",)),
+            ],
+            "model.encoder.layers.{i}.",
+            "model.decoder.layers.{i}.",
+        ),
+        *_numbered(
+            [
+                Row("cross_attention.query", ("encoder_attn.q_proj",)),
+                Row("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
+                Row("cross_attention.dense", ("encoder_attn.out_proj",)),
+                Row("cross_layernorm", ("encoder_attn_layer_norm",)),
+            ],
+            "layers.{d}.",
+            "model.decoder.layers.{i}.",
+        ),
+    ),
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("encoder_layers", "num_layers"),
+        Field("decoder_layers", "decoder_layers"),
+        Field("d_model", "hidden_size"),
+        Field("encoder_attention_heads", "num_attention_heads"),
+        Field("decoder_attention_heads", "num_attention_heads"),
+        Field("encoder_ffn_dim", "ffn_size"),
+        Field("decoder_ffn_dim", "ffn_size"),
+        Field("max_position_embeddings", "max_position", counts_positions=True),
+        Field("activation_function", "activation", _ACTIVATIONS),
+        Field("scale_embedding", "scale_embedding"),
+        Field("dropout", "output_dropout"),
+        Field("dropout", "embedding_dropout"),
+        Field("attention_dropout", "attention_dropout"),
+        Field("activation_dropout", "activation_dropout"),
+        Field("init_std", "init_std"),
+    ),
+    class_of=lambda config: "BartForConditionalGeneration",
+    classes={"BartForConditionalGeneration": "bart"},
+    required={"tie_word_embeddings": True},
+    ties={
+        "model.encoder.embed_tokens.weight": "model.shared.weight",
+        "model.decoder.embed_tokens.weight": "model.shared.weight",
+        "lm_head.weight": "model.shared.weight",
+    },
+    skipped_positions=2,
+    counts_skipped=False,
+    zeros={"final_logits_bias": 1},
+)
+_T5_ATTENTION = [
+    Row(
+        "attention.query_key_value",
+        ("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"),
+    ),
+    Row("attention.dense", ("layer.0.SelfAttention.o",)),
+    Row("input_layernorm", ("layer.0.layer_norm",)),
+]
+
+
+def _t5_ffn(layer: int) -> list[Row]:
+    return [
+        Row("mlp.dense_h_to_4h", (f"layer.{layer}.DenseReluDense.wi",)),
+        Row("mlp.dense_4h_to_h", (f"layer.{layer}.DenseReluDense.wo",)),
+        Row("post_attention_layernorm", (f"layer.{layer}.layer_norm",)),
+    ]
+
+
+_T5_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"  # the first layer holds the table of all
+T5 = System(
+    model_type="t5",
+    prefix="",
+    rows=(
+        Row("embedding.word_embeddings", ("shared",)),
+        Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
+        Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
+        *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
+        *_numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
+        *_numbered(
+            [
+                Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
+                Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
+                Row("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
+                Row("cross_layernorm", ("layer.1.layer_norm",)),
+                *_t5_ffn(2),
+            ],
+            "layers.{d}.",
+            "decoder.block.{i}.",
+        ),
+        Row("encoder_layernorm", ("encoder.final_layer_norm",)),
+        Row("final_layernorm", ("decoder.final_layer_norm",)),
+    ),
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("num_layers", "num_layers"),
+        Field("num_decoder_layers", "decoder_layers"),
+        Field("d_model", "hidden_size"),
+        Field("num_heads", "num_attention_heads"),
+        Field("d_kv", "head_dim"),
+        Field("d_ff", "ffn_size"),
+        Field("feed_forward_proj", "activation", {"relu": "relu"}),
+        Field("layer_norm_epsilon", "layernorm_epsilon"),
+        Field("dropout_rate", "output_dropout"),
+        Field("dropout_rate", "embedding_dropout"),
+        Field("dropout_rate", "attention_dropout"),
+        Field("dropout_rate", "activation_dropout"),
+    ),
+    class_of=lambda config: "T5ForConditionalGeneration",
+    classes={"T5ForConditionalGeneration": "t5"},
+    required={
+        "scale_decoder_outputs": True,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    },
+    ties={
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+        "lm_head.weight": "shared.weight",
+    },
+)
+
 PUBLISHED: dict[str, System] = {  # by the type in config.json
-    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2)
+    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, BART, T5)
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
@@ -300,4 +448,7 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "unilm": BERT,
     "gpt": GPT,
     "gpt2": GPT2,
+    "bart": BART,
+    "mass": BART,
+    "t5": T5,
 }

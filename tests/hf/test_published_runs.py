@@ -26,6 +26,8 @@ OBJECTIVE = {
     "albert": {"objectives": {"albert": 1}},
     "ernie2": {"objectives": {"ernie": 1}},
     "gpt2": {"objectives": {"causal": 1}},
+    "bart": {"objectives": {"bart": 1}},
+    "t5": {"objectives": {"t5": 1}},
 }
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 

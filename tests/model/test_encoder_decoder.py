@@ -188,6 +188,12 @@ def test_the_calls_of_cuda_give_the_same(config, emulated_kernel, monkeypatch):
 
 
 @EACH_CONFIG
+def test_padding_and_rows_that_fill_change_nothing(config):
+    model, planes = make(config), batch_of("t5")
+    assert_close(results(model, planes, multiple=64, few_counts=True), results(model, planes))
+
+
+@EACH_CONFIG
 def test_kernels_and_recomputation_drop_the_same(config):
     config = dataclasses.replace(config, **DROPOUTS)
     model, planes = make(config), batch_of("mass")
