@@ -1,10 +1,13 @@
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.configs import tiny
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
@@ -16,6 +19,7 @@ from megatron_lite.generate.filling import (
     insert_spans,
     span_text,
 )
+from megatron_lite.generate.open_run import OpenRun
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
@@ -204,3 +208,12 @@ def test_unusable_texts_are_refused(model):
         filler.fill([1, 20, 8])
     with pytest.raises(DataError, match="shorten"):
         filler.fill([1, *[20] * 70, 3, 8])
+
+
+def test_a_model_with_a_decoder_fills_no_blanks():
+    checkpoint = SimpleNamespace(path=Path("runs/two"), state={"consumed_samples": 8})
+    run = OpenRun(tiny("model.decoder_layers=3"), SimpleNamespace(), checkpoint)
+    with pytest.raises(
+        ConfigError, match=r"runs/two has model.decoder_layers 3, .* give a run without a decoder"
+    ):
+        run.require_blank_infilling(["[MASK]"])
