@@ -125,15 +125,17 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend_all(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, p: float = 0.0
 ) -> torch.Tensor:
     """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values.
 
-    Args: mask: bool [B, 1, Sq, Sk], which keys; or what is added to the scores, [B, H, Sq, Sk]. None: all keys.
+    Args:
+        mask: bool [B, 1, Sq, Sk], which keys; or what is added to the scores, [B, H, Sq, Sk]. None: all keys.
+        p: of dropout, drawn by the kernel.
     """
     dtype = q.dtype
     q, k, v = (heads_first(x) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     return out.transpose(1, 2).to(dtype)
 
 

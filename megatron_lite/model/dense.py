@@ -45,6 +45,9 @@ class DenseMask:
         seen = self.mask if bias is None else bias.masked_fill(~self.mask, float("-inf"))
         if dropout is None:
             out = attend_all(q, k, v, seen)
+        elif q.device.type != "cpu":
+            dropout.seed_kernel(q.device)
+            out = attend_all(q, k, v, seen, dropout.p)
         else:
             of_queries, of_keys = query_keys.view(rows, -1), key_keys.view(rows, -1)
             stays = torch.stack(

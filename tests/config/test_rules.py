@@ -189,6 +189,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
     ),
+    "shared biases in stages": (
+        over("model.relative=buckets", "parallel.pipeline_parallel_size=2"),
+        ("pipeline_parallel_size is 2 with model.relative buckets", "size to 1, or relative to none"),
+    ),
     "shared layers in stages": (
         over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),
         ("pipeline_parallel_size is 2 with model.share_layers", "size to 1, or share_layers to false"),
