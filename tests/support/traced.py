@@ -24,7 +24,7 @@ CASES = {
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
     "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
-    "unilmv2": (UNILMV2, 64, 1, (), None, 1),
+    "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "bert": (BERT, 64, 2, (), None, 1),
     "bert, an item()": (BERT, 64, 1, (), "wait", 1),
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
