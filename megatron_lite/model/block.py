@@ -220,7 +220,8 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
         if self.query_factor != 1.0:
-            qkv = qkv * qkv.new_tensor([self.query_factor, 1.0, 1.0])[:, None, None]
+            q, key_value = qkv.split([1, 2], dim=-3)
+            qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 

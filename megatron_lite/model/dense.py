@@ -67,6 +67,7 @@ class DensePlan:
         self.order = np.arange(layout.shape[0] * layout.shape[1])
         columns = layout.in_place()
         self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
+        self._places: torch.Tensor | None = None
 
     def arrays(self) -> list[np.ndarray]:
         return []
@@ -77,8 +78,9 @@ class DensePlan:
 
     def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys of the one call: int64 [B, S]."""
-        places = torch.from_numpy(self.order).view(len(self._masked.mask), -1).to(device)
-        return [(places, places)]
+        if self._places is None:
+            self._places = torch.arange(len(self.order), device=device).view(len(self._masked.mask), -1)
+        return [(self._places, self._places)]
 
     def attend(
         self,
