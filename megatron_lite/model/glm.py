@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,10 @@ from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan
 from megatron_lite.model.dropout import Dropout, FeatureDropout
-from megatron_lite.model.fused import Biased, activate, add
+from megatron_lite.model.fused import Biased, activate, add, gate
 from megatron_lite.model.heads import Heads, Linear, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -65,15 +66,20 @@ class Flow:
     plan: AttentionPlan
     dropout: Dropout | None  # of all tokens
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
 
     @staticmethod
     def of(
-        shape: tuple[int, ...], plan: AttentionPlan, dropout: Dropout | None, parallel: TensorParallel
+        shape: tuple[int, ...],
+        plan: AttentionPlan,
+        dropout: Dropout | None,
+        parallel: TensorParallel,
+        rotary: Rotary | None = None,
     ) -> Flow:
         own = dropout
         if dropout is not None and parallel.sequence_parallel:
             own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
-        return Flow(shape, plan, dropout, own)
+        return Flow(shape, plan, dropout, own, rotary=rotary)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
@@ -95,7 +101,7 @@ class PositionEmbeddings(nn.Module):
             return nn.Embedding(rows, size) if rows else None
 
         positions = config.max_position + 1
-        self.position_embeddings = table(positions if config.positions != "none" else 0)
+        self.position_embeddings = table(positions if config.positions.startswith("learned") else 0)
         self.block_position_embeddings = table(positions if config.positions == "learned_blocks" else 0)
         self.segment_embeddings = table(config.segments)
         self.task_embeddings = table(config.task_types)
@@ -142,7 +148,7 @@ class Embedding(PositionEmbeddings):
 
 
 class Attention(nn.Module):
-    """Fused Q|K|V projection (contiguous thirds), the plan's kernel, output projection."""
+    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
@@ -150,15 +156,21 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute
+        heads, key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.key_value_heads = key_value_heads // parallel.group.size
         self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * config.attention_size, parallel, parts=3, has_bias=config.has_bias("qkv")
+            config.hidden_size,
+            (heads + 2 * key_value_heads) * self.head_size,
+            parallel,
+            parts=(heads // key_value_heads, 1, 1),
+            has_bias=config.has_bias("qkv"),
         )
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
+        qkv = self.query_key_value(hidden).x
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._attend, qkv, flow, layer, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -169,7 +181,9 @@ class Attention(nn.Module):
         dropout = None
         if self.dropout and flow.dropout is not None:
             dropout = flow.dropout.attention(self.dropout, layer)
-        return flow.plan.attend(layer, qkv, dropout)
+        heads = qkv.view(len(qkv), -1, self.head_size)
+        heads = spread(heads, self.key_value_heads, flow.rotary)
+        return flow.plan.attend(layer, heads.view(*flow.shape, 3, -1, self.head_size), dropout)
 
 
 class MLP(nn.Module):
@@ -178,14 +192,16 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.dropout = config.activation_dropout
         inner, has_bias = config.inner_size, config.has_bias("mlp")
+        self.is_gated = config.ffn == "gated"
+        parts = 2 if self.is_gated else 1
         self.first_feature = inner // parallel.group.size * parallel.group.rank
         self.dense_h_to_4h = ColumnParallelLinear(
-            config.hidden_size, inner, parallel, has_bias=has_bias, leaves_bias=True
+            config.hidden_size, parts * inner, parallel, parts=parts, has_bias=has_bias, leaves_bias=True
         )
         self.dense_4h_to_h = RowParallelLinear(inner, config.hidden_size, parallel, has_bias=has_bias)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        x = activate(self.dense_h_to_4h(hidden), self.activation)
+        x = (gate if self.is_gated else activate)(self.dense_h_to_4h(hidden), self.activation)
         if self.dropout and flow.dropout is not None:
             dropout = flow.dropout.features(self.dropout, layer, "activated")
             assert dropout is not None
@@ -197,7 +213,8 @@ class Block(nn.Module):
     """Attention and MLP. `layer` is its index, for dropout and caches.
 
     Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
-    then the same with the MLP. In both `post_attention_layernorm` lies between the two.
+    then the same with the MLP. In both `post_attention_layernorm` lies between the two. DeepNorm: post-norm with the
+    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
@@ -210,7 +227,10 @@ class Block(nn.Module):
         self.attention = Attention(config, parallel, recompute == "selective")
         self.post_attention_layernorm = norm()
         self.mlp = MLP(config, parallel)
-        self.output_layernorm = norm() if config.norm == "post" else None
+        self.output_layernorm = norm() if config.norm != "pre" else None
+        more = [norm() if config.sandwich_norm else None for _ in range(2)]
+        self.attended_layernorm, self.expanded_layernorm = more
+        self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
@@ -226,14 +246,21 @@ class Block(nn.Module):
         normed = hidden
         if self.input_layernorm is not None:
             hidden, normed = self.input_layernorm.after_sum(hidden)
-        x = self.attention(normed, flow, layer)
+        x = _normed(self.attention(normed, flow, layer), self.attended_layernorm)
         dropout = flow.features(self.dropout, layer, "attended")
-        hidden, normed = self.post_attention_layernorm.after_sum(hidden, x, dropout)
-        x = self.mlp(normed, flow, layer)
+        hidden, normed = self.post_attention_layernorm.after_sum(self._residual(hidden), x, dropout)
+        x = _normed(self.mlp(normed, flow, layer), self.expanded_layernorm)
         dropout = flow.features(self.dropout, layer, "expanded")
         if self.output_layernorm is None:
             return add(hidden, x, dropout)
-        return self.output_layernorm.after_sum(normed, x, dropout)[1]
+        return self.output_layernorm.after_sum(self._residual(normed), x, dropout)[1]
+
+    def _residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale
+
+
+def _normed(x: Biased, norm: nn.Module | None) -> Biased:
+    return x if norm is None else Biased(norm(x.added()))
 
 
 def final_layernorm(config: ModelConfig) -> nn.Module:
@@ -267,7 +294,8 @@ class GLM(nn.Module):
     def _run(
         self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan, dropout: Dropout | None
     ) -> torch.Tensor:
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
+        rotary = Rotary.of(self.config, ids.flatten(1))
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary)
         self.before_use(self.embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow)
         for layer in range(self.config.num_layers):
@@ -322,8 +350,7 @@ def initialize_parameters(
 ) -> None:
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
 
-    Weights N(0, init_std), with `init: gpt2` output projections scaled by 1/sqrt(2L) (GPT-2's scheme, as in the
-    reference), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
+    Weights are normal with mean 0 (`_deviation`), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
@@ -332,10 +359,25 @@ def initialize_parameters(
         elif name.endswith("bias"):
             parameter.zero_()
         else:
-            is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
-            std = config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
-            whole = torch.empty(shape).normal_(0.0, std, generator=generator)
+            whole = torch.empty(shape)
+            parts = whole.split(partition.part_rows(shape[0]))
+            for index, part in enumerate(parts):
+                part.normal_(0.0, _deviation(name, index, part, config), generator=generator)
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
+
+
+def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
+
+    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference). DeepNorm: the
+    matrices of blocks Xavier's, of values, output projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
+    """
+    depth = math.sqrt(2 * config.num_layers)
+    if config.init == "deepnorm" and name.startswith("layers."):
+        is_query_or_key = name.endswith("query_key_value.weight") and index < 2
+        return math.sqrt(2 / sum(part.shape)) / (1.0 if is_query_or_key else depth)
+    is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
+    return config.init_std / depth if is_output else config.init_std

@@ -40,8 +40,8 @@ def stages(config: Config) -> list[Stage]:
     stages = []
     for blocks, first, last in stage_shares(config):
         own_blocks = min(blocks, 1) if model.share_layers else blocks
-        # The first and the last stage each have a copy of the tied word embedding.
-        total = own_blocks * block + words * (first or last) + embedding * first + readout * last
+        # The first and the last stage each have a copy of a tied word embedding.
+        total = own_blocks * block + words * (first or (last and model.tie_word_embeddings)) + embedding * first + readout * last
         stages.append(Stage(blocks, first, last, total))
     return stages
 

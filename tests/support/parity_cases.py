@@ -39,6 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rms-norm": {
         "rms_norm": True, "biases": "none", "activation": "relu", "ffn_size": 96, "head_dim": 8, "head_bias": True,
     },
+    "glm4": {
+        "rms_norm": True, "biases": "qkv", "activation": "silu", "ffn": "gated", "ffn_size": 40, "positions": "rotary",
+        "rotary_share": 0.5, "head_dim": 8, "num_key_value_heads": 2, "sandwich_norm": True,
+        "tie_word_embeddings": False,
+    },
+    "deepnorm": {
+        "norm": "deepnorm", "init": "deepnorm", "embedding_norm": True, "ffn": "gated", "ffn_size": 40,
+        "positions": "rotary",
+    },
 }  # fmt: skip
 
 
@@ -155,7 +164,7 @@ DROPOUT = [
 ]
 OPTIONS = [
     case
-    for variant in ("post-norm", "rms-norm")
+    for variant in ("post-norm", "rms-norm", "glm4", "deepnorm")
     for case in (
         Case(2, 1, 1, 2, accumulation=4, dropout=0.1, variant=variant),
         Case(2, 1, 2, 1, True, "selective", variant=variant),
