@@ -9,7 +9,7 @@ Source: the modeling files of transformers 5.23.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig
@@ -22,13 +22,15 @@ class Row:
     ours: str
     theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
     transposed: bool = False  # their weight is [in, out]
+    # Relative sizes of `theirs` in ours; None: equal.
+    shares: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
 class Field:
     """A field of config.json that is an option of ours. Several options may have one field."""
 
-    theirs: str
+    theirs: str  # "rope_parameters.rope_theta": a field within another
     ours: str
     names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
     counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
@@ -48,6 +50,7 @@ class System:
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
     skipped_positions: int = 0  # rows of their position table that no token uses, before the others
     is_causal: bool = False
+    may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
     # Options of heads that a file may lack, and the parameter that tells.
     optional: Mapping[str, str] = field(default_factory=dict)
     set_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that no option has
@@ -65,7 +68,7 @@ _ACTIVATIONS = {
 
 def _numbered(rows: list[Row], ours: str, theirs: str) -> tuple[Row, ...]:
     return tuple(
-        Row(f"{ours}{row.ours}", tuple(f"{theirs}{name}" for name in row.theirs), row.transposed)
+        replace(row, ours=f"{ours}{row.ours}", theirs=tuple(f"{theirs}{name}" for name in row.theirs))
         for row in rows
     )
 
@@ -287,8 +290,77 @@ GPT2 = System(
     is_causal=True,
 )
 
+
+
+def _glm4_rows(more_norms: bool) -> tuple[Row, ...]:
+    def shares(config: ModelConfig) -> tuple[int, ...]:
+        return config.num_attention_heads // config.key_value_heads, 1, 1
+
+    block = [
+        Row("input_layernorm", ("input_layernorm",)),
+        Row(
+            "attention.query_key_value",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            shares=shares,
+        ),
+        Row("attention.dense", ("self_attn.o_proj",)),
+        Row("post_attention_layernorm", ("post_attention_layernorm",)),
+        Row("mlp.dense_h_to_4h", ("mlp.gate_up_proj",)),
+        Row("mlp.dense_4h_to_h", ("mlp.down_proj",)),
+    ]
+    if more_norms:
+        block += [
+            Row("attended_layernorm", ("post_self_attn_layernorm",)),
+            Row("expanded_layernorm", ("post_mlp_layernorm",)),
+        ]
+    return (
+        Row("embedding.word_embeddings", ("model.embed_tokens",)),
+        *_numbered(block, "layers.{i}.", "model.layers.{i}."),
+        Row("final_layernorm", ("model.norm",)),
+        Row("heads.vocabulary", ("lm_head",)),
+    )
+
+
+_GLM4_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_key_value_heads"),
+    Field("head_dim", "head_dim"),
+    Field("intermediate_size", "ffn_size"),
+    Field("max_position_embeddings", "max_position", counts_positions=True),
+    Field("rope_parameters.rope_theta", "rotary_base"),
+    Field("rope_parameters.partial_rotary_factor", "rotary_share"),
+    Field("hidden_act", "activation", _ACTIVATIONS),
+    Field("attention_bias", "biases", {True: "qkv", False: "none"}),
+    Field("rms_norm_eps", "layernorm_epsilon"),
+    Field("tie_word_embeddings", "tie_word_embeddings"),
+    Field("attention_dropout", "attention_dropout"),
+    Field("initializer_range", "init_std"),
+)
+GLM4 = System(
+    model_type="glm",
+    prefix="model.",
+    rows=_glm4_rows(more_norms=False),
+    fields=_GLM4_FIELDS,
+    class_of=lambda config: "GlmForCausalLM",
+    classes={"GlmForCausalLM": "glm4"},
+    required={"rope_parameters.rope_type": "default"},
+    ties={"lm_head.weight": "model.embed_tokens.weight"},
+    is_causal=True,
+    may_untie=True,
+)
+GLM4_0414 = replace(
+    GLM4,
+    model_type="glm4",
+    rows=_glm4_rows(more_norms=True),
+    class_of=lambda config: "Glm4ForCausalLM",
+    classes={"Glm4ForCausalLM": "glm4_0414"},
+)
+
 PUBLISHED: dict[str, System] = {  # by the type in config.json
-    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2)
+    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, GLM4, GLM4_0414)
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
@@ -300,4 +372,6 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "unilm": BERT,
     "gpt": GPT,
     "gpt2": GPT2,
+    "glm4": GLM4,
+    "glm4_0414": GLM4_0414,
 }

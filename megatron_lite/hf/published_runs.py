@@ -207,7 +207,7 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     base = read_json(kept / "config.json") if kept.exists() else _special_ids(run.tokenizer)
     described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")})
     extra = {name: shape for name, shape in weights.shapes.items() if name.startswith(_SPAN_BOUNDARY)}
-    parts = parts_of(system, weights.shapes, config.num_layers)
+    parts = parts_of(system, weights.shapes, config)
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
     left = weights.shapes.keys() - {part.ours for part in parts.values()} - extra.keys()
     if left:

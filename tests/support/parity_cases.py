@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4": {
         "rms_norm": True, "biases": "qkv", "activation": "silu", "ffn": "gated", "ffn_size": 40, "positions": "rotary",
         "rotary_share": 0.5, "head_dim": 8, "num_key_value_heads": 2, "sandwich_norm": True,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": False, "init": "plain",
     },
     "deepnorm": {
         "norm": "deepnorm", "init": "deepnorm", "embedding_norm": True, "ffn": "gated", "ffn_size": 40,
