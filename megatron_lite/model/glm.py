@@ -364,8 +364,10 @@ def initialize_parameters(
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
             whole = torch.empty(shape)
             parts = whole.split(partition.part_rows(shape[0]))
-            for index, part in enumerate(parts):
-                part.normal_(0.0, _deviation(name, index, part, config), generator=generator)
+            first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
+            whole.normal_(0.0, first, generator=generator)
+            for part, std in zip(parts[1:], others, strict=True):
+                part *= std / first
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
 
 
