@@ -175,7 +175,7 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
     for token in np.argsort(-counts, kind="stable")[: min(20, used)].tolist():
         name = repr(tokenizer.token_to_text(token)) if tokenizer else ""
         print(f"  {token:>7} {counts[token]:>16,} {counts[token] / dataset.num_tokens:7.2%}  {name}")
-    if tokenizer and tokenizer.special.unk < len(counts):
+    if tokenizer and "unk" not in tokenizer.lacking and tokenizer.special.unk < len(counts):
         share = counts[tokenizer.special.unk] / dataset.num_tokens
         print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
 

@@ -85,6 +85,10 @@ class BartConfig(RowSizes):
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
 
     @property
+    def has_target(self) -> bool:
+        return True
+
+    @property
     def loss_share(self) -> float:
         """The target is the whole text."""
         return 1.0 / self.growth

@@ -17,7 +17,13 @@ import numpy as np
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import checked, setting
-from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import (
+    NEXT_SENTENCE,
+    NEXT_SENTENCE_LOSS,
+    NO_PAIR,
+    MaskedText,
+    MaskedTextConfig,
+)
 from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
@@ -35,13 +41,18 @@ class ErnieConfig(MaskedTextConfig):
         "units masked as one: tokens, words, or jieba (words of Chinese text; needs the package jieba)",
         one_of=SEGMENTERS,
     )
+    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (ERNIE 1.0)")
+
+    @property
+    def pairing(self) -> int:
+        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
 
 
 @register
 class Ernie(MaskedText):
     name = "ernie"
     config_class = ErnieConfig
-    losses = (Loss("masked_units", 8),)
+    losses = (Loss("masked_units", 8), NEXT_SENTENCE_LOSS)
 
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
         if self.config.segmenter == "jieba":

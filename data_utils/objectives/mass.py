@@ -59,6 +59,10 @@ class MassConfig(RowSizes):
         return 1.0 + self.fragment_ratio
 
     @property
+    def has_target(self) -> bool:
+        return True
+
+    @property
     def loss_share(self) -> float:
         return self.fragment_ratio / self.growth
 

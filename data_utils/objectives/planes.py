@@ -68,6 +68,11 @@ class ObjectiveConfig(ABC):
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
 
     @property
+    def has_target(self) -> bool:
+        """Whether all losses are of tokens with ord > 0, those of a decoder."""
+        return False
+
+    @property
     def has_sentence_label(self) -> bool:
         """Whether some CLS tokens have a class label, for which the model needs a sentence head."""
         return False

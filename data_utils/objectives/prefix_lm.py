@@ -41,6 +41,10 @@ class PrefixLmConfig(RowSizes):
         )
 
     @property
+    def has_target(self) -> bool:
+        return True
+
+    @property
     def loss_share(self) -> float:
         return 1.0 - (self.min_prefix_ratio + self.max_prefix_ratio) / 2
 

@@ -70,6 +70,10 @@ class T5Config(RowSizes):
         return 1.0 + 2.0 * self.noise_ratio / self.mean_span_length
 
     @property
+    def has_target(self) -> bool:
+        return True
+
+    @property
     def loss_share(self) -> float:
         """Noise, and a sentinel for each span of it."""
         return self.noise_ratio * (1.0 + 1.0 / self.mean_span_length) / self.growth

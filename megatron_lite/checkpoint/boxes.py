@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it loads torch, which commands that only look at manifests do not need
@@ -89,13 +89,13 @@ def runs(
             row_stop = min(stop // columns, bounds[bisect_right(bounds, row)])
             end = row_stop * columns
             box = Box(row, row_stop, 0, columns)
-        yield from _visible(Run(start, end, _to_whole(box, partition, rank, size, bounds, columns)), partition)
+        yield from _visible(
+            Run(start, end, _to_whole(box, partition, rank, size, bounds, columns)), partition
+        )
         start = end
 
 
-def _to_whole(
-    box: Box, partition: Partition, rank: int, size: int, bounds: list[int], columns: int
-) -> Box:
+def _to_whole(box: Box, partition: Partition, rank: int, size: int, bounds: list[int], columns: int) -> Box:
     if partition.dim == 0:
         block = bisect_right(bounds, box.row)
         first, end = bounds[block - 1], bounds[block]

@@ -41,7 +41,12 @@ class ModelConfig:
         "a published system, which sets the options of its architecture where the file does not; null = glm",
         one_of=tuple(SYSTEMS),
     )
-    num_layers: int = setting(REQUIRED, "Transformer blocks", at_least=1)
+    num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
+    decoder_layers: int = setting(
+        0,
+        "blocks of a decoder with cross-attention (T5, BART, MASS); 0 = one stack for all tokens",
+        at_least=0,
+    )
     hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(
         REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
@@ -104,8 +109,8 @@ class ModelConfig:
     )
     init: str = setting(
         "gpt2",
-        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); deepnorm = in blocks "
-        "Xavier's, of values, output projections and FFN over sqrt(2L)",
+        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); deepnorm = in "
+        "blocks Xavier's, of values, output projections and FFN over sqrt(2L)",
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -166,6 +171,21 @@ class ModelConfig:
             "rotary positions turn pairs of features: choose a share that gives an even number.",
         )
         check(
+            not self.decoder_layers or not self.share_layers,
+            f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
+            "differ; set share_layers to false.",
+        )
+        of_one_stack = {
+            "positions": "rotary", "norm": "deepnorm", "sandwich_norm": True,
+            "num_key_value_heads": self.num_key_value_heads or 0,
+        }  # fmt: skip
+        for name, value in of_one_stack.items():
+            check(
+                not self.decoder_layers or getattr(self, name) != value,
+                f"model.{name} is {value} with model.decoder_layers ({self.decoder_layers}), but cross-attention does "
+                f"not have that; set decoder_layers to 0, or leave {name} out.",
+            )
+        check(
             self.sentence_classes != 1,
             "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
         )
@@ -176,6 +196,11 @@ class ModelConfig:
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
         return is_default and self.activation.startswith("gelu")
+
+    @property
+    def total_layers(self) -> int:
+        """Blocks of encoder and decoder."""
+        return self.num_layers + self.decoder_layers
 
     @property
     def head_size(self) -> int:

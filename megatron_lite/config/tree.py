@@ -106,6 +106,7 @@ class Config:
         self._check_heads()
         self._check_fillings()
         self._check_layout()
+        self._check_decoder()
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -229,8 +230,8 @@ class Config:
             f"({tp}); choose a divisor of {model.key_value_heads}.",
         )
         check(
-            pp <= model.num_layers,
-            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}); a stage "
+            pp <= model.total_layers,
+            f"parallel.pipeline_parallel_size ({pp}) exceeds the blocks of the model ({model.total_layers}); a stage "
             "needs a block.",
         )
         check(
@@ -258,6 +259,26 @@ class Config:
             not parallel.sequence_parallel or tokens % tp == 0,
             f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
             f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    def _check_decoder(self) -> None:
+        """What a model with an encoder and a decoder needs of the rest."""
+        count = self.model.decoder_layers
+        without = [choice.name for choice in self.objective_choices if not choice.section.has_target]
+        check(
+            not count or not without,
+            f"model.decoder_layers is {count}, but {', '.join(without)} predicts tokens that are no decoder's; set it "
+            "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
+        )
+        check(
+            not count or not self.parallel.sequence_parallel,
+            f"parallel.sequence_parallel does not work with model.decoder_layers ({count}), whose parts have numbers "
+            " of tokens that the ranks do not divide; set it to false.",
+        )
+        check(
+            not count or not self.training.eval_fillings,
+            f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
+            "are filled by one stack only; set it to 0.",
         )
 
     @property

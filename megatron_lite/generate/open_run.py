@@ -45,6 +45,11 @@ class OpenRun:
                 f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
                 "not teach to fill blanks; give a run of blank_infilling, or train this one on it."
             )
+        if count := self.config.model.decoder_layers:
+            raise ConfigError(
+                f"{self.checkpoint.path} has model.decoder_layers {count}, but blanks are filled by models of one "
+                "stack; give a run without a decoder."
+            )
         trained = {blank for blank, share in blank_shares(self.objectives).items() if share}
         if missing := sorted(set(blanks) - trained):
             log.warning(

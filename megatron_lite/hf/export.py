@@ -127,6 +127,11 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
             f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
             f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."
         )
+    if lacking := sorted({"cls", "mask", "sop", "eop", "eos"} & run.tokenizer.lacking):
+        raise CheckpointError(
+            f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
+            "only runs with tokenizer.added_tokens=glm can be exported."
+        )
     if layout == "released" and "blank_infilling" not in names:
         raise CheckpointError(
             f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "

@@ -291,7 +291,6 @@ GPT2 = System(
 )
 
 
-
 def _glm4_rows(more_norms: bool) -> tuple[Row, ...]:
     def shares(config: ModelConfig) -> tuple[int, ...]:
         return config.num_attention_heads // config.key_value_heads, 1, 1

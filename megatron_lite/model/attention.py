@@ -71,7 +71,7 @@ class HostPlan(Protocol):
         ...
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
+def heads_first(x: torch.Tensor) -> torch.Tensor:
     """[..., S, H, D] -> [..., H, S, D]; on CPU a copy, in fp32 where half-precision matmuls are slow."""
     x = x.transpose(-3, -2)
     if x.device.type != "cpu":
@@ -87,45 +87,70 @@ def attend_all(
 ) -> torch.Tensor:
     """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values, all of them or those of `mask` [B, 1, Sq, Sk]."""
     dtype = q.dtype
-    q, k, v = (_heads_first(x) for x in (q, k, v))
+    q, k, v = (heads_first(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.transpose(1, 2).to(dtype)
+
+
+class DenseMask:
+    """Attention under a mask of all pairs, bool [B, S, S], which is changed here."""
+
+    def __init__(self, mask: np.ndarray):
+        sees_nothing = np.asarray(~mask.any(-1))
+        # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
+        mask |= sees_nothing[..., None] & np.eye(mask.shape[1], dtype=bool)
+        self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
+
+    def to(self, device: torch.device) -> None:
+        self.mask, self.sees_nothing = self.mask.to(device), self.sees_nothing.to(device)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout: AttentionDropout | None,
+        query_keys: torch.Tensor,
+        key_keys: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B S, H, D] three times -> [B S, H, D]. Args: query_keys, key_keys: of the tokens, for dropout."""
+        rows = len(self.mask)
+        q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q, k, v))
+        if dropout is None:
+            out = attend_all(q, k, v, self.mask)
+        else:
+            of_queries, of_keys = query_keys.view(rows, -1), key_keys.view(rows, -1)
+            stays = torch.stack(
+                [dropout.keep(*row, q.shape[2]) for row in zip(of_queries, of_keys, strict=True)]
+            )
+            bias = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = attend_with_dropout(q, k, v, bias, stays, dropout.p).transpose(1, 2)
+        return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
 
 
 class DensePlan:
     """One masked call over all tokens. Memory: B x S x S booleans."""
 
     def __init__(self, layout: Layout):
-        self.shape = layout.shape
         self.order = np.arange(layout.shape[0] * layout.shape[1])
         columns = layout.in_place()
-        mask = may_see(columns[..., None], columns[..., None, :])
-        sees_nothing = ~mask.any(-1)
-        # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
-        mask |= sees_nothing[..., None] & np.eye(self.shape[1], dtype=bool)
-        self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
+        self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
 
     def arrays(self) -> list[np.ndarray]:
         return []
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> DensePlan:
-        self.mask, self.sees_nothing = self.mask.to(device), self.sees_nothing.to(device)
+        self._masked.to(device)
         return self
 
     def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
-        q, k, v = qkv.view(*self.shape, *qkv.shape[1:]).unbind(2)
-        if dropout is None:
-            out = attend_all(q, k, v, self.mask)
-        else:
-            keys = dropout.keys.view(self.shape)
-            stays = torch.stack([dropout.keep(row, row, q.shape[2]) for row in keys])
-            bias = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = _attend_with_dropout(q, k, v, bias, stays, dropout.p).transpose(1, 2)
-        return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
+        keys = qkv[:0] if dropout is None else dropout.keys
+        q, k, v = qkv.unbind(1)
+        return self._masked.attend(q, k, v, dropout, keys, keys)
 
 
-def _attend_with_dropout(
+def attend_with_dropout(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -173,7 +198,7 @@ class CallPlan:
 
     def _unit(self, unit: Unit, qkv: torch.Tensor, dropout: AttentionDropout) -> torch.Tensor:
         """qkv [unit, 3, H, D] -> [unit, H, D], under autograd."""
-        q, k, v = (_heads_first(x) for x in qkv.unbind(1))
+        q, k, v = (heads_first(x) for x in qkv.unbind(1))
         keys = dropout.keys[unit.start : unit.stop]
         out = []
         for call in unit.calls:
@@ -184,7 +209,7 @@ class CallPlan:
             stays = dropout.keep(keys[call.start : call.stop], _part(keys, call, 0), len(q))
             bias = self.bias(unit, call, q.dtype, causal=True)
             out.append(
-                _attend_with_dropout(queries, _part(k, call, 1), _part(v, call, 1), bias, stays, dropout.p)
+                attend_with_dropout(queries, _part(k, call, 1), _part(v, call, 1), bias, stays, dropout.p)
             )
         return torch.cat(out, dim=1).transpose(0, 1).to(qkv.dtype)
 
@@ -231,23 +256,43 @@ def _part(x: torch.Tensor, call: Call, dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class UnitGroup:
-    """Units of similar length, each filled up to the longest: one call instead of several for each unit.
+class PaddedRows:
+    """Stretches of similar length, each filled up to the longest, so that one call serves them all.
+
+    Args: starts, lengths: int64 [stretches], in the order of the plan.
+    """
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray):
+        columns = np.arange(lengths.max())
+        is_real = columns < lengths[:, None]
+        # [stretches, tokens]; what is filled in takes the first token of the stretch.
+        self.place = torch.from_numpy(starts[:, None] + np.where(is_real, columns, 0))
+        self.is_real = torch.from_numpy(is_real)
+        self.inside = torch.from_numpy(np.flatnonzero(is_real))  # int64 [real tokens], of stretches x tokens
+        self.rows = self.place.flatten()[self.inside]  # the same in the order of the plan
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n, H, D] -> [n, stretches, H, tokens, D], a copy in fp32 or wider: see cpu_kernels.py."""
+        x = x.flatten(1).index_select(0, self.place.flatten()).view(*self.place.shape, *x.shape[1:])
+        x = x.permute(2, 0, 3, 1, 4)
+        return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
+
+    def put(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Write n tensors [stretches, H, tokens, D] to their tokens of [T, n, H, D]."""
+        x = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(0, 1).flatten(1)
+        into.flatten(1).index_copy_(0, self.rows, x.index_select(0, self.inside).to(into.dtype))
+
+
+class UnitGroup(PaddedRows):
+    """Units of similar length in one call instead of several for each. What is filled in sees nothing.
 
     Calls on a hundred tokens cost more to prepare than to compute.
     """
 
     def __init__(self, units: Sequence[Unit]):
+        starts, stops = np.array([(unit.start, unit.stop) for unit in units]).T
+        super().__init__(starts, stops - starts)
         self.units = units
-        lengths = np.array([unit.stop - unit.start for unit in units])
-        columns = np.arange(lengths.max())
-        starts = np.array([unit.start for unit in units])[:, None]
-        is_real = columns < lengths[:, None]
-        # [units, tokens], in the order of the plan; what is filled in takes the unit's first token and sees nothing.
-        self.place = torch.from_numpy(starts + np.where(is_real, columns, 0))
-        self.is_real = torch.from_numpy(is_real)
-        self.inside = torch.from_numpy(np.flatnonzero(is_real))  # int64 [real tokens], among units x tokens
-        self.rows = self.place.flatten()[self.inside]  # the same in the order of the plan
         (first, *more), alike = units[0].calls, {unit.calls for unit in units}
         is_one_call = len(alike) == 1 and not more
         self.is_causal = is_one_call and first.kind == CAUSAL
@@ -270,17 +315,6 @@ class UnitGroup:
                 bias[~sees] = 0.0
                 self._mask = bias.unsqueeze(1), sees
         return self._mask
-
-    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, n, H, D] -> [n, units, H, tokens, D], a copy in fp32 or wider: see cpu_kernels.py."""
-        x = x.flatten(1).index_select(0, self.place.flatten()).view(*self.place.shape, *x.shape[1:])
-        x = x.permute(2, 0, 3, 1, 4)
-        return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
-
-    def put(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Write n tensors [units, H, tokens, D] to their tokens of [T, n, H, D]."""
-        x = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(0, 1).flatten(1)
-        into.flatten(1).index_copy_(0, self.rows, x.index_select(0, self.inside).to(into.dtype))
 
 
 class _CallsOnCpu(torch.autograd.Function):
@@ -306,7 +340,7 @@ class _CallsOnCpu(torch.autograd.Function):
             group.put([part], out[:, None])
             saved += [heads, state]
         for unit in long_units:
-            own = [_heads_first(x).unsqueeze(0) for x in qkv[unit.start : unit.stop].unbind(1)]
+            own = [heads_first(x).unsqueeze(0) for x in qkv[unit.start : unit.stop].unbind(1)]
             saved += own
             for call in unit.calls:
                 rows = slice(unit.start + call.start, unit.start + call.stop)

@@ -96,6 +96,16 @@ class Layout:
     def views(self) -> Views:
         return _views(self)
 
+    @property
+    def is_target(self) -> np.ndarray:
+        """Which tokens a decoder computes, where the model has one: those with ord > 0. bool [T]"""
+        return (self.key_time > 0) & (self.key_time < NEVER)
+
+    def part(self, chosen: np.ndarray) -> Layout:
+        """The layout of some of the tokens, with the rule restricted to them. Args: chosen: bool [T]."""
+        columns = (self.document, self.key_time, self.query_bound, self.grp)
+        return Layout(self.shape, self.rows[chosen], *(column[chosen] for column in columns))
+
 
 @dataclass(frozen=True)
 class Call:

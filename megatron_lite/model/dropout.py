@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,10 @@ class Dropout:
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """None if nothing is dropped. Args: layer: -1 for the embedding. place: of PLACES."""
-        return FeatureDropout(self.keys, self.salts[layer, PLACES.index(place)], p) if p else None
+        if not p:
+            return None
+        # Read on the host: a number of the device would need a launch of its own, and a kernel takes it as an argument.
+        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,11 @@ class AttentionDropout:
         return torch.from_numpy(kept)
 
 
-@dataclass(frozen=True)
-class FeatureDropout:
+class FeatureDropout(NamedTuple):
     """Dropout of hidden states at one place, with probability p."""
 
     keys: torch.Tensor  # int32 [T]
-    salt: torch.Tensor  # int32 scalar
+    salt: int  # an int32
     p: float
 
     def from_feature(self, first: int) -> FeatureDropout:
@@ -131,7 +133,7 @@ class FeatureDropout:
         if not first:
             return self
         step = int((np.uint64(first) * np.uint64(_GOLDEN)).astype(np.uint32).view(np.int32))
-        return FeatureDropout((self.keys ^ self.salt) + step, torch.zeros_like(self.salt), self.p)
+        return FeatureDropout((self.keys ^ self.salt) + step, 0, self.p)
 
 
 def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout | None) -> torch.Tensor:
@@ -194,10 +196,10 @@ def pairs_formula(
     return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
-def keep_features(keys: torch.Tensor, salt: torch.Tensor, width: int, p: float) -> torch.Tensor:
-    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 scalar salt; on CPU."""
+def keep_features(keys: torch.Tensor, salt: int, width: int, p: float) -> torch.Tensor:
+    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 salt; on CPU."""
     kept = np.empty((len(keys), width), np.bool_)
-    _keep_features(_bits(keys), _bits(salt)[()], np.uint32(threshold_of(p)), kept)
+    _keep_features(_bits(keys), np.int32(salt).view(np.uint32), np.uint32(threshold_of(p)), kept)
     return torch.from_numpy(kept)
 
 

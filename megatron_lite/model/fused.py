@@ -20,10 +20,8 @@ from megatron_lite.model.compat import is_watched
 from megatron_lite.model.dropout import FeatureDropout, drop
 
 DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
-_NORM_PROGRAMS, _GELU_PROGRAMS = (
-    256,
-    64,
-)  # most that sum over tokens: enough for a GPU, few enough to add up soon
+# Most programs that sum over tokens: enough for a GPU, few enough to add up soon.
+_NORM_PROGRAMS, _GELU_PROGRAMS, _JOIN_PROGRAMS = 256, 64, 256
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -82,23 +80,22 @@ def _missing(like: torch.Tensor) -> torch.Tensor:
 
 
 def add_norm(
-    x: torch.Tensor | None, x_bias: torch.Tensor | None, keys: torch.Tensor | None, salt: torch.Tensor | None, p: float,
+    x: torch.Tensor | None, x_bias: torch.Tensor | None, keys: torch.Tensor | None, salt: int, p: float,
     hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """total = hidden + dropout(x + x_bias), its LayerNorm, and of each token its mean and 1 / deviation, fp32 [T]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """total = hidden + dropout(x + x_bias), its LayerNorm, and each token's mean and 1 / deviation, fp32 [2, T]."""
     like = hidden if x is None else x
     assert like is not None
     total = _missing(like) if x is None else torch.empty_like(like)
     if weight is None:
-        return total, _missing(like), _missing(like), _missing(like)
-    mean, rstd = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
-    return total, torch.empty_like(like), mean, rstd
+        return total, _missing(like), _missing(like)
+    return total, torch.empty_like(like), like.new_empty(2, len(like), dtype=torch.float32)
 
 
 def add_norm_backward(
     d_total: torch.Tensor | None, d_normed: torch.Tensor | None, total: torch.Tensor | None,
-    weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor | None,
-    keys: torch.Tensor | None, salt: torch.Tensor | None, p: float, has_x_bias: bool,
+    weight: torch.Tensor | None, stats: torch.Tensor | None,
+    keys: torch.Tensor | None, salt: int, p: float, has_x_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of hidden, if there is a norm; of x, if it is another; sums of weight's, bias's, x_bias's [P, ..]."""
     like = d_total if d_normed is None else d_normed
@@ -123,21 +120,23 @@ def bias_gelu_backward(
     return torch.empty_like(x), x.new_empty(min(_GELU_PROGRAMS, rows), width, dtype=torch.float32)
 
 
-def finish_sums(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The sums of all programs, [P, D] -> [D] of the type of `like`."""
-    return like.new_empty(sums.shape[1])
+def finish_sums(sums: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The sums of all programs, of up to four kernels [P, D] each, one after another [D + ..] in the type of `like`."""
+    return like.new_empty(sum(part.shape[1] for part in sums))
 
 
 def join_pair(
     dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
     dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
     first_key: int, place: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py.
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py, and its sums [P, 3 H D'].
 
     Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
     """
-    return dq_0.new_empty(len(place), 3, *dq_0.shape[1:])
+    tokens, (_, heads, size) = len(place), dq_0.shape
+    sums = dq_0.new_empty(min(_JOIN_PROGRAMS, tokens), 3 * heads * size, dtype=torch.float32)
+    return dq_0.new_empty(tokens, 3, heads, size), sums
 
 
 def log_sums(
@@ -159,38 +158,36 @@ def write_gradient(
     """Turns logits into the gradient of sum(grad * cross entropy)."""
 
 
-_add_norm, _add_norm_backward = operator(add_norm), operator(add_norm_backward)
-_bias_gelu, _bias_gelu_backward = operator(bias_gelu), operator(bias_gelu_backward)
-_finish_sums = operator(finish_sums)
+add_norm_kernel, add_norm_backward_kernel = operator(add_norm), operator(add_norm_backward)
+gelu_kernel, gelu_backward_kernel = operator(bias_gelu), operator(bias_gelu_backward)
+finish_sums_kernel = operator(finish_sums)
 join_pair_kernel, log_sums_kernel = operator(join_pair), operator(log_sums)
 write_gradient_kernel = operator(write_gradient, overwrites=("logits",))
 
 
-def _parts(dropout: FeatureDropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    return (None, None, 0.0) if dropout is None else (dropout.keys, dropout.salt, dropout.p)
+NO_DROPOUT = None, 0, 0.0
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, x, x_bias, weight, bias, epsilon, dropout):  # type: ignore[no-untyped-def]
-        keys, salt, p = _parts(dropout)
-        total, normed, mean, rstd = _add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon)
+        keys, salt, p = dropout or NO_DROPOUT
+        total, normed, stats = add_norm_kernel(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon)
         if x is None:
             total = hidden
-        ctx.save_for_backward(total, weight, mean, rstd, keys, salt)
-        ctx.p, ctx.has_x, ctx.has_x_bias = p, x is not None, x_bias is not None
+        ctx.save_for_backward(total, weight, stats, keys)
+        ctx.salt, ctx.p, ctx.has_x, ctx.has_x_bias = salt, p, x is not None, x_bias is not None
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, d_total, d_normed):  # type: ignore[no-untyped-def]
-        total, weight, mean, rstd, keys, salt = ctx.saved_tensors
+        total, weight, stats, keys = ctx.saved_tensors
         d_total = None if d_total is None else d_total.contiguous()
-        of_norm = total, weight, mean, rstd
-        d_hidden, d_x, sums = _add_norm_backward(
-            d_total, d_normed.contiguous(), *of_norm, keys, salt, ctx.p, ctx.has_x_bias
+        d_hidden, d_x, sums = add_norm_backward_kernel(
+            d_total, d_normed.contiguous(), total, weight, stats, keys, ctx.salt, ctx.p, ctx.has_x_bias
         )
-        d_weight, d_bias, *d_x_bias = _finish_sums(sums, weight).view(-1, len(weight)).unbind(0)
+        d_weight, d_bias, *d_x_bias = finish_sums_kernel([sums], weight).view(-1, len(weight)).unbind(0)
         of_x = (d_x if ctx.p else d_hidden) if ctx.has_x else None
         return d_hidden, of_x, d_x_bias[0] if d_x_bias else None, d_weight, d_bias, None, None
 
@@ -198,23 +195,23 @@ class _AddNorm(torch.autograd.Function):
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, x, x_bias, dropout):  # type: ignore[no-untyped-def]
-        keys, salt, p = _parts(dropout)
-        total, *_ = _add_norm(x, x_bias, keys, salt, p, hidden, None, None, 0.0)
-        ctx.save_for_backward(keys, salt, x_bias)
-        ctx.p, ctx.has_hidden = p, hidden is not None
+        keys, salt, p = dropout or NO_DROPOUT
+        total, *_ = add_norm_kernel(x, x_bias, keys, salt, p, hidden, None, None, 0.0)
+        ctx.save_for_backward(keys, x_bias)
+        ctx.salt, ctx.p, ctx.has_hidden = salt, p, hidden is not None
         return total
 
     @staticmethod
     def backward(ctx: Any, d_total):  # type: ignore[no-untyped-def]
-        keys, salt, x_bias = ctx.saved_tensors
+        keys, x_bias = ctx.saved_tensors
         d_total = d_total.contiguous()
         d_x, d_x_bias = d_total, None
         if ctx.p or x_bias is not None:
-            _, dropped, sums = _add_norm_backward(
-                d_total, None, None, None, None, None, keys, salt, ctx.p, x_bias is not None
+            _, dropped, sums = add_norm_backward_kernel(
+                d_total, None, None, None, None, keys, ctx.salt, ctx.p, x_bias is not None
             )
             d_x = dropped if ctx.p else d_total
-            d_x_bias = None if x_bias is None else _finish_sums(sums, x_bias)
+            d_x_bias = None if x_bias is None else finish_sums_kernel([sums], x_bias)
         return d_total if ctx.has_hidden else None, d_x, d_x_bias, None
 
 
@@ -223,13 +220,13 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x, bias, tanh):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
-        return _bias_gelu(x, bias, tanh)
+        return gelu_kernel(x, bias, tanh)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
         x, bias = ctx.saved_tensors
-        d_x, sums = _bias_gelu_backward(x, bias, grad.contiguous(), ctx.tanh)
-        return d_x, None if bias is None else _finish_sums(sums, bias), None
+        d_x, sums = gelu_backward_kernel(x, bias, grad.contiguous(), ctx.tanh)
+        return d_x, None if bias is None else finish_sums_kernel([sums], bias), None
 
 
 def add(hidden: torch.Tensor | None, x: Biased, dropout: FeatureDropout | None) -> torch.Tensor:

@@ -4,18 +4,19 @@ Written in Triton, which compiles them when they are first used. Only fused.py i
 its functions say what each kernel computes. Arithmetic is in fp32, whatever the tensors' types. Sums over tokens are
 made in two steps, first over the rows of each program, and in the same order each time: no atomic additions.
 
-Every kernel walks over rows of contiguous matrices. BLOCK is the width of a row rounded up to a power of two.
+Every kernel walks over rows of contiguous matrices of WIDTH columns. BLOCK is the width rounded up to a power of two.
+The arguments of a kernel are tensors, then numbers, then constants, see launch.py.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import triton
 import triton.language as tl
 
 from megatron_lite.model.dropout import threshold_of
+from megatron_lite.model.launch import kernel
 
 COLUMNS = 256  # of a tile, where a row is not needed as a whole
 TILE_ROWS = 16
@@ -23,14 +24,14 @@ WIDE = 4096  # columns that a program of the cross entropy reads at once
 
 
 def _grid_of_tiles(rows: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, COLUMNS)
+    return -(-rows // TILE_ROWS), -(-width // COLUMNS)
 
 
 @functools.cache
-def _block(width: int) -> dict[str, int]:
-    """How a program holds a whole row: more than 16 numbers of it in a thread would not fit into registers."""
+def _block(width: int) -> tuple[int, int]:
+    """BLOCK, and the warps of a program that holds a row: more than 16 numbers of it in a thread would not fit."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)}
+    return block, min(max(block // 512, 1), 32)
 
 
 @triton.jit
@@ -42,16 +43,17 @@ def _stays(key, salt, columns, THRESHOLD: tl.constexpr):
     return (z ^ (z >> 15)) >= THRESHOLD
 
 
-@triton.jit
+@kernel("salt", "rows", "epsilon", "scale")
 def _add_norm(
-    x, x_bias, keys, salt, hidden, weight, bias, total, normed, mean, rstd, width, epsilon, scale,
+    x, x_bias, keys, hidden, weight, bias, total, normed, stats,
+    salt, rows, epsilon, scale,
     HAS_X: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_NORM: tl.constexpr,
-    THRESHOLD: tl.constexpr, BLOCK: tl.constexpr,
+    THRESHOLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    place = row * width + column
+    inside = column < WIDTH
+    place = row * WIDTH + column
     value = tl.zeros([BLOCK], tl.float32)
     if HAS_HIDDEN:
         value += tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
@@ -60,76 +62,103 @@ def _add_norm(
         if HAS_X_BIAS:
             added += tl.load(x_bias + column, mask=inside, other=0.0).to(tl.float32)
         if THRESHOLD > 0:
-            added = tl.where(
-                _stays(tl.load(keys + row), tl.load(salt), column, THRESHOLD), added * scale, 0.0
-            )
+            added = tl.where(_stays(tl.load(keys + row), salt, column, THRESHOLD), added * scale, 0.0)
         rounded = (value + added).to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=inside)
         value = rounded.to(tl.float32)  # the backward pass normalises what was stored
     if HAS_NORM:
-        center = tl.sum(value, 0) / width
+        center = tl.sum(value, 0) / WIDTH
         centered = tl.where(inside, value - center, 0.0)
-        factor = 1.0 / tl.sqrt(tl.sum(centered * centered, 0) / width + epsilon)
-        tl.store(mean + row, center)
-        tl.store(rstd + row, factor)
+        factor = 1.0 / tl.sqrt(tl.sum(centered * centered, 0) / WIDTH + epsilon)
+        tl.store(stats + row, center)
+        tl.store(stats + rows + row, factor)
         w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + place, (centered * factor * w + b).to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel("salt", "rows", "rows_of_a_program", "scale")
 def _add_norm_backward(
-    d_total, d_normed, total, weight, mean, rstd, keys, salt, d_hidden, d_x, sums,
-    rows, width, rows_of_a_program, scale,
+    d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums,
+    salt, rows, rows_of_a_program, scale,
     HAS_D_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_X_BIAS: tl.constexpr,
-    THRESHOLD: tl.constexpr, BLOCK: tl.constexpr,
+    THRESHOLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    inside = column < width
+    inside = column < WIDTH
     d_weight = tl.zeros([BLOCK], tl.float32)
     d_bias = tl.zeros([BLOCK], tl.float32)
     d_x_bias = tl.zeros([BLOCK], tl.float32)
     first = program.to(tl.int64) * rows_of_a_program
     for row in range(first, tl.minimum(first + rows_of_a_program, rows)):
-        place = row * width + column
+        place = row * WIDTH + column
         grad = tl.zeros([BLOCK], tl.float32)
         if HAS_D_TOTAL:
             grad += tl.load(d_total + place, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             dy = tl.load(d_normed + place, mask=inside, other=0.0).to(tl.float32)
             value = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
-            factor = tl.load(rstd + row)
-            normal = tl.where(inside, (value - tl.load(mean + row)) * factor, 0.0)
+            factor = tl.load(stats + rows + row)
+            normal = tl.where(inside, (value - tl.load(stats + row)) * factor, 0.0)
             d_weight += dy * normal
             d_bias += dy
             weighted = dy * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            along = tl.sum(weighted * normal, 0) / width
-            grad += (weighted - tl.sum(weighted, 0) / width - normal * along) * factor
+            along = tl.sum(weighted * normal, 0) / WIDTH
+            grad += (weighted - tl.sum(weighted, 0) / WIDTH - normal * along) * factor
             tl.store(d_hidden + place, grad.to(d_hidden.dtype.element_ty), mask=inside)
         if THRESHOLD > 0:
-            kept = _stays(tl.load(keys + row), tl.load(salt), column, THRESHOLD)
+            kept = _stays(tl.load(keys + row), salt, column, THRESHOLD)
             grad = tl.where(kept, grad * scale, 0.0)
             tl.store(d_x + place, grad.to(d_x.dtype.element_ty), mask=inside)
         d_x_bias += tl.where(inside, grad, 0.0)
-    out = sums + program.to(tl.int64) * (2 * HAS_NORM + HAS_X_BIAS) * width + column
+    out = sums + program.to(tl.int64) * (2 * HAS_NORM + HAS_X_BIAS) * WIDTH + column
     if HAS_NORM:
         tl.store(out, d_weight, mask=inside)
-        tl.store(out + width, d_bias, mask=inside)
-        out += 2 * width
+        tl.store(out + WIDTH, d_bias, mask=inside)
+        out += 2 * WIDTH
     if HAS_X_BIAS:
         tl.store(out, d_x_bias, mask=inside)
 
 
 @triton.jit
-def _finish_sums(sums, out, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (column < width)[None, :]
+def _finish(sums, out, programs, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < WIDTH)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, programs, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
-        total += tl.load(sums + row * width + column[None, :], mask=inside & (row < programs), other=0.0)
-    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < width)
+        total += tl.load(sums + row * WIDTH + column[None, :], mask=inside & (row < programs), other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@kernel("programs_0", "programs_1", "programs_2", "programs_3")
+def _finish_sums(
+    sums_0, sums_1, sums_2, sums_3, out, programs_0, programs_1, programs_2, programs_3,
+    WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, WIDTH_3: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    blocks_0: tl.constexpr = (WIDTH_0 + COLUMNS - 1) // COLUMNS
+    blocks_1: tl.constexpr = (WIDTH_1 + COLUMNS - 1) // COLUMNS
+    blocks_2: tl.constexpr = (WIDTH_2 + COLUMNS - 1) // COLUMNS
+    if block < blocks_0:
+        _finish(sums_0, out, programs_0, block, WIDTH_0, ROWS, COLUMNS)
+    block -= blocks_0
+    out += WIDTH_0
+    if WIDTH_1 > 0:
+        if (block >= 0) & (block < blocks_1):
+            _finish(sums_1, out, programs_1, block, WIDTH_1, ROWS, COLUMNS)
+        block -= blocks_1
+        out += WIDTH_1
+    if WIDTH_2 > 0:
+        if (block >= 0) & (block < blocks_2):
+            _finish(sums_2, out, programs_2, block, WIDTH_2, ROWS, COLUMNS)
+        block -= blocks_2
+        out += WIDTH_2
+    if WIDTH_3 > 0:  # noqa: SIM102 (the first is known when it is compiled)
+        if block >= 0:
+            _finish(sums_3, out, programs_3, block, WIDTH_3, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -150,32 +179,32 @@ def _tail(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _biased_tile(x, bias, row, column, rows, width, HAS_BIAS: tl.constexpr):
+def _biased_tile(x, bias, row, column, rows, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
     """A tile in fp32, where its elements are, and which of them exist."""
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     return value, place, inside
 
 
-@triton.jit
+@kernel("rows")
 def _gelu(
-    x, bias, out, rows, width,
-    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, bias, out, rows,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    value, place, inside = _biased_tile(x, bias, row, column, rows, width, HAS_BIAS)
+    value, place, inside = _biased_tile(x, bias, row, column, rows, WIDTH, HAS_BIAS)
     share = 0.5 * (1.0 + _tail(value, TANH))
     tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel("rows", "rows_of_a_program")
 def _gelu_backward(
-    x, bias, grad, d_x, sums, rows, width, rows_of_a_program,
-    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, bias, grad, d_x, sums, rows, rows_of_a_program,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -183,7 +212,7 @@ def _gelu_backward(
     last = tl.minimum((program + 1) * rows_of_a_program, rows)
     for first in range(program * rows_of_a_program, last, ROWS):
         row = first + tl.arange(0, ROWS)
-        value, place, inside = _biased_tile(x, bias, row, column, last, width, HAS_BIAS)
+        value, place, inside = _biased_tile(x, bias, row, column, last, WIDTH, HAS_BIAS)
         dy = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
         tail = _tail(value, TANH)
         if TANH:
@@ -194,40 +223,55 @@ def _gelu_backward(
         tl.store(d_x + place, (dy * slope).to(d_x.dtype.element_ty), mask=inside)
         total += dy * slope
     if HAS_BIAS:
-        out = sums + program.to(tl.int64) * width + column
-        tl.store(out, tl.sum(total, 0), mask=column < width)
+        out = sums + program.to(tl.int64) * WIDTH + column
+        tl.store(out, tl.sum(total, 0), mask=column < WIDTH)
 
 
 @triton.jit
-def _row(matrix, row, rows, column, width):
+def _row(matrix, row, rows, column, WIDTH: tl.constexpr):
     """A row in fp32, zeros if there is no such row."""
-    last = tl.where(row < rows, width, 0)
+    last = tl.where(row < rows, WIDTH, 0)
     last = tl.where(row >= 0, last, 0)
-    return tl.load(matrix + row * width + column, mask=column < last, other=0.0).to(tl.float32)
+    return tl.load(matrix + row * WIDTH + column, mask=column < last, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["queries_0", "queries_1", "first_key", "keys_0", "keys_1"])
+@kernel("tokens", "tokens_of_a_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
 def _join_pair(
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out,
-    queries_0, queries_1, first_key, keys_0, keys_1, width, BLOCK: tl.constexpr,
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums,
+    tokens, tokens_of_a_program, queries_0, queries_1, first_key, keys_0, keys_1,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    out += token * 3 * width + column
-    dq = _row(dq_0, token, queries_0, column, width) + _row(dq_1, token - queries_0, queries_1, column, width)
-    tl.store(out, dq.to(out.dtype.element_ty), mask=inside)
-    gathered = tl.load(place + token).to(tl.int64)
-    dk = _row(dk_0, token - first_key, keys_0, column, width) + _row(dk_1, gathered, keys_1, column, width)
-    tl.store(out + width, dk.to(out.dtype.element_ty), mask=inside)
-    dv = _row(dv_0, token - first_key, keys_0, column, width) + _row(dv_1, gathered, keys_1, column, width)
-    tl.store(out + 2 * width, dv.to(out.dtype.element_ty), mask=inside)
+    inside = column < WIDTH
+    sum_q = tl.zeros([BLOCK], tl.float32)
+    sum_k = tl.zeros([BLOCK], tl.float32)
+    sum_v = tl.zeros([BLOCK], tl.float32)
+    first = program * tokens_of_a_program
+    for token in range(first, tl.minimum(first + tokens_of_a_program, tokens)):
+        to = out + token * 3 * WIDTH + column
+        second = token - queries_0
+        dq = _row(dq_0, token, queries_0, column, WIDTH) + _row(dq_1, second, queries_1, column, WIDTH)
+        tl.store(to, dq.to(out.dtype.element_ty), mask=inside)
+        sum_q += dq
+        key = token - first_key
+        gathered = tl.load(place + token).to(tl.int64)
+        dk = _row(dk_0, key, keys_0, column, WIDTH) + _row(dk_1, gathered, keys_1, column, WIDTH)
+        tl.store(to + WIDTH, dk.to(out.dtype.element_ty), mask=inside)
+        sum_k += dk
+        dv = _row(dv_0, key, keys_0, column, WIDTH) + _row(dv_1, gathered, keys_1, column, WIDTH)
+        tl.store(to + 2 * WIDTH, dv.to(out.dtype.element_ty), mask=inside)
+        sum_v += dv
+    to = sums + program * 3 * WIDTH + column
+    tl.store(to, sum_q, mask=inside)
+    tl.store(to + WIDTH, sum_k, mask=inside)
+    tl.store(to + 2 * WIDTH, sum_v, mask=inside)
 
 
-@triton.jit
-def _log_sums(logits, targets, log_sums, picked, width, first, valid, WIDE: tl.constexpr):
+@kernel("first", "valid")
+def _log_sums(logits, targets, log_sums, picked, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * width
+    logits += row * WIDTH
     most = tl.full([WIDE], float("-inf"), tl.float32)
     total = tl.zeros([WIDE], tl.float32)
     for start in range(0, valid, WIDE):
@@ -246,82 +290,88 @@ def _log_sums(logits, targets, log_sums, picked, width, first, valid, WIDE: tl.c
     )
 
 
-@triton.jit
-def _write_gradient(logits, targets, log_sums, grad, width, first, valid, WIDE: tl.constexpr):
+@kernel("first", "valid")
+def _write_gradient(logits, targets, log_sums, grad, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    inside = column < width
-    value = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    inside = column < WIDTH
+    value = tl.load(logits + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     probability = tl.where(column < valid, tl.exp(value - tl.load(log_sums + row)), 0.0)
     is_target = (column == tl.load(targets + row).to(tl.int64) - first) & (column < valid)
     value = (probability - tl.where(is_target, 1.0, 0.0)) * tl.load(grad + row)
-    tl.store(logits + row * width + column, value.to(logits.dtype.element_ty), mask=inside)
+    tl.store(logits + row * WIDTH + column, value.to(logits.dtype.element_ty), mask=inside)
 
 
 # What fused.py calls: the arguments of its operators, then their results, which are written.
 
 
-def add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, total, normed, mean, rstd):  # type: ignore[no-untyped-def]
-    like = hidden if x is None else x
-    rows, width = like.shape
+def add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, total, normed, stats):  # type: ignore[no-untyped-def]
+    rows, width = (hidden if x is None else x).shape
     if rows:
-        _add_norm[(rows,)](
-            x, x_bias, keys, salt, hidden, weight, bias, total, normed, mean, rstd, width, epsilon, 1.0 / (1.0 - p),
-            HAS_X=x is not None, HAS_X_BIAS=x_bias is not None, HAS_HIDDEN=hidden is not None,
-            HAS_NORM=weight is not None, THRESHOLD=threshold_of(p), **_block(width),
+        block, warps = _block(width)
+        is_there = x is not None, x_bias is not None, hidden is not None, weight is not None
+        _add_norm(
+            (rows, 1), (x, x_bias, keys, hidden, weight, bias, total, normed, stats),
+            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
         )  # fmt: skip
 
 
 def add_norm_backward(  # type: ignore[no-untyped-def]
-    d_total, d_normed, total, weight, mean, rstd, keys, salt, p, has_x_bias, d_hidden, d_x, sums
+    d_total, d_normed, total, weight, stats, keys, salt, p, has_x_bias, d_hidden, d_x, sums
 ):
-    like = d_total if d_normed is None else d_normed
-    rows, width = like.shape
+    rows, width = (d_total if d_normed is None else d_normed).shape
     programs = len(sums)
-    _add_norm_backward[(programs,)](
-        d_total, d_normed, total, weight, mean, rstd, keys, salt, d_hidden, d_x, sums,
-        rows, width, math.ceil(rows / programs), 1.0 / (1.0 - p),
-        HAS_D_TOTAL=d_total is not None, HAS_NORM=d_normed is not None, HAS_X_BIAS=has_x_bias,
-        THRESHOLD=threshold_of(p), **_block(width),
+    block, warps = _block(width)
+    is_there = d_total is not None, d_normed is not None, has_x_bias
+    _add_norm_backward(
+        (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
+        (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
     )  # fmt: skip
 
 
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
-    programs, width = len(sums), out.numel()
-    _finish_sums[(triton.cdiv(width, 64),)](sums, out, programs, width, ROWS=32, COLUMNS=64)
+    missing = 4 - len(sums)
+    widths = [part.shape[1] for part in sums]
+    _finish_sums(
+        (sum(-(-width // 64) for width in widths), 1), (*sums, *[None] * missing, out),
+        (*map(len, sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
+    )  # fmt: skip
 
 
 def bias_gelu(x, bias, tanh, out):  # type: ignore[no-untyped-def]
     rows, width = x.shape
     if rows:
-        _gelu[_grid_of_tiles(rows, width)](
-            x, bias, out, rows, width, TANH=tanh, HAS_BIAS=bias is not None, ROWS=TILE_ROWS, COLUMNS=COLUMNS
-        )
+        constants = tanh, bias is not None, width, TILE_ROWS, COLUMNS
+        _gelu(_grid_of_tiles(rows, width), (x, bias, out), (rows,), constants)
 
 
 def bias_gelu_backward(x, bias, grad, tanh, d_x, sums):  # type: ignore[no-untyped-def]
     rows, width = x.shape
-    _gelu_backward[(len(sums), triton.cdiv(width, COLUMNS))](
-        x, bias, grad, d_x, sums, rows, width, math.ceil(rows / len(sums)),
-        TANH=tanh, HAS_BIAS=bias is not None, ROWS=TILE_ROWS, COLUMNS=COLUMNS,
+    programs = len(sums)
+    _gelu_backward(
+        (programs, -(-width // COLUMNS)), (x, bias, grad, d_x, sums), (rows, -(-rows // programs)),
+        (tanh, bias is not None, width, TILE_ROWS, COLUMNS),
     )  # fmt: skip
 
 
-def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out):  # type: ignore[no-untyped-def]
+def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out, sums):  # type: ignore[no-untyped-def]
     width = dq_0.shape[1] * dq_0.shape[2]
-    counts = len(dq_0), len(dq_1), first_key, len(dk_0), len(dk_1)
-    tensors = dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out
-    _join_pair[(len(place),)](*tensors, *counts, width, **_block(width))
+    tokens, programs = len(place), len(sums)
+    block, warps = _block(width)
+    _join_pair(
+        (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
+        (tokens, -(-tokens // programs), len(dq_0), len(dq_1), first_key, len(dk_0), len(dk_1)), (width, block), warps,
+    )  # fmt: skip
 
 
 def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
     if rows:
-        _log_sums[(rows,)](logits, targets, sums, picked, width, first, valid, WIDE=WIDE, num_warps=8)
+        _log_sums((rows, 1), (logits, targets, sums, picked), (first, valid), (width, WIDE), 8)
 
 
 def write_gradient(logits, targets, sums, grad, first, valid):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
     if rows:
-        grid = rows, triton.cdiv(width, WIDE)
-        _write_gradient[grid](logits, targets, sums, grad, width, first, valid, WIDE=WIDE, num_warps=8)
+        grid = rows, -(-width // WIDE)
+        _write_gradient(grid, (logits, targets, sums, grad), (first, valid), (width, WIDE), 8)

@@ -28,6 +28,7 @@ from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.compat import cpu_has_half_matmul
+from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
 
@@ -51,8 +52,8 @@ class ModelInput:
 
     tokens: torch.Tensor  # int32 [T]
     ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings
-    plan: AttentionPlan
-    loss_rows: LossRows
+    plan: AttentionPlan | PartsPlan
+    loss_rows: LossRows  # where the model has a decoder, of its rows
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
@@ -71,7 +72,7 @@ class HostInput:
         torch.Tensor
     )  # int32, pinned where the device is a GPU: the arrays of the fields below, one after another
     shapes: Sequence[tuple[int, ...]]
-    plan: HostPlan
+    plan: HostPlan | PartsPlan
     weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
@@ -122,6 +123,7 @@ def prepare(
     dropout_seed: int | None = None,
     kernel: str = "auto",
     multiple: int = 1,
+    has_one_length: bool = False,
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
 ) -> HostInput:
@@ -130,9 +132,17 @@ def prepare(
     Args:
         device: where it will be sent; decides the kernel.
         dropout_seed: of the step; None = no dropout.
-        multiple: of the number of tokens T, see `plan_attention`.
+        multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
+        has_one_length: T is the same for all batches of a shape.
     """
-    plan = plan_attention(batch.layout, device, kernel, multiple)
+    places, first = batch.planes[:, TOKENS].size, 0
+    plan: HostPlan | PartsPlan
+    if config.decoder_layers:
+        length = constant_length(places, multiple) if has_one_length else None
+        plan = plan_parts(batch.layout, device, kernel, multiple, length)
+        first = plan.lengths[0]  # configuration checks that no loss is the encoder's
+    else:
+        plan = plan_attention(batch.layout, device, kernel, places if has_one_length else multiple)
     is_padding = plan.order < 0
     planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
     planes = planes.reshape(len(planes), -1)[:, plan.order]
@@ -142,13 +152,14 @@ def prepare(
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
-    loss_rows, labelled = find_loss_rows(weights, objectives, config)
+    loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config)
+    labelled = labelled + first
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
     kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
     if dropout_seed is not None:
         kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
-        place_salts = salts(config.num_layers)
+        place_salts = salts(config.total_layers + config.decoder_layers)  # cross-attention has its own
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
         weights[labelled].view(np.int32),

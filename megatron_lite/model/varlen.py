@@ -12,6 +12,7 @@ attention weights happens within the kernel, from torch's generator of the devic
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,10 +110,16 @@ class VarlenPlan:
         return self
 
     def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
-        _require_head_dim(qkv)
-        if dropout is not None:
-            dropout.seed_kernel(qkv.device)
-        return _VarlenCalls.apply(qkv, self, 0.0 if dropout is None else dropout.p)
+        p = self.prepare(qkv.shape[-1], qkv.device, dropout)
+        return _VarlenCalls.apply(qkv, self, p)
+
+    def prepare(self, head_dim: int, device: torch.device, dropout: AttentionDropout | None) -> float:
+        """Before the calls of a layer: seeds their kernels. Returns the probability of dropout."""
+        _require_head_dim(head_dim)
+        if dropout is None:
+            return 0.0
+        dropout.seed_kernel(device)
+        return dropout.p
 
 
 def _call(
@@ -145,8 +152,7 @@ def _places(gathered: np.ndarray, tokens: int) -> np.ndarray:
     return place
 
 
-def _require_head_dim(qkv: torch.Tensor) -> None:
-    size = qkv.shape[-1]
+def _require_head_dim(size: int) -> None:
     if size % _HEAD_DIM_MULTIPLE or size > _LARGEST_HEAD_DIM:
         raise ConfigError(
             f"model.hidden_size over model.num_attention_heads is {size}; CUDA's attention kernels need a multiple of "
@@ -159,42 +165,65 @@ class _VarlenCalls(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, plan: VarlenPlan, dropout: float) -> torch.Tensor:
-        kernel = varlen_kernel(qkv.dtype)
-        outs, states, kept = [], [], []
-        for call in plan.calls:
-            keys = _keys(qkv, call)
-            out, state = kernel.forward(qkv[call.queries, 0], keys[:, 0], keys[:, 1], call, dropout)
-            outs.append(out)
-            states.append(state)
-            kept.append(keys)
-        if plan.blind.start < plan.blind.stop:
-            outs.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
-        whole = outs[0] if len(outs) == 1 else torch.cat(outs)
-        ctx.plan, ctx.dropout, ctx.lengths = plan, dropout, [len(state) for state in states]
-        ctx.save_for_backward(qkv, whole, *kept, *(tensor for state in states for tensor in state))
+        whole, keys, states = forward_calls(plan, qkv, dropout)
+        ctx.plan, ctx.dropout, ctx.keys = plan, dropout, len(keys)
+        ctx.lengths = [len(state) for state in states]
+        ctx.save_for_backward(qkv, whole, *keys, *(tensor for state in states for tensor in state))
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        plan: VarlenPlan = ctx.plan
         qkv, whole, *saved = ctx.saved_tensors
-        kept, saved = saved[: len(plan.calls)], saved[len(plan.calls) :]
-        kernel = varlen_kernel(qkv.dtype)
-        grads = []
-        for call, keys, count in zip(plan.calls, kept, ctx.lengths, strict=True):
-            state, saved = saved[:count], saved[count:]
-            rows = grad[call.queries], qkv[call.queries, 0], keys[:, 0], keys[:, 1], whole[call.queries]
-            grads.append(kernel.backward(*rows, state, call, ctx.dropout))
-        if plan.is_pair and has_kernels(grad):
-            first, second = plan.calls
-            assert first.keys is not None
-            return join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place), None, None
-        return _joined(qkv, plan, grads), None, None
+        keys, saved = saved[: ctx.keys], iter(saved[ctx.keys :])
+        states = [list(itertools.islice(saved, length)) for length in ctx.lengths]
+        return backward_calls(ctx.plan, qkv, whole, keys, states, grad, ctx.dropout)[0], None, None
 
 
-def _keys(qkv: torch.Tensor, call: VarlenCall) -> torch.Tensor:
-    """Keys and values of a call, [keys, 2, H, D]."""
-    return qkv[call.keys, 1:] if call.keys is not None else qkv[:, 1:].index_select(0, call.gathered)
+def forward_calls(
+    plan: VarlenPlan, qkv: torch.Tensor, dropout: float
+) -> tuple[torch.Tensor, list[torch.Tensor], list[Any]]:
+    """The output [T, H, D] of all calls, and what `backward_calls` needs: gathered keys and values, states of kernels.
+
+    Args: qkv: [T, 3, H, D]. dropout: probability.
+    """
+    kernel = varlen_kernel(qkv.dtype)
+    q, k, v = qkv.unbind(1)
+    outs, kept, states = [], [], []
+    for call in plan.calls:
+        if call.keys is None:
+            kept.append(qkv[:, 1:].index_select(0, call.gathered))
+            keys, values = kept[-1].unbind(1)
+        else:
+            keys, values = k[call.keys], v[call.keys]
+        out, state = kernel.forward(q[call.queries], keys, values, call, dropout)
+        outs.append(out)
+        states.append(state)
+    if plan.blind.start < plan.blind.stop:
+        outs.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs), kept, states
+
+
+def backward_calls(
+    plan: VarlenPlan, qkv: torch.Tensor, whole: torch.Tensor, kept: Sequence[torch.Tensor], states: Sequence[Any],
+    grad: torch.Tensor, dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The gradient of qkv, [T, 3, H, D], and its partial sums over tokens, fp32 [P, 3 H D], where they cost nothing.
+
+    Args: whole, kept, states: of `forward_calls`. grad: of `whole`.
+    """
+    kernel = varlen_kernel(qkv.dtype)
+    q, k, v = qkv.unbind(1)
+    gathered = iter(kept)
+    grads = []
+    for call, state in zip(plan.calls, states, strict=True):
+        keys, values = (k[call.keys], v[call.keys]) if call.keys is not None else next(gathered).unbind(1)
+        rows = call.queries
+        grads.append(kernel.backward(grad[rows], q[rows], keys, values, whole[rows], state, call, dropout))
+    if plan.is_pair and has_kernels(grad):
+        first, second = plan.calls
+        assert first.keys is not None
+        return join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place)
+    return _joined(qkv, plan, grads), None
 
 
 def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[Gradients]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def launch_us() -> float:
     weights = [[torch.randn(_SIZE, _SIZE, requires_grad=True) for _ in range(3)] for _ in range(_LAYERS)]
     bias = torch.zeros(_SIZE, requires_grad=True)
     norm = LayerNorm(_SIZE, 1e-5, TensorParallel())
-    dropout = FeatureDropout(torch.zeros(_TOKENS, dtype=torch.int32), torch.zeros((), dtype=torch.int32), 0.1)
+    dropout = FeatureDropout(torch.zeros(_TOKENS, dtype=torch.int32), 0, 0.1)
     inputs = [bias, *norm.parameters(), *(weight for layer in weights for weight in layer)]
 
     def step() -> None:

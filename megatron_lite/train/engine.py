@@ -26,7 +26,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import PositionEmbeddings
+from megatron_lite.model.block import Block, PositionEmbeddings
 from megatron_lite.model.model_input import HostInput, MicroBatch, few_lengths, prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -187,12 +187,14 @@ class Engine(ABC):
         )
 
     def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
-        """Have the blocks' weights, which are used once in a pass, summed where their gradients are computed."""
+        """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
         if self._config.model.share_layers:
             return
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
+            elif isinstance(layer, Block):
+                layer.take = optimizer.take
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""
@@ -226,10 +228,9 @@ class Engine(ABC):
     def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
         """A batch as the model takes it in this layout."""
         rows, length = batch.layout.shape
+        has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         multiple = 1
-        if self.context.pp.size > 1:
-            multiple = rows * length  # what stages send has one shape
-        else:
+        if not has_stages or has_parts:
             multiple = few_lengths(rows * length, self.context.device, TYPES[self._config.training.precision])
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
@@ -239,6 +240,7 @@ class Engine(ABC):
             self._config.model,
             dropout_seed=dropout_seed,
             multiple=multiple,
+            has_one_length=has_stages,  # what stages send
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )

@@ -1,7 +1,8 @@
 """The model as a DeepSpeed PipelineModule, split over stages by cost.
 
 Every stage has the step's batches and prepares them itself, so a stage sends the next one nothing but the hidden state.
-The first and the last stage each hold a tied word embedding; the optimizer sums its gradients.
+The first and the last stage each hold a tied word embedding; the optimizer sums its gradients. With an encoder and a
+decoder the rows of both travel through all stages in one tensor, [Te + Td, D] of one shape.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -18,8 +20,16 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, final_layernorm
 from megatron_lite.model.counts import layer_costs
-from megatron_lite.model.glm import Block, Flow, PositionEmbeddings, final_layernorm, initialize_parameters
+from megatron_lite.model.encoder_decoder import (
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderFlow,
+    encoder_layernorm,
+    part_flows,
+)
+from megatron_lite.model.glm import initialize_parameters
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
 from megatron_lite.model.rotary import Rotary
@@ -28,6 +38,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine import Engine, StepResult, without_chatter
 
 _Rows = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
+_Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the decoder's [Td, D]
 
 
 @dataclass
@@ -36,6 +47,7 @@ class _Current:
 
     input: ModelInput
     flow: Flow
+    parts: tuple[Flow, DecoderFlow] | None  # of encoder and decoder
     loss_factor: float
 
 
@@ -55,7 +67,16 @@ class _Feed:
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
         flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary)
-        self.current = _Current(data, flow, loss_factor)
+        self.current = _Current(
+            data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
+        )
+
+    def split(self, hidden: torch.Tensor) -> _Parts:
+        """The rows of encoder and decoder."""
+        assert self.current.parts is not None
+        encoder, decoder = self.current.parts
+        encoded, decoded = hidden.split([encoder.shape[0], decoder.shape[0]])
+        return encoded, decoded
 
 
 class _Words(VocabParallelEmbedding):
@@ -79,11 +100,13 @@ class _Words(VocabParallelEmbedding):
 class _Positions(PositionEmbeddings):
     def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
         super().__init__(config, parallel)
+        self.decoder_embedding = DecoderEmbedding(config, parallel) if config.decoder_layers else None
         self.feed = feed
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, words: torch.Tensor) -> torch.Tensor | _Parts:  # type: ignore[override]
         current = self.feed.current
-        return super().forward(words, current.input.ids, current.flow)
+        hidden = super().forward(words, current.input.ids, current.flow, self.decoder_embedding)
+        return hidden if current.parts is None else self.feed.split(hidden)
 
 
 class _Block(Block):
@@ -94,12 +117,42 @@ class _Block(Block):
         self.layer = layer
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(hidden, self.feed.current.flow, self.layer)
+    def forward(self, given: torch.Tensor | Stream) -> Stream:  # type: ignore[override]
+        stream = given if isinstance(given, Stream) else Stream(given)
+        return super().forward(stream, self.feed.current.flow, self.layer)
+
+
+class _EncoderBlock(_Block):
+    """Rewrites the encoder's rows."""
+
+    def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
+        assert self.feed.current.parts is not None
+        flow, _ = self.feed.current.parts
+        return Block.forward(self, Stream(parts[0]), flow, self.layer).summed(), parts[1]
+
+
+class _DecoderBlock(DecoderBlock):
+    """Rewrites the decoder's rows, the first one also the encoder's: by their norm."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, feed: _Feed
+    ):
+        super().__init__(config, parallel, recompute)
+        is_first = layer == config.num_layers
+        self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
+        self.layer = layer
+        self.feed = feed
+
+    def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
+        assert self.feed.current.parts is not None
+        encoded, decoded = parts
+        if self.encoder_layernorm is not None:
+            encoded = self.encoder_layernorm(encoded)
+        return encoded, super().forward(decoded, encoded, self.feed.current.parts[1], self.layer)
 
 
 class _Readout(nn.Module):
-    """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_project` an untied one."""
+    """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
         super().__init__()
@@ -107,7 +160,9 @@ class _Readout(nn.Module):
         self.heads = Heads(config, parallel)
         self.feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> tuple[Heads, *_Rows]:
+    def forward(self, given: torch.Tensor | Stream | _Parts) -> tuple[Heads, *_Rows]:
+        hidden = given.summed() if isinstance(given, Stream) else given
+        hidden = hidden[1] if isinstance(hidden, tuple) else hidden  # of encoder and decoder
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
 
 
@@ -133,6 +188,13 @@ def stage_bounds(costs: list[float], stages: int) -> list[int]:
     return [*bounds[:-1], bounds[-1] + 1]
 
 
+_FIRST_BLOCK = 2  # layers before it: words, positions
+_WHOLE_MODELS = (
+    "decoder_embedding.",
+    "encoder_layernorm.",
+)  # parts that a layer holds under the model's own names
+
+
 class _Stages(PipelineModule):
     """Stages with about equal shares of the model's FLOPs, embedding and head counted."""
 
@@ -140,9 +202,11 @@ class _Stages(PipelineModule):
         self, config: Config, context: ParallelContext, parallel: TensorParallel, feed: _Feed, loss_fn
     ):  # type: ignore[no-untyped-def]
         model = config.model
+        encoder = _EncoderBlock if model.decoder_layers else _Block
+        kinds = [encoder] * model.num_layers + [_DecoderBlock] * model.decoder_layers
         blocks = [
-            LayerSpec(_Block, model, i, parallel, config.training.recompute, feed)
-            for i in range(model.num_layers)
+            LayerSpec(kind, model, i, parallel, config.training.recompute, feed)
+            for i, kind in enumerate(kinds)
         ]
         words, project = LayerSpec(_Words, model, parallel, feed), LayerSpec(_Project, feed)
         if model.tie_word_embeddings:
@@ -159,9 +223,14 @@ class _Stages(PipelineModule):
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
         self._feed = feed
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> Any:
         self._feed.advance()
-        return super().forward(hidden)
+        if self._feed.current.parts is None:
+            out = super().forward(hidden)
+            return out.summed() if isinstance(out, Stream) else out  # what a stage sends is one tensor
+        out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
+        is_last = self._local_stop == len(self._layer_specs)
+        return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)
 
     def _partition_layers(self, method: str = "cost") -> None:
         stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
@@ -173,18 +242,21 @@ class _Stages(PipelineModule):
         if "words" in self.tied_modules:
             return self.tied_modules["words"]
         (readout,) = (function for function in self.forward_funcs if isinstance(function, _Readout))
-        return readout.heads.vocabulary
+        vocabulary = readout.heads.vocabulary
+        assert vocabulary is not None
+        return vocabulary
 
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
-        """This stage's parameters under their names in the whole model."""
+        """This stage's parameters under their names in the whole model. Args: num_layers: blocks."""
         prefixes = dict.fromkeys(("tied_modules.words", "0"), "embedding.word_embeddings.")
         prefixes |= {"1": "embedding."}
-        prefixes |= {str(2 + i): f"layers.{i}." for i in range(num_layers)}
-        prefixes |= {str(2 + num_layers): ""}  # final_layernorm and heads
+        prefixes |= {str(_FIRST_BLOCK + i): f"layers.{i}." for i in range(num_layers)}
+        prefixes |= {str(_FIRST_BLOCK + num_layers): ""}  # final_layernorm and heads
         named = {}
         for name, parameter in self.named_parameters():
             layer = "tied_modules.words" if name.startswith("tied_modules.") else name.split(".")[0]
-            named[prefixes[layer] + name[len(layer) + 1 :]] = parameter
+            inner = name[len(layer) + 1 :]
+            named[inner if inner.startswith(_WHOLE_MODELS) else prefixes[layer] + inner] = parameter
         return named
 
 
@@ -200,7 +272,7 @@ class PipelineEngine(Engine):
         assert context.process_groups is not None
         with without_chatter(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
             stages = _Stages(config, context, parallel, self._feed, self._loss)
-        named = stages.global_names(config.model.num_layers)
+        named = stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(stages, named, config, context, mpu=None)
         self._stages = stages

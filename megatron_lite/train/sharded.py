@@ -288,6 +288,11 @@ class ShardedOptimizer:
         self._bucket_of[parameter].add(parameter)
         self._reduce_complete()
 
+    def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Take in the gradient of a parameter that the backward pass uses once, and autograd does not know of."""
+        parameter.grad = gradient
+        self._take(parameter)
+
     @torch.no_grad()
     def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""

@@ -23,7 +23,8 @@ def stages(config: Config) -> list[Stage]:
     import torch
     from torch import nn
 
-    from megatron_lite.model.glm import Block, PositionEmbeddings, final_layernorm
+    from megatron_lite.model.block import Block, PositionEmbeddings, final_layernorm
+    from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
     from megatron_lite.model.heads import Heads
     from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.parallel.collectives import Group
@@ -37,18 +38,25 @@ def stages(config: Config) -> list[Stage]:
         words, block = count(VocabParallelEmbedding(model, parallel)), count(Block(model, parallel, "none"))
         embedding = count(PositionEmbeddings(model, parallel))
         readout = count(final_layernorm(model)) + count(Heads(model, parallel))
-    stages = []
+        blocks_of = [block] * (1 if model.share_layers else model.num_layers)
+        if model.decoder_layers:
+            embedding += count(DecoderEmbedding(model, parallel))
+            blocks_of += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
+            norm = encoder_layernorm(model, parallel)  # the first block of the decoder has it
+            blocks_of[model.num_layers] += 0 if norm is None else count(norm)
+    stages, begin = [], 0
     for blocks, first, last in stage_shares(config):
-        own_blocks = min(blocks, 1) if model.share_layers else blocks
         # The first and the last stage each have a copy of a tied word embedding.
-        total = own_blocks * block + words * (first or (last and model.tie_word_embeddings)) + embedding * first + readout * last
-        stages.append(Stage(blocks, first, last, total))
+        has_words = first or (last and model.tie_word_embeddings)
+        total = sum(blocks_of[begin : begin + blocks]) + words * has_words
+        stages.append(Stage(blocks, first, last, total + embedding * first + readout * last))
+        begin += blocks
     return stages
 
 
 def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
     """Blocks of each stage, and whether it begins with the embedding and ends with the head."""
-    layers, size = config.model.num_layers, config.parallel.pipeline_parallel_size
+    layers, size = config.model.total_layers, config.parallel.pipeline_parallel_size
     if size == 1:
         return [(layers, True, True)]
     from megatron_lite.model.counts import layer_costs

@@ -174,3 +174,11 @@ def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
     total, used = map(int, result.stdout.split())
     assert total > 3 * 1.5 * shard
     assert used <= 1.5 * shard
+
+
+def test_a_vocabulary_without_glms_tokens_is_refused(vocabulary, tmp_path):
+    published = {"tokenizer": {"added_tokens": "none"}, "objectives": {"causal": 1.0}}
+    write_run(tmp_path / "run", merge(tree(vocabulary), published))
+    with pytest.raises(CheckpointError, match=r"lacks eop, sop, .* tokenizer.added_tokens=glm"):
+        export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
+    assert not (tmp_path / "out").exists()

@@ -41,7 +41,9 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     batch = Batch(rows)
     assert SPECIAL.sop % SIZE in rows[:, TOKENS] and rows[:, BLOCK_POSITION_IDS].max() > 3
     inputs = ModelInput.from_batch(batch, torch.device("cpu"), model.config, kernel="dense")
-    ours = model.logits(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)).view(*rows[:, 0].shape, -1)
+    ours = model.logits(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)).view(
+        *rows[:, 0].shape, -1
+    )
     columns = batch.layout.in_place()
     mask = torch.from_numpy(may_see(columns[..., None], columns[..., None, :]))
     real = torch.from_numpy(rows[:, DOC] != PADDING_DOC)
@@ -83,7 +85,7 @@ def written(tmp_path_factory):
         (lambda d: edit(d, **rope("linear", factor=2.0)), ("rope_parameters.rope_type is 'linear'", "only 'default'")),
         (lambda d: edit(d, rope_scaling={"rope_type": "yarn", "factor": 2.0}, **rope("yarn", factor=2.0)), ("'yarn'",)),
         (lambda d: edit(d, hidden_act="tanh"), ("hidden_act is 'tanh'", "one of gelu")),
-        (lambda d: edit(d, architectures=["GlmForTokenClassification"]), ("'GlmForTokenClassification'", "GlmForCausalLM")),
+        (lambda d: edit(d, architectures=["GlmForTokenClassification"]), ("'GlmForToken", "only GlmForCausalLM")),
         (lambda d: edit(d, attention_bias=False), ("also has model.layers.0.self_attn.k_proj.bias",)),
         (lambda d: edit(d, num_key_value_heads=4), ("self_attn.k_proj", "shape")),
         (lambda d: edit(d, num_key_value_heads=3), ("num_key_value_heads (3) must divide",)),
@@ -128,5 +130,7 @@ def test_a_released_glm_of_the_same_type_is_told_by_its_tensors(written, tmp_pat
 
 def test_options_of_no_class_are_refused(written):
     config = build(ModelConfig, {**open_published(written).settings, "sandwich_norm": True})
-    with pytest.raises(CheckpointError, match="model.sandwich_norm is True, which GlmForCausalLM does not have"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.sandwich_norm is True, which GlmForCausalLM does not have"
+    ):
         conversion.hf_config(config, {})

@@ -40,7 +40,7 @@ def dropout_of(p):
     if not p:
         return None
     keys = torch.from_numpy(token_keys(3, np.arange(1), TOKENS)[0].copy())
-    return FeatureDropout(keys, torch.from_numpy(salts(3))[1, 2], p)
+    return FeatureDropout(keys, int(salts(3)[1, 2]), p)
 
 
 def wide(*tensors):
@@ -165,7 +165,8 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
 @pytest.mark.parametrize(
     ("first", "second", "keys", "tokens", "first_key"), [(20, 30, 45, 60, 0), (25, 31, 50, 64, 3)]
 )
-def test_gradients_of_a_pair_of_calls(first, second, keys, tokens, first_key):
+def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key):
+    monkeypatch.setattr(fused, "_JOIN_PROGRAMS", 7)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randperm(tokens, generator=generator)[:keys]
     place = torch.full((tokens,), -1, dtype=torch.int32)
@@ -178,7 +179,17 @@ def test_gradients_of_a_pair_of_calls(first, second, keys, tokens, first_key):
     for part, (of_slice, of_gathered) in enumerate([(dk_0, dk_1), (dv_0, dv_1)], start=1):
         expected[first_key : first_key + first, part] = of_slice
         expected[gathered, part] += of_gathered
-    assert torch.equal(fused.join_pair_kernel(*grads, first_key, place), expected)
+    joined, sums = fused.join_pair_kernel(*grads, first_key, place)
+    assert torch.equal(joined, expected)
+    assert sums.shape == (fused._JOIN_PROGRAMS, 3 * 3 * 8)
+    assert_close([sums.sum(0)], [expected.double().sum(0).flatten()])
+
+
+def test_sums_of_several_kernels_are_finished_at_once():
+    for widths in ((100,), (64, 3), (300, 64, 1), (40, 128, 65, 200)):
+        sums = [draw(programs + 1, width).detach() for programs, width in enumerate(widths, start=30)]
+        expected = torch.cat([part.double().sum(0) for part in sums])
+        assert_close([fused.finish_sums_kernel(sums, torch.empty(0))], [expected])
 
 
 def test_kernels_compile_for_gpus_and_fit_into_registers():

@@ -10,8 +10,9 @@ from support.batches import prefix_batch
 from data_utils.objectives.planes import BLOCK_POSITION_IDS
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.block import Block, Flow, Stream
 from megatron_lite.model.fused import Biased, gate
-from megatron_lite.model.glm import GLM, Block, Flow, initialize_parameters
+from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ID_PLANES, ModelInput
 from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -111,7 +112,12 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
     named = dict(model.named_parameters())
     q, k, v = named["layers.3.attention.query_key_value.weight"].chunk(3)
     xavier = math.sqrt(2 / 512)
-    for weight, std in ((q, xavier), (k, xavier), (v, xavier / 4), (named["layers.3.attention.dense.weight"], xavier / 4)):
+    for weight, std in (
+        (q, xavier),
+        (k, xavier),
+        (v, xavier / 4),
+        (named["layers.3.attention.dense.weight"], xavier / 4),
+    ):
         assert weight.std().item() == pytest.approx(std, rel=0.02)  # 65,536 draws: 4 sigma are 1 %
     inner = named["layers.3.mlp.dense_h_to_4h.weight"]
     assert inner.std().item() == pytest.approx(math.sqrt(2 / (256 + 1024)) / 4, rel=0.02)
@@ -123,7 +129,7 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
         for layer, bias in ((block.attention.dense, attended), (block.mlp.dense_4h_to_h, expanded)):
             layer.weight.zero_()
             layer.bias.copy_(bias)
-        out = block(hidden, flow, 0)
+        out = block(Stream(hidden), flow, 0).summed()
     normed = torch.nn.functional.layer_norm(4 * hidden + attended, (256,))
     expected = torch.nn.functional.layer_norm(4 * normed + expanded, (256,))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -135,5 +141,7 @@ def test_ranks_hold_the_keys_of_their_queries():
         {name: tuple(p.shape) for name, p in Block(config, TensorParallel(group), "none").named_parameters()}
         for group in (Group(None, 0, 1, (0,)), Group(None, 1, 2, (0, 1)))
     ]
-    whole, half = ([x[f"{name}.weight"] for name in ("attention.query_key_value", "mlp.dense_h_to_4h")] for x in shapes)
+    whole, half = (
+        [x[f"{name}.weight"] for name in ("attention.query_key_value", "mlp.dense_h_to_4h")] for x in shapes
+    )
     assert whole == [(64, 32), (40, 32)] and half == [(32, 32), (20, 32)]

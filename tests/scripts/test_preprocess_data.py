@@ -11,6 +11,7 @@ import pytest
 from support.project import ROOT
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 SCRIPT = ROOT / "scripts" / "preprocess_data.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
@@ -45,6 +46,19 @@ def test_builds_a_corpus(corpus):
     assert dataset.manifest["tokenizer"]["config"]["kind"] == "bert_wordpiece"
 
 
+def test_a_corpus_of_the_published_vocabulary(corpus):
+    options = ["--added-tokens", "none", "--vocab-size", "9", "--workers", "1"]
+    done = run(corpus, "--input", "good.jsonl", "--output", "out", *options)
+    assert done.returncode == 0, done.stderr
+    dataset = IndexedDataset(corpus / "out")
+    assert dataset.document(1).tolist() == [5, 7, WORDS.index("[SEP]")]
+    tokenizer = TokenizerConfig(
+        kind="bert_wordpiece", path=str(corpus), added_tokens="none", vocab_size=len(WORDS) + 1
+    )
+    loaded = load_tokenizer(tokenizer)
+    dataset.require_tokenizer(loaded.fingerprint, loaded.vocab_size, loaded.special.eos)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -54,6 +68,7 @@ def test_builds_a_corpus(corpus):
         (["--input", "good.jsonl", "--output", "file/out"], "cannot be written"),
         (["--input", "good.jsonl", "--output", "good", "--workers", "0"], "workers is 0"),
         (["--input", "good.jsonl", "--output", "out", "--split", "train=0.5"], "must sum to 1"),
+        (["--input", "good.jsonl", "--output", "out", "--vocab-size", "5"], "tokenizer.vocab_size is 5, but"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(corpus, arguments, message):

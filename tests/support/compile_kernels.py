@@ -20,15 +20,13 @@ def launches(width, dtype):
     from megatron_lite.model import fused
 
     rows, bias = torch.zeros(64, width, dtype=dtype), torch.zeros(width, dtype=dtype)
-    of_tokens = torch.zeros(64)
-    keys, salt = torch.zeros(64, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
-    fused._add_norm(rows, bias, keys, salt, 0.1, rows, bias, bias, 1e-5)
-    norm = rows, bias, of_tokens, of_tokens
-    *_, sums = fused._add_norm_backward(rows, rows, *norm, keys, salt, 0.1, True)
-    fused._finish_sums(sums, bias)
+    keys, salt = torch.zeros(64, dtype=torch.int32), 7
+    *_, stats = fused.add_norm_kernel(rows, bias, keys, salt, 0.1, rows, bias, bias, 1e-5)
+    *_, sums = fused.add_norm_backward_kernel(rows, rows, rows, bias, stats, keys, salt, 0.1, True)
+    fused.finish_sums_kernel([sums, sums, sums, sums], bias)
     for tanh in (False, True):
-        fused._bias_gelu(rows, bias, tanh)
-        fused._bias_gelu_backward(rows, bias, rows, tanh)
+        fused.gelu_kernel(rows, bias, tanh)
+        fused.gelu_backward_kernel(rows, bias, rows, tanh)
     heads = rows.view(64, -1, 64)
     fused.join_pair_kernel(*[heads] * 6, 0, keys)
     log_sums, _ = fused.log_sums_kernel(rows, keys, 0, width)

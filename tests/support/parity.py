@@ -55,6 +55,7 @@ from support.parity_cases import (
     OBJECTIVES,
     OFFLOAD,
     OPTIONS,
+    PARTS,
     ROW_LENGTH,
     SAMPLES,
     STEPS,
@@ -413,7 +414,8 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
     for title, cases in (
-        ("fp32: every combination", matrix()), ("Dropout", DROPOUT), ("Offloaded optimizer", OFFLOAD),
+        ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
+        ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
         ("Half precision", HALF), ("Options of other systems", OPTIONS),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():

@@ -41,14 +41,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "glm4": {
         "rms_norm": True, "biases": "qkv", "activation": "silu", "ffn": "gated", "ffn_size": 40, "positions": "rotary",
-        "rotary_share": 0.5, "head_dim": 8, "num_key_value_heads": 2, "sandwich_norm": True,
-        "tie_word_embeddings": False, "init": "plain",
+        "rotary_share": 0.5, "head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "init": "plain",
     },
     "deepnorm": {
-        "norm": "deepnorm", "init": "deepnorm", "embedding_norm": True, "ffn": "gated", "ffn_size": 40,
-        "positions": "rotary",
+        "norm": "deepnorm", "init": "deepnorm", "sandwich_norm": True, "embedding_norm": True, "ffn": "gated",
+        "ffn_size": 40, "positions": "rotary",
     },
+    "encoder-decoder": {},  # of GLM's blocks
+    "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
+    "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
 }  # fmt: skip
+ENCODER_DECODER = ("encoder-decoder", "bart", "t5")
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,11 @@ class Case:
         # Eight heads and a padded vocabulary of 128 rows per rank: at 8 tensor-parallel ranks half of them hold only
         # padding. Adam's epsilon is as large as a typical gradient here: below it, the update of an element whose
         # gradient is rounding noise (the key's bias) would be that noise at the size of the learning rate.
+        decoder = self.num_layers // 2 if self.variant in ENCODER_DECODER else 0
         tree = {
             "model": {
-                "num_layers": self.num_layers, "hidden_size": 32, "num_attention_heads": 8, "max_position": 64,
+                "num_layers": self.num_layers - decoder, "decoder_layers": decoder, "hidden_size": 32,
+                "num_attention_heads": 8, "max_position": 64,
                 "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
                 "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
                 "activation_dropout": self.dropout if self.variant else 0.0,
@@ -172,6 +178,19 @@ OPTIONS = [
         Case(2, 2, 1, 1, True, variant=variant),
         Case(1, 1, 2, 3, variant=variant),
     )
+]
+
+# Without dropout cross-attention of pre-norm models is nearly uniform: gradients of its queries are small differences,
+# which rounding changes by 1e-5 in three steps.
+PARTS = [
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"),
+    Case(2, 2, 1, 1, accumulation=4, variant="bart"),
+    Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
 ]
 
 

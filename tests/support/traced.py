@@ -49,17 +49,18 @@ def plant(kind):
     """Let every block of the model wait for the device, or call an attention kernel once more."""
     import torch.nn.functional as F
 
-    from megatron_lite.model.glm import Block
+    from megatron_lite.model.block import Block
 
     forward = Block._forward
 
-    def planted(self, hidden, *rest):
+    def planted(self, stream, *rest):
+        hidden = stream.hidden
         if kind == "wait":
             hidden.sum().item()
         else:
             heads = hidden.view(1, len(hidden), -1, 64).transpose(1, 2)
             F.scaled_dot_product_attention(heads, heads, heads)
-        return forward(self, hidden, *rest)
+        return forward(self, stream, *rest)
 
     Block._forward = planted
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import time
 
@@ -20,6 +21,22 @@ def test_flops_of_a_hand_counted_model():
     # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
     assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+
+
+def test_flops_of_options_are_counted_from_shapes():
+    plain = dict(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=10)
+    model = ModelConfig(**plain, embedding_size=4, share_layers=True, ffn_size=24, head_dim=6, rms_norm=True)
+    # Queries, keys, values and output 8 x 12 each, two matrices 8 x 24; 4 -> 8 at the start, 8 -> 4 -> 10 at the end.
+    expected = 6 * (5 * (3 * (4 * 8 * 12 + 2 * 8 * 24) + 4 * 8) + 3 * 2 * 12 * 11 + 3 * (8 * 4 + 4 * 10))
+    assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+    bert = ModelConfig(**plain, head_transform=True, head_bias=True, sentence_classes=2, segments=2)
+    spans = dataclasses.replace(bert, sentence_classes=0, span_boundary_places=7)
+    blocks, places = (
+        3 * 12 * 64,
+        (2 * 8 + 200) * 8 + 8 * 8,
+    )  # SpanBERT: from the borders and a place of width 200
+    assert step_flops(bert, 5, 3, 0) == 6 * (5 * blocks + 3 * (8 * 8 + 8 * 10))
+    assert step_flops(spans, 5, 3, 0) == 6 * (5 * blocks + 3 * (8 * 8 + places + 2 * 8 * 10))
 
 
 def test_losses_per_objective_are_weighted_means():

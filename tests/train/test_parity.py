@@ -61,6 +61,11 @@ def test_some_further_cases_equal_one_process(case):
     assert failures([case]) == []
 
 
+@pytest.mark.parametrize("layout", by_layout(parity_cases.PARTS))
+def test_layouts_of_encoder_and_decoder_equal_one_process(layout):
+    assert failures(by_layout(parity_cases.PARTS)[layout]) == []
+
+
 def test_the_matrix_is_complete():
     cases = parity_cases.matrix()
     assert len(set(cases)) == len(cases) == 372

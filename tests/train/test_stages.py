@@ -1,5 +1,7 @@
 """The stages of a layout against the real modules: parameters exactly, shares of the optimizer."""
 
+import dataclasses
+
 import pytest
 import torch
 from support.distributed import run_ranks
@@ -64,3 +66,8 @@ def test_the_head_costs_what_the_objectives_predict(objectives, share):
     """The cost by which pipeline stages are balanced."""
     config = build(Config, merge(MODEL, {"objectives": objectives, "model": {"max_position": 80}}))
     assert layer_costs(config.model, config.loss_share)[-1] == pytest.approx(share * 300 / (12 * 64))
+    wide = dataclasses.replace(config.model, ffn_size=512, head_transform=True)
+    of_block = 64 * (4 * 64 + 2 * 512)
+    words, positions, *blocks, norm, head = layer_costs(wide, config.loss_share)
+    assert (words, norm, blocks) == (0.0, 0.0, [1.0] * 5) and positions < 0.1
+    assert head == pytest.approx(share * (64 * 64 + 64 * 300) / of_block)

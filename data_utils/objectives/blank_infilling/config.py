@@ -163,6 +163,10 @@ class BlankInfillingConfig(ObjectiveConfig):
         return sequence_length
 
     @property
+    def has_target(self) -> bool:
+        return not self.masked_lm
+
+    @property
     def loss_share(self) -> float:
         """The mean of the three objectives, weighted by the lengths of their rows."""
         weights = np.diff(length_table(self.mean_span_length, self.max_span_length))

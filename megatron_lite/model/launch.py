@@ -1,0 +1,78 @@
+"""Launches of Triton kernels. Once a kernel is compiled, they pass Triton's inspection of each argument by.
+
+Triton looks at every argument of every launch to find the kernel that it has compiled for such arguments: 20 us of the
+host and more. Here the kernel is found by what can differ between launches of ours, which are called with tensors, then
+numbers that no code is specialised for, then constants: the types of the tensors, the constants, and the tensors that
+do not begin at a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+_ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are no multiples of it
+
+
+def _is_observed() -> bool:
+    """Whether a profiler wants to be told of launches, which only Triton's own way does."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+class Kernel:
+    """A compiled function for tensors, numbers and constants, in this order.
+
+    Args: function: in Triton's language, not compiled. numbers: its arguments for which it is not specialised.
+    """
+
+    def __init__(self, function: Any, numbers: Sequence[str]):
+        self._function = triton.jit(function, do_not_specialize=list(numbers))
+        self._is_interpreted = not isinstance(self._function, triton.runtime.JITFunction)
+        self._compiled: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: Sequence[torch.Tensor | None],
+        numbers: Sequence[float],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+    ) -> None:
+        """Launch. Args: grid: of programs. numbers: int32 or fp32. num_warps: a function of the constants."""
+        if self._is_interpreted:
+            self._function[grid](*tensors, *numbers, *constants)
+            return
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        key: list[Any] = [device, constants]
+        pointers: list[int | None] = []
+        all_bits = 0
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+                pointers.append(None)
+            else:
+                key.append(tensor.dtype)
+                pointer = tensor.data_ptr()
+                pointers.append(pointer)
+                all_bits |= pointer
+        if all_bits % _ALIGNMENT:
+            key += [pointer is not None and pointer % _ALIGNMENT == 0 for pointer in pointers]
+        found = self._compiled.get(tuple(key))
+        if found is None or _is_observed():
+            compiled = self._function[grid](*tensors, *numbers, *constants, num_warps=num_warps)
+            self._compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        observers = None, None, None
+        stream = driver.get_current_stream(device)
+        run(*grid, 1, stream, function, metadata, *observers, *pointers, *numbers, *constants)
+
+
+def kernel(*numbers: str) -> Callable[[Any], Kernel]:
+    """A function in Triton's language as a `Kernel`."""
+    return lambda function: Kernel(function, numbers)

@@ -1,0 +1,123 @@
+"""A model whose blocks are one function of autograd each, beside the same in fp64 whose parts are torch's own.
+
+fp32 sums in another order: 1e-4 of an element, or 2e-6 of the largest one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from support.kernels import interpreted_kernels
+from support.recipes import collate, windows
+from support.recipes import make as make_objective
+
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model import fused_block
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
+
+CONFIG = ModelConfig(
+    num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=3000, max_position=64,
+    embedding_dropout=0.0, attention_dropout=0.0, output_dropout=0.3,
+)  # fmt: skip
+
+
+def model_of(config=CONFIG, **options):
+    """With weights that matter all: initial biases would be 0."""
+    model = GLM(config, num_losses=6, **options)
+    initialize_parameters(model.named_parameters(), config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=generator)
+    return model
+
+
+def batch_of(objective, **config):
+    return collate(make_objective(objective, 24, **config), windows(2, 24, seed=0))
+
+
+def input_of(batch, model, dropout_seed):
+    return ModelInput.from_batch(
+        Batch(batch),
+        torch.device("cpu"),
+        model.config,
+        dropout_seed=dropout_seed,
+        kernel="varlen",
+        multiple=8,
+    )
+
+
+def take_gradients(model):
+    """name -> gradient, filled as an optimizer would be."""
+    taken, names = {}, {parameter: name for name, parameter in model.named_parameters()}
+
+    def take(parameter, gradient):
+        assert names[parameter] not in taken and gradient.shape == parameter.shape
+        taken[names[parameter]] = gradient
+
+    for layer in model.modules():
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            product = functools.partial(lambda weight, grad, rows: take(weight, grad.T @ rows), layer.weight)
+            take_products(layer.weight, product)
+    for block in model.layers:
+        block.take = take
+    return taken
+
+
+def run(model, batch, dropout_seed):
+    loss, _ = model(input_of(batch, model, dropout_seed))
+    loss.backward()
+    return loss
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The fused blocks that were computed."""
+    blocks = []
+    fused = fused_block._FusedBlock.apply
+    monkeypatch.setattr(
+        fused_block._FusedBlock, "apply", lambda *arguments: blocks.append(arguments[3]) or fused(*arguments)
+    )
+    return blocks
+
+
+@pytest.mark.parametrize("dropout_seed", [None, 7], ids=["", "dropout"])
+@pytest.mark.parametrize("objective", ["blank_infilling", "masked_lm"])
+def test_a_model_of_fused_blocks(emulated_kernel, counted, objective, dropout_seed):
+    model, batch = model_of(), batch_of(objective)
+    wide = copy.deepcopy(model).double()
+    expected = run(wide, batch, dropout_seed)
+    assert not counted
+    with interpreted_kernels():
+        taken = take_gradients(model)
+        loss = run(model, batch, dropout_seed)
+    assert counted == list(model.layers)
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
+    of_blocks = [name for name, _ in model.named_parameters() if name.startswith("layers.")]
+    assert set(taken) == set(of_blocks) - {"layers.2.mlp.dense_4h_to_h.bias"}, "the last sum is autograd's"
+    for name, parameter in model.named_parameters():
+        found, theirs = taken.get(name, parameter.grad), wide.get_parameter(name).grad
+        assert found.dtype == parameter.dtype and (parameter.grad is None) == (name in taken)
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(found.double(), theirs, rtol=1e-4, atol=2e-6 * max(1.0, scale), msg=name)
+
+
+@pytest.mark.parametrize("why", ["not trained", "recompute", "no taker", "another norm"])
+def test_blocks_that_are_not_fused(emulated_kernel, counted, why):
+    model, batch = model_of(recompute="full" if why == "recompute" else "none"), batch_of("blank_infilling")
+    if why == "another norm":
+        for block in model.layers:
+            block.input_layernorm.normalize = lambda *arguments: torch.nn.functional.layer_norm(*arguments)
+    with interpreted_kernels(), torch.set_grad_enabled(why != "not trained"):
+        if why != "no taker":
+            take_gradients(model)
+        loss, _ = model(input_of(batch, model, None))
+        assert np.isfinite(loss.item())
+    assert not counted
