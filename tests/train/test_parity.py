@@ -54,6 +54,8 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OPTIONS[3],
         parity_cases.OPTIONS[5],
         parity_cases.OPTIONS[7],
+        parity_cases.OPTIONS[13],
+        parity_cases.OPTIONS[16],
     ],
     ids=str,
 )
