@@ -8,6 +8,7 @@ token of every objective, and no table tells places in spans.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,10 +37,30 @@ class Rotary:
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32."""
-        width = 2 * self.cos.shape[-1]
-        even, odd = heads[..., :width].float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
-        return torch.cat([turned.flatten(-2).to(heads.dtype), heads[..., width:]], dim=-1)
+        return _Turn.apply(heads, self.cos, self.sin)
+
+
+class _Turn(torch.autograd.Function):
+    """Its gradient is turned back: nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out = heads.clone(memory_format=torch.contiguous_format)
+    even, odd = heads[..., : 2 * cos.shape[-1]].float().unflatten(-1, (-1, 2)).unbind(-1)
+    out_even, out_odd = out[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
+    out_even.copy_(even * cos - odd * sin)
+    out_odd.copy_(odd * cos + even * sin)
+    return out
 
 
 def spread(heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None) -> torch.Tensor:
