@@ -46,7 +46,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import step_flops
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import cross_entropy
-from megatron_lite.model.model_input import ModelInput, few_lengths
+from megatron_lite.model.model_input import ModelInput, builds_kernels, few_lengths
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.train.machine import known_peak_tflops
 
@@ -139,11 +139,12 @@ def glm_variants(
     made = [make_batch(samples, number) for number in range(batches)]
     rows, length = made[0].shape[0], made[0].shape[2]
     multiple = few_lengths(rows * length, device, dtype)  # as in training
+    few_counts = builds_kernels(device, dtype)
     ours, dense = (
-        [ModelInput.from_batch(Batch(x), device, config, kernel=kernel, multiple=m) for x in made]
-        for kernel, m in (("auto", multiple), ("dense", 1))
+        [ModelInput.from_batch(Batch(x), device, config, kernel=kernel, **options) for x in made]
+        for kernel, options in (("auto", {"multiple": multiple, "few_counts": few_counts}), ("dense", {}))
     )
-    loss_rows = statistics.mean(len(inputs.targets) for inputs in ours)
+    loss_rows = statistics.mean(Batch(x).loss_rows for x in made)
     real = statistics.mean(Batch(x).tokens for x in made)
     useful = step_flops(config, real, loss_rows, statistics.mean(Batch(x).visible_keys for x in made))
     wanted = [

@@ -10,7 +10,7 @@ installs the requirements into .venv, collects English text from the documentati
 installed packages, trains a tokenizer, builds the corpora, trains the model of
 configs/tiny.yaml with the deepspeed launcher (stopping halfway and resuming), draws the
 losses, scores how it fills the blanks of the validation text beside simpler models, shows
-its answers, and exports it to Hugging Face and loads the export.
+its answers, exports it to Hugging Face, loads the export, and writes a page about the run.
 
 Everything but .venv is written below DIRECTORY (default: quickstart). Run it again to
 continue after an interruption: finished stages are skipped.
@@ -63,7 +63,7 @@ sentence='If this is [MASK], the function returns the [MASK].'
 # ---- the frame of a stage ----
 
 number=0 title=preparation
-readonly number_of_stages=10
+readonly number_of_stages=11
 
 stage() { # TITLE FUNCTION
     number=$((number + 1)) title=$1
@@ -154,11 +154,16 @@ export_it() {
     "$python" -m scripts.quickstart.fill_export --export "$exported" --checkpoint "$run" --text "$sentence"
 }
 
+report() {
+    "$python" scripts/report.py "$run" --output "$directory/report.html"
+}
+
 tell() {
     local minutes=$((SECONDS / 60)) seconds=$((SECONDS % 60))
     printf '\n%s\n' '================================================================================'
     printf 'Everything worked, in %d minutes %d seconds.\n\n' "$minutes" "$seconds"
-    printf '1. The curves of its losses: %s\n\n' "$run/loss.png"
+    printf '1. The whole run as a page, for a browser: %s\n' "$directory/report.html"
+    printf '   The curves of its losses alone: %s\n\n' "$run/loss.png"
     printf '2. How it fills blanks that it has never seen, beside models that count tokens:\n\n'
     sed 's/^/   /' "$run/scores.txt"
     printf '\n3. Its answers, the original words first; = marks them among the answers:\n\n'
@@ -211,4 +216,5 @@ stage 'scores beside simpler models' compare
 stage 'loss plot' draw
 stage 'blanks of the validation text, the first of a random order' fill
 stage 'export to Hugging Face, loaded with transformers' export_it
+stage 'a page about the run' report
 tell

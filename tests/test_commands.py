@@ -1,96 +1,157 @@
-"""The commands of the documents: the settings of each are accepted, and those of the tutorial run as written."""
+"""The commands of the documents: each runs as it is written, or this file says why it does not.
 
+Those that take seconds run here, others in tests marked slow, in a copy of the project with small inputs. Numbers that
+would need a long run or many processes are made smaller (`SMALLER`), and nothing else is changed. The tutorial's run in
+their order, Python included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import yaml
-from support.project import ROOT
+import zstandard
+from pyarrow import parquet
+from support.distributed import run_ranks
+from support.project import ROOT, copied_project, small_run
+from support.report_runs import fit_and_fill, interrupted
 
 from data_utils.base.settings import merge
 from megatron_lite.config.tree import load_config
+from megatron_lite.train.heartbeats import Heartbeat, heartbeat_directory
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
-# First words of commands, and where they run.
-RUN = {
-    "bash scripts/quickstart.sh": ".ci/run, with --smoke",
-    "bash scripts/test.sh": ".ci/run",
-    "bash .ci/run": "continuous integration itself",
-    "make": "the commands of .ci/run",
-    "python scripts/train_tokenizer.py": "the tutorial below; tests/scripts",
-    "python scripts/preprocess_data.py": "the tutorial below; tests/scripts",
-    "python scripts/dataset.py": "the tutorial below; tests/scripts",
-    "python scripts/inspect_batch.py": "the tutorial below; tests/scripts",
-    "python scripts/generate.py": "the tutorial below; tests/scripts",
-    "python scripts/report.py": "tests/report",
-    "python scripts/plot_metrics.py": "the tutorial below; tests/scripts",
-    "python scripts/convert_checkpoint.py": "the tutorial below; tests/hf",
-    "python scripts/checkpoints.py": "tests/scripts",
-    "python scripts/heartbeats.py": "tests/train/test_watchdog.py",
-    "python scripts/profile_step.py": "tests/profile",
-    "python pretrain_glm.py": "the tutorial below; its settings are read below",
-    "deepspeed": "tests/train/test_launcher.py; its settings are read below",
-    "mpirun": "tests/data/build, with --mpi",
-    "sbatch": "tests/train/test_slurm.py",
-    "bash scripts/launch_node.sh": "tests/train/test_slurm.py",
-    "python benchmarks/": "tests/test_benchmarks.py",
-    "python tests/support/parity.py": "tests/train/test_parity.py",
-    "python -m pytest": "this",
-    "python -m mkdocs": "tests/test_site.py",
-    "diff": "its two commands are python pretrain_glm.py",
-    # What no test can run: they install, ask for an account, or need SLURM's own step.
-    "pip install": "",
-    "wandb login": "",
-    "srun": "",
-    "docker": "",
+COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
+HERE, SLOW, TUTORIAL = "here", "slow", "the tutorial's test below"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the commands run that begin with `start`: HERE, SLOW, TUTORIAL, or another place and the reason."""
+
+    start: str
+    where: str
+    page: str = ""  # of this page alone
+
+
+TABLE = [
+    Row("", TUTORIAL, "tutorial.md"),
+    Row("python scripts/train_tokenizer.py", HERE),
+    Row("python scripts/preprocess_data.py", HERE),
+    Row("python scripts/dataset.py", HERE),
+    Row("python scripts/inspect_batch.py", HERE),
+    Row("python scripts/checkpoints.py", HERE),
+    Row("python scripts/heartbeats.py", HERE),
+    Row("python scripts/report.py", HERE),
+    Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
+    Row("diff", HERE),
+    Row("python scripts/generate.py", SLOW),
+    Row("python scripts/convert_checkpoint.py export", SLOW),
+    Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
+    Row("python pretrain_glm.py --config configs/small.yaml", SLOW),
+    Row(
+        "python pretrain_glm.py --config configs/glm-10b.yaml",
+        "tests/profile: minutes, here its settings are read",
+    ),
+    Row("python scripts/profile_step.py", "tests/profile: minutes"),
+    Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
+    Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
+    Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
+    Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
+    Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
+    Row("python -m pytest", "it is what runs this"),
+    Row("python -m mkdocs", "tests/test_site.py"),
+    Row("mpirun", "tests/data/build, with --mpi"),
+    Row("sbatch", "tests/train/test_slurm.py: needs SLURM"),
+    Row("srun", "tests/data/build, with --mpi: needs SLURM"),
+    Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
+    Row("bash scripts/quickstart.sh", ".ci/run, with --smoke"),
+    Row("bash scripts/test.sh", ".ci/run"),
+    Row("bash .ci/run", "it is what runs this"),
+    Row("make", ".ci/run has its commands"),
+    Row("docker", "tests/test_packaging.py reads the Dockerfile: needs Docker"),
+    Row("pip install", "requirements-dev.txt has these packages"),
+    Row("wandb login", "asks for an account"),
+]
+# What is written, and what runs instead of it.
+SMALLER = {
+    "--workers 16": "--workers 2",
+    "rewind runs/base 50000": "rewind runs/base 3",
+    "rewind RUN_DIRECTORY 1000": "rewind RUN_DIRECTORY 3",
+    "RUN_DIRECTORY": "runs/base",
+    "--config A ": "--config configs/glm-base.yaml ",
+    "--config B ": "--config configs/glm-large.yaml ",
 }
+DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
 
-def commands(page, languages=("bash", "sh", "")):
+def commands(page: Path) -> list[str]:
     """The commands in the blocks of a page, continued lines joined, comments and assignments before them left out."""
     found = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
-        if language in languages:
+        if language in ("bash", "sh", ""):
             lines = re.sub(r"\\\n\s*", " ", block).splitlines()
             found += [re.sub(r"^(\w+=\S+\s+)+", "", line.partition("  #")[0].strip()) for line in lines]
-    starts = (
-        "python ",
-        "deepspeed ",
-        "bash ",
-        "make ",
-        "pip ",
-        "wandb ",
-        "mpirun ",
-        "srun ",
-        "sbatch ",
-        "diff ",
-        "docker ",
-    )
-    return [line for line in found if line.startswith(starts)]
+    return [line for line in found if COMMAND.match(line)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_it_is_known_where_each_command_runs(page):
-    unknown = [line for line in commands(page) if not line.startswith(tuple(RUN))]
-    assert unknown == []
+def row_of(page: Path, line: str) -> Row:
+    """The first row of the table that speaks of a command."""
+    return next(row for row in TABLE if line.startswith(row.start) and row.page in ("", page.name))
 
 
-def test_commands_are_found():
-    found = [line for page in PAGES for line in commands(page)]
-    assert len(found) > 60
-    assert [start for start in RUN if not any(line.startswith(start) for line in found)] == []
+ALL = [(page, line) for page in PAGES for line in commands(page)]
+
+
+def test_each_row_speaks_of_a_command_and_each_place_exists():
+    assert len(ALL) > 60
+    assert {row_of(page, line).start for page, line in ALL} == {row.start for row in TABLE}
+    for row in TABLE:
+        for place in re.findall(r"(?:tests/[\w/.]*\w|\.ci/run|requirements-dev\.txt)", row.where):
+            assert (ROOT / place).exists(), row
+
+
+def test_what_runs_elsewhere_runs_there():
+    """Each command of the table that continuous integration or make runs stands there."""
+    ci = (ROOT / ".ci/run").read_text()
+    assert "bash scripts/quickstart.sh --smoke" in ci and "bash scripts/test.sh" in ci
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    made = [line.split()[1] for _, line in ALL if line.startswith("make ")]
+    assert made and set(made) <= set(targets)
+    for package in (name for _, line in ALL if line.startswith("pip install") for name in line.split()[2:]):
+        assert package in (ROOT / "requirements-dev.txt").read_text()
+
+
+def scripts_of_launchers() -> list[str]:
+    found = {word for _, line in ALL for word in line.split() if re.fullmatch(r"scripts/\w+\.sh", word)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("script", scripts_of_launchers())
+def test_documented_shell_scripts_parse(script):
+    done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def training_commands():
-    found = [(page, line) for page in PAGES for line in commands(page)]
     return [
         pytest.param(line, id=f"{page.stem}-{i}")
-        for i, (page, line) in enumerate(found)
-        if re.match(r"(python|deepspeed .*?)\s?pretrain_glm\.py", line) and "--config runs/" not in line
+        for i, (page, line) in enumerate(ALL)
+        if re.match(r"(python|deepspeed .*?)\s?pretrain_glm\.py", line)
+        and "--config runs/" not in line
+        and row_of(page, line).where != SLOW
     ]
 
 
@@ -102,14 +163,63 @@ def test_settings_of_a_documented_start_are_accepted(line):
     assert load_config([ROOT / file for file in files], overrides).training.steps > 0
 
 
+@pytest.mark.parametrize("line", [line for _, line in ALL if re.match(r"python benchmarks/", line)])
+def test_arguments_of_a_documented_benchmark_are_accepted(line, monkeypatch, capsys):
+    """Its own parser reads them, up to --help at their end."""
+    _, script, *words = shlex.split(line)
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    monkeypatch.setattr(sys, "argv", [script, *words, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    described = capsys.readouterr().out
+    assert ended.value.code == 0 and all(word in described for word in words if word.startswith("--"))
+
+
+# Running them
+
+
+@pytest.fixture(scope="module")
+def stock(corpus, tmp_path_factory):
+    """What the documents name and do not make: texts, datasets, a vocabulary, and a run that was stopped once."""
+    stock = tmp_path_factory.mktemp("stock")
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    lines = (corpus / "text.jsonl").read_bytes()
+    for folder in ("raw", "corpus"):
+        (stock / folder).mkdir()
+        (stock / folder / "words.jsonl").write_bytes(lines)
+    (stock / "raw/words.jsonl.zst").write_bytes(zstandard.compress(lines))
+    parquet.write_table(pa.table({"text": list(pages.values())}), stock / "raw/books.parquet")
+    for name, text in pages.items():
+        (stock / f"raw/{name}.txt").write_text(text, encoding="utf-8")
+    shutil.copy(corpus / "vocab.txt", stock)
+    (stock / "data").mkdir()
+    (stock / "megatron").mkdir()
+    for suffix in (".bin", ".idx", ".json"):
+        for name in ("corpus_train", "corpus_validation", "books", "news", "old_train"):
+            source = "corpus_validation" if name == "corpus_validation" else "corpus_train"
+            shutil.copy(corpus / f"{source}{suffix}", stock / f"data/{name}{suffix}")
+        if suffix != ".json":
+            shutil.copy(corpus / f"corpus_train{suffix}", stock / f"megatron/books_text_document{suffix}")
+    manifest = json.loads((stock / "data/old_train.json").read_text())
+    del manifest["checksum"]
+    (stock / "data/old_train.json").write_text(json.dumps({**manifest, "format_version": 2}))
+    for tree in interrupted(small_run(corpus, stock / "runs/base")):
+        run_ranks(fit_and_fill, 1, tree)
+    beat = Heartbeat(0, "host", 1, "step", "forward", 6, 40, 0.1, time.time())
+    beat.write(heartbeat_directory(stock / "runs/base"))
+    for name in ("runs/other", "runs/glm", "quickstart/run"):
+        shutil.copytree(stock / "runs/base", stock / name)
+    return stock
+
+
 @pytest.fixture
-def scratch(tmp_path):
-    """A directory where the tutorial's commands find what they name, with text and a model that trains in seconds."""
-    for name in ("scripts", "data_utils", "megatron_lite", "pretrain_glm.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
+def scratch(stock, tmp_path):
+    """A copy of the project with the stock. Its small and tiny configurations train in seconds."""
+    shutil.copytree(stock, tmp_path, dirs_exist_ok=True)
+    copied_project(tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    small = yaml.safe_load((tmp_path / "configs/small.yaml").read_text())
-    tiny = {
+    smaller = {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2},
         "batch": {"micro_batch_size": 2, "global_batch_size": 4},
         "training": {"steps": 12, "precision": "fp32", "eval_interval": 6, "eval_samples": 8},
@@ -117,27 +227,81 @@ def scratch(tmp_path):
         "checkpoint": {"save_interval": 0},
         "run": {"log_interval": 4},
     }
-    (tmp_path / "configs/small.yaml").write_text(yaml.safe_dump(merge(small, tiny)))
-    (tmp_path / "raw").mkdir()
-    for page in (ROOT / "docs").glob("*.md"):
-        shutil.copy(page, tmp_path / "raw" / f"{page.stem}.txt")
+    change(tmp_path / "configs/small.yaml", smaller)
+    data = {name: [{"prefix": f"data/corpus_{name}"}] for name in ("train", "validation")}
+    tokenizer = {"kind": "bert_wordpiece", "path": "vocab.txt"}
+    change(tmp_path / "configs/tiny.yaml", {"data": data, "tokenizer": tokenizer})
     return tmp_path
+
+
+def change(file: Path, tree: dict) -> None:
+    file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), tree)))
+
+
+def run(command: list[str], scratch: Path, status: int = 0) -> None:
+    bin = os.path.dirname(sys.executable)
+    environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment["HF_HOME"] = str(scratch / "cache")
+    done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
+
+
+def run_page(page: Path, where: set[str], scratch: Path) -> None:
+    """Run the commands of a page that run at these places, in their order."""
+    prepare = PREPARATIONS.get(page.name)
+    if prepare is not None:
+        prepare(scratch)
+    lines = [line for line in commands(page) if row_of(page, line).where in where]
+    assert lines
+    for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
+        for written, smaller in SMALLER.items():
+            line = line.replace(written, smaller)
+        run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+
+
+def without_corpus(scratch: Path) -> None:
+    """For pages that make it themselves."""
+    for file in (scratch / "data").glob("corpus_*"):
+        file.unlink()
+
+
+def with_own_objective(scratch: Path) -> None:
+    page = (ROOT / "docs/own_objective.md").read_text(encoding="utf-8")
+    source, config = (re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "yaml"))
+    (scratch / "data_utils/objectives/every_nth.py").write_text(source)
+    (scratch / "every_nth.yaml").write_text(config)
+    change(scratch / "configs/small.yaml", {"tokenizer": {"kind": "bert_wordpiece", "path": "vocab.txt"}})
+
+
+PREPARATIONS = {
+    "README.md": without_corpus, "data.md": without_corpus, "own_objective.md": with_own_objective,
+}  # fmt: skip
+
+
+def pages_with(where: str) -> list[Path]:
+    return [page for page in PAGES if any(row_of(page, line).where == where for line in commands(page))]
+
+
+@pytest.mark.parametrize("page", pages_with(HERE), ids=lambda page: page.stem)
+def test_quick_commands_run_as_they_are_written(page, scratch):
+    run_page(page, {HERE}, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(SLOW), ids=lambda page: page.stem)
+def test_slow_commands_run_as_they_are_written(page, scratch):
+    run_page(page, {HERE, SLOW}, scratch)
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(scratch):
     """Its commands and its Python, in order, with smaller numbers in configs/small.yaml."""
+    for name in ("data", "runs"):
+        shutil.rmtree(scratch / name)
     page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.S | re.M)
     assert len(blocks) >= 8
-    bin = os.path.dirname(sys.executable)
-    environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment["HF_HOME"] = str(scratch / "cache")
     for language, block in blocks:
-        command = ["bash", "-e", "-c", block] if language == "bash" else [sys.executable, "-c", block]
-        done = subprocess.run(
-            command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, (block, done.stdout[-2000:], done.stderr[-3000:])
+        run(["bash", "-e", "-c", block] if language == "bash" else [sys.executable, "-c", block], scratch)
     assert (scratch / "runs/small/loss.png").stat().st_size > 1000
     assert (scratch / "small-hf/model.safetensors").exists() and (scratch / "runs/continued").is_dir()

@@ -1,6 +1,6 @@
 """Objectives by name: importing this package imports every module of the folder, and each registers its objective.
 
-A new objective is one file: see the end of docs/objectives.md.
+A new objective is one file: see docs/own_objective.md.
 """
 
 from __future__ import annotations

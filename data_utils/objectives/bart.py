@@ -1,4 +1,4 @@
-"""BART's denoising (arXiv:1910.13461) on one stack: corrupted text as context, the whole text as target.
+"""BART's denoising (arXiv:1910.13461): corrupted text as context, the whole text as target.
 
 Part A (order 0) is the text with its sentences in random order and with spans of Poisson(3) tokens, each replaced by
 one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself after a `sop`. Positions of

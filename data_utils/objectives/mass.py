@@ -1,4 +1,4 @@
-"""MASS (arXiv:1905.02450) on one stack: a fragment is masked in the context and predicted by part B.
+"""MASS (arXiv:1905.02450): a fragment is masked in the context and predicted by part B.
 
 The context is the text with one fragment of half its tokens treated 80/10/10 in place. The fragment has order -1, the
 other tokens 0, and all share group 1: the context sees itself in full, part B sees only what is outside the fragment.

@@ -328,7 +328,8 @@ class RowObjective:
             field.name: int(getattr(vocabulary.special, field.name))
             for field in dataclasses.fields(vocabulary.special)
         }
-        record = special | {"vocabulary_size": int(vocabulary.size), "sequence_length": self.sequence_length}
+        size = vocabulary.num_tokens or vocabulary.size  # random tokens are below it
+        record = special | {"vocabulary_size": int(size), "sequence_length": self.sequence_length}
         record |= {"drops_eos": self.ends_with_sep and special["eos"] in (special["sep"], special["pad"])}
         record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
         self._settings = _settings_record(record, self._digest)

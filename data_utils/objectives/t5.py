@@ -1,4 +1,4 @@
-"""T5's span corruption (arXiv:1910.10683) on one stack instead of an encoder and a decoder.
+"""T5's span corruption (arXiv:1910.10683), for an encoder and a decoder or one stack.
 
 Part A (order 0) is the text with every noise span replaced by a sentinel. Part B (order 1, 2, ...) is
 `sentinel span sentinel span ... eos` after a `sop`, or after [PAD] in a vocabulary without `sop`, such as T5's. The

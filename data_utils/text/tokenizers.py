@@ -89,6 +89,7 @@ class Tokenizer(abc.ABC):
     special: SpecialTokens
     lacking: frozenset[str]  # roles that have no token: their ids stand for something else
     vocab_size: int
+    num_tokens: int  # ids below this have a token
     fingerprint: str  # of kind, options and file contents, but not of the path
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
     _encoder: Encoder
@@ -170,7 +171,7 @@ class Tokenizer(abc.ABC):
             if config.added_tokens == "t5":
                 names |= t5_sentinels(size)
                 size = max(names) + 1
-        self.vocab_size = config.vocab_size or size
+        self.num_tokens, self.vocab_size = size, config.vocab_size or size
         if self.vocab_size < size:
             raise DataError(
                 f"tokenizer.vocab_size is {config.vocab_size}, but {config.path} has {size} tokens with those of "
@@ -471,9 +472,12 @@ class SentencePieceTokenizer(Tokenizer):
 def _fingerprint(
     config: TokenizerConfig, files: Mapping[str, bytes], options: Mapping[str, Any] | None
 ) -> str:
-    """Args: options: what decides ids beside the kind, the files and what every kind has."""
-    if config.added_tokens != "glm" or config.vocab_size is not None:
-        options = {**(options or {}), "added_tokens": config.added_tokens, "vocab_size": config.vocab_size}
+    """Args: options: what decides ids beside the kind, the files and what every kind has.
+
+    `vocab_size` changes no id; datasets record it by itself.
+    """
+    if config.added_tokens != "glm":
+        options = {**(options or {}), "added_tokens": config.added_tokens}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     identity = json.dumps([FINGERPRINT_SCHEME, config.kind, options, hashes], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()

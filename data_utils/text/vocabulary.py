@@ -26,6 +26,7 @@ class Vocabulary:
     word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
     token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
     lacking: frozenset[str] = frozenset()  # roles without a token, whose ids stand for something else
+    num_tokens: int | None = None  # ids below this have a token; None: all
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
@@ -47,6 +48,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(
         special=tokenizer.special,
         size=tokenizer.vocab_size,
+        num_tokens=tokenizer.num_tokens,
         sentence_end=tokenizer.sentence_end_ids(),
         word_start=None if tokenizer.config.kind == "gpt_bpe" else np.array(starts, np.bool_),
         token_texts=tuple(texts),

@@ -5,6 +5,7 @@ The options are orthogonal. Their defaults are GLM's; systems.py has those of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from data_utils.base.settings import REQUIRED, Former, check, checked, setting
@@ -14,9 +15,10 @@ from megatron_lite.config.systems import SYSTEMS
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
+RELATIVE = ("none", "buckets")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
-INITS = ("gpt2", "plain", "deepnorm")
+INITS = ("gpt2", "plain", "t5", "deepnorm")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
@@ -79,6 +81,12 @@ class ModelConfig:
         1.0, "part of the features of each head that rotary positions turn (GLM-4: 0.5)", above=0, at_most=1
     )
     rotary_base: float = setting(10000.0, "base of the wavelengths of rotary positions", above=1)
+    relative: str = setting(
+        "none",
+        "relative positions in the scores of attention: none, or buckets of distances (T5, UniLMv2)",
+        one_of=RELATIVE,
+    )
+    unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")
     norm: str = setting(
         "pre",
         "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT); deepnorm: "
@@ -109,8 +117,8 @@ class ModelConfig:
     )
     init: str = setting(
         "gpt2",
-        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); deepnorm = in "
-        "blocks Xavier's, of values, output projections and FFN over sqrt(2L)",
+        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); t5 = by the "
+        "widths of each matrix; deepnorm = in blocks Xavier's, of values, output projections and FFN over sqrt(2L)",
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -133,6 +141,7 @@ class ModelConfig:
     tie_word_embeddings: bool = setting(
         True, "predict tokens through the word embedding; false: through a matrix of its own (GLM-4)"
     )
+    scale_head: bool = setting(False, "multiply what the output projection takes by 1/sqrt(hidden_size) (T5)")
     head_transform: bool = setting(
         False, "a layer with activation and LayerNorm before the output projection (BERT)"
     )
@@ -201,6 +210,11 @@ class ModelConfig:
     def total_layers(self) -> int:
         """Blocks of encoder and decoder."""
         return self.num_layers + self.decoder_layers
+
+    @property
+    def layer_units(self) -> int:
+        """Into how many equal groups of blocks the model divides; without a decoder each is a block."""
+        return math.gcd(self.num_layers, self.decoder_layers)
 
     @property
     def head_size(self) -> int:

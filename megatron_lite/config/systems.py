@@ -39,6 +39,15 @@ _GLM4: dict[str, Any] = {
     "init": "plain",
 }
 
+_BART: dict[str, Any] = {
+    "norm": "post",
+    "embedding_norm": True,
+    "activation": "gelu_erf",
+    "positions": "learned",
+    "max_position": 1023,
+    "init": "plain",
+}
+
 SYSTEMS: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm130b": {
@@ -66,6 +75,20 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "ernie": {**_BERT, "layernorm_epsilon": 1e-5, "activation": "relu", "max_position": 512},
     "ernie2": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 4, "task_types": 16},
     "unilm": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 6},
+    "unilmv2": {**_BERT, "relative": "buckets", "sentence_classes": 0},
+    "bart": _BART,
+    "mass": {**_BART, "max_position": 511, "scale_embedding": True, "activation_dropout": 0.1},
+    "t5": {
+        "rms_norm": True,
+        "layernorm_epsilon": 1e-6,
+        "activation": "relu",
+        "biases": "none",
+        "positions": "none",
+        "relative": "buckets",
+        "unscaled_scores": True,
+        "scale_head": True,
+        "init": "t5",
+    },
     "gpt": {"norm": "post", "positions": "learned", "max_position": 511, "init": "plain"},
     "gpt2": {"positions": "learned", "max_position": 1023},
 }

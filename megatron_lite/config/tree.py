@@ -231,13 +231,18 @@ class Config:
         )
         check(
             pp <= model.total_layers,
-            f"parallel.pipeline_parallel_size ({pp}) exceeds the blocks of the model ({model.total_layers}); a stage "
-            "needs a block.",
+            f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}) and decoder_layers "
+            f"({model.decoder_layers}); a stage needs a block.",
         )
         check(
             pp == 1 or not model.share_layers,
             f"parallel.pipeline_parallel_size is {pp} with model.share_layers, whose one block cannot be on "
             "several stages; set the size to 1, or share_layers to false.",
+        )
+        check(
+            pp == 1 or model.relative != "buckets",
+            f"parallel.pipeline_parallel_size is {pp} with model.relative buckets, whose table all stages would share; "
+            "set the size to 1, or relative to none.",
         )
         check(
             pp == 1 or self.training.precision != "fp16",

@@ -248,6 +248,13 @@ def insert_spans(
     return parts
 
 
+def span_text(tokenizer: Tokenizer, span: Sequence[int]) -> str:
+    """A span for people, without the spaces around it. A blank that holds nothing else, or no token, says so."""
+    text = tokenizer.decode(span)
+    nothing = "(line break)" if "\n" in text else "(space)" if text else "(nothing)"
+    return text.strip() or nothing
+
+
 def numbered_text(tokenizer: Tokenizer, context: Sequence[int], spans: Sequence[Sequence[int]]) -> str:
     """The text for people, ___1___ in the place of its first blank. Args: spans: what stood in the blanks."""
     hidden = {tokenizer.special.cls, tokenizer.special.eos}

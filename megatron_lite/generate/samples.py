@@ -9,7 +9,7 @@ from data_utils.samples.blanks import Prompt, prompts
 from data_utils.samples.loader import SampleLoader
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
-from megatron_lite.generate.filling import BlankFiller, numbered_text
+from megatron_lite.generate.filling import BlankFiller, numbered_text, span_text
 from megatron_lite.model.glm import GLM
 
 MOST_WRITTEN = 16  # tokens in a blank
@@ -31,9 +31,6 @@ class SampleFillings:
 
     def _filled(self, prompt: Prompt, filler: BlankFiller) -> dict[str, Any]:
         text = numbered_text(self._tokenizer, prompt.context, prompt.originals)
-        words = [self._words(span) for span in prompt.originals]
-        answers = [self._words(span) for span in filler.fill(prompt.context)]
+        words = [span_text(self._tokenizer, span) for span in prompt.originals]
+        answers = [span_text(self._tokenizer, span) for span in filler.fill(prompt.context)]
         return {"text": text, "originals": words, "answers": answers}
-
-    def _words(self, span: list[int]) -> str:
-        return self._tokenizer.decode(span).strip()

@@ -20,11 +20,12 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED, Field, Row, System
-from megatron_lite.hf.weights import Weights, check_shapes, open_directory, read_json
+from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED
+from megatron_lite.hf.published_form import Field, Row, System
+from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, read_json
 from megatron_lite.model.counts import parameter_shapes
 
-POSITIONS = "embedding.position_embeddings.weight"
+POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 # Options that are of the training, or that a file of weights does not tell.
 _NOT_IN_FILES = frozenset(
     (
@@ -34,7 +35,10 @@ _NOT_IN_FILES = frozenset(
 )  # fmt: skip
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
-_BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
+_BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
+)
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 # Parts of the base models that belong to no head of ours.
 _IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
@@ -61,24 +65,25 @@ def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: Mode
     parts: dict[str, Part] = {}
     for row in system.rows:
         shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
-        for i in range(config.num_layers if "{i}" in row.ours else 1):
-            parts |= _parts_of_row(row, i, shares, shapes, system.skipped_positions)
+        count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
+        for i in range(count):
+            name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
+            parts |= _parts_of_row(row, name, i, shares, shapes, system.skipped_positions)
     return parts
 
 
 def _parts_of_row(
-    row: Row, i: int, shares: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], skipped: int
+    row: Row, name: str, i: int, shares: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], skipped: int
 ) -> dict[str, Part]:
     parts = {}
     for kind in ("weight", "bias"):
-        ours = f"{row.ours}.{kind}".replace("{i}", str(i))
+        ours = f"{name}.{kind}"
         if ours not in shapes:
             continue
         for index, theirs in enumerate(row.theirs):
             is_transposed = row.transposed and kind == "weight"
-            rows = skipped if ours == POSITIONS else 0
-            name = f"{theirs}.{kind}".replace("{i}", str(i))
-            parts[name] = Part(ours, index, shares, is_transposed, rows)
+            rows = skipped if ours in POSITIONS else 0
+            parts[f"{theirs}.{kind}".replace("{i}", str(i))] = Part(ours, index, shares, is_transposed, rows)
     return parts
 
 
@@ -107,10 +112,13 @@ def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
     return Weights({ours: shape(ours) for ours in sources}, read)
 
 
-def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None) -> Weights:
+def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, system: System) -> Weights:
     """The inverse of `to_ours`. Args: kept: rows that ours has not, by their name; None: zeros."""
+    zeros = {name: (rows, ours.shapes[WORDS][0]) for name, rows in system.zeros.items()}
 
     def read(name: str) -> torch.Tensor:
+        if name in zeros:
+            return torch.zeros(zeros[name])
         part = parts[name]
         whole = ours.read(part.ours)
         tensor = whole.narrow(0, *part.rows(len(whole)))
@@ -127,7 +135,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None) ->
         whole = (part.rows(rows)[1] + part.skipped, *rest)
         return tuple(reversed(whole)) if part.transposed else whole
 
-    return Weights({name: shape(part) for name, part in parts.items()}, read)
+    return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
 
 
 def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
@@ -156,6 +164,9 @@ def normalized(weights: Weights, system: System, path: Path, is_tied: bool = Tru
                 f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
                 "cannot be imported."
             )
+    for name in system.zeros:
+        if name in names and weights.read(names.pop(name)).any():
+            raise CheckpointError(f"{path}: {name} is not zero, which the model here cannot express.")
     return weights.renamed(names)
 
 
@@ -199,7 +210,12 @@ def model_settings(
                 f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of "
                 f"{', '.join(map(str, entry.names))}."
             )
-        settings[entry.ours] = _our_value(system, entry, value)
+        ours = _our_value(system, entry, value)
+        if settings.setdefault(entry.ours, ours) != ours:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
+                f"{shown(settings[entry.ours])}; only equal ones can be imported."
+            )
     for option, name in system.optional.items():
         settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
     return settings
@@ -223,7 +239,7 @@ def _set_field(values: dict[str, Any], name: str, value: Any) -> None:
 
 def _our_value(system: System, entry: Field, value: Any) -> Any:
     if entry.counts_positions:
-        return value - 1 - system.skipped_positions
+        return value - 1 - system.skipped_positions * system.counts_skipped
     return value if entry.names is None else entry.names[value]
 
 
@@ -255,7 +271,8 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
             continue  # the class's default, which it does not use
         if entry.names is not None:
             value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
-        value = value + 1 + system.skipped_positions if entry.counts_positions else value
+        if entry.counts_positions:
+            value += 1 + system.skipped_positions * system.counts_skipped
         _set_field(values, entry.theirs, value)
     for name, value in system.required.items():
         _set_field(values, name, value)
@@ -353,5 +370,6 @@ def open_published(path: Path) -> PublishedSource:
     shapes = parameter_shapes(config)
     parts = parts_of(system, shapes, config)
     theirs = without_idle(theirs, parts)
-    check_shapes(theirs, to_theirs(Weights(shapes, theirs.read), parts, None).shapes, path)
+    expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
+    check_shapes(theirs, {name: shape for name, shape in expected.items() if name not in system.zeros}, path)
     return PublishedSource(path, system, settings, theirs, parts)

@@ -8,69 +8,11 @@ Source: the modeling files of transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
 
 from megatron_lite.config.model import ModelConfig
-
-
-@dataclass(frozen=True)
-class Row:
-    """Modules of theirs that are one module of ours. "{i}" in a name stands for the number of a layer."""
-
-    ours: str
-    theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
-    transposed: bool = False  # their weight is [in, out]
-    # Relative sizes of `theirs` in ours; None: equal.
-    shares: Callable[[ModelConfig], tuple[int, ...]] | None = None
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of config.json that is an option of ours. Several options may have one field."""
-
-    theirs: str  # "rope_parameters.rope_theta": a field within another
-    ours: str
-    names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
-    counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
-
-
-@dataclass(frozen=True)
-class System:
-    """A published system."""
-
-    model_type: str  # as in config.json
-    prefix: str  # of the base model's parameters; files of the base model alone may lack it
-    rows: tuple[Row, ...]
-    fields: tuple[Field, ...]
-    class_of: Callable[[ModelConfig], str]  # the class of transformers that has all heads of a model
-    classes: Mapping[str, str]  # architecture in config.json -> `model.system`
-    required: Mapping[str, Any]  # fields of config.json with the only value that we can express
-    ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
-    skipped_positions: int = 0  # rows of their position table that no token uses, before the others
-    is_causal: bool = False
-    may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
-    # Options of heads that a file may lack, and the parameter that tells.
-    optional: Mapping[str, str] = field(default_factory=dict)
-    set_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that no option has
-
-
-_ACTIVATIONS = {
-    "gelu": "gelu_erf",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-
-
-def _numbered(rows: list[Row], ours: str, theirs: str) -> tuple[Row, ...]:
-    return tuple(
-        replace(row, ours=f"{ours}{row.ours}", theirs=tuple(f"{theirs}{name}" for name in row.theirs))
-        for row in rows
-    )
+from megatron_lite.hf.published_form import ACTIVATIONS, Field, Row, System, numbered
+from megatron_lite.hf.published_glm4 import GLM4, GLM4_0414
 
 
 def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str] | None) -> tuple[Row, ...]:
@@ -104,8 +46,8 @@ def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str
             Row("heads.sentence.classifier", (sentence[1],)),
         ]
     return (
-        *_numbered(tables, "embedding.", f"{prefix}embeddings."),
-        *_numbered(block, "layers.{i}.", f"{prefix}encoder.layer.{{i}}."),
+        *numbered(tables, "embedding.", f"{prefix}embeddings."),
+        *numbered(block, "layers.{i}.", f"{prefix}encoder.layer.{{i}}."),
         *rows,
     )
 
@@ -118,7 +60,7 @@ _BERT_FIELDS = (
     Field("intermediate_size", "ffn_size"),
     Field("max_position_embeddings", "max_position", counts_positions=True),
     Field("type_vocab_size", "segments"),
-    Field("hidden_act", "activation", _ACTIVATIONS),
+    Field("hidden_act", "activation", ACTIVATIONS),
     Field("layer_norm_eps", "layernorm_epsilon"),
     Field("hidden_dropout_prob", "output_dropout"),
     Field("hidden_dropout_prob", "embedding_dropout"),
@@ -190,7 +132,7 @@ ALBERT = System(
         Row("embedding.segment_embeddings", ("albert.embeddings.token_type_embeddings",)),
         Row("embedding.layernorm", ("albert.embeddings.LayerNorm",)),
         Row("embedding.projection", ("albert.encoder.embedding_hidden_mapping_in",)),
-        *_numbered(
+        *numbered(
             [
                 Row(
                     "attention.query_key_value",
@@ -235,7 +177,7 @@ def _gpt_rows(words: str, positions: str, norms: tuple[str, str], final: tuple[R
     return (
         Row("embedding.word_embeddings", (f"transformer.{words}",)),
         Row("embedding.position_embeddings", (f"transformer.{positions}",)),
-        *_numbered(block, "layers.{i}.", "transformer.h.{i}."),
+        *numbered(block, "layers.{i}.", "transformer.h.{i}."),
         *final,
     )
 
@@ -275,7 +217,7 @@ GPT2 = System(
     ),
     fields=(
         *_GPT_FIELDS,
-        Field("activation_function", "activation", _ACTIVATIONS),
+        Field("activation_function", "activation", ACTIVATIONS),
         Field("n_inner", "ffn_size"),
     ),
     class_of=lambda config: "GPT2LMHeadModel",
@@ -291,75 +233,149 @@ GPT2 = System(
 )
 
 
-def _glm4_rows(more_norms: bool) -> tuple[Row, ...]:
-    def shares(config: ModelConfig) -> tuple[int, ...]:
-        return config.num_attention_heads // config.key_value_heads, 1, 1
-
-    block = [
-        Row("input_layernorm", ("input_layernorm",)),
-        Row(
-            "attention.query_key_value",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            shares=shares,
-        ),
-        Row("attention.dense", ("self_attn.o_proj",)),
-        Row("post_attention_layernorm", ("post_attention_layernorm",)),
-        Row("mlp.dense_h_to_4h", ("mlp.gate_up_proj",)),
-        Row("mlp.dense_4h_to_h", ("mlp.down_proj",)),
-    ]
-    if more_norms:
-        block += [
-            Row("attended_layernorm", ("post_self_attn_layernorm",)),
-            Row("expanded_layernorm", ("post_mlp_layernorm",)),
-        ]
-    return (
-        Row("embedding.word_embeddings", ("model.embed_tokens",)),
-        *_numbered(block, "layers.{i}.", "model.layers.{i}."),
-        Row("final_layernorm", ("model.norm",)),
-        Row("heads.vocabulary", ("lm_head",)),
-    )
+def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
+    return numbered(rows, "layers.{i}.", encoder) + numbered(rows, "layers.{d}.", decoder)
 
 
-_GLM4_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("num_key_value_heads", "num_key_value_heads"),
-    Field("head_dim", "head_dim"),
-    Field("intermediate_size", "ffn_size"),
-    Field("max_position_embeddings", "max_position", counts_positions=True),
-    Field("rope_parameters.rope_theta", "rotary_base"),
-    Field("rope_parameters.partial_rotary_factor", "rotary_share"),
-    Field("hidden_act", "activation", _ACTIVATIONS),
-    Field("attention_bias", "biases", {True: "qkv", False: "none"}),
-    Field("rms_norm_eps", "layernorm_epsilon"),
-    Field("tie_word_embeddings", "tie_word_embeddings"),
-    Field("attention_dropout", "attention_dropout"),
-    Field("initializer_range", "init_std"),
-)
-GLM4 = System(
-    model_type="glm",
+BART = System(
+    model_type="bart",
     prefix="model.",
-    rows=_glm4_rows(more_norms=False),
-    fields=_GLM4_FIELDS,
-    class_of=lambda config: "GlmForCausalLM",
-    classes={"GlmForCausalLM": "glm4"},
-    required={"rope_parameters.rope_type": "default"},
-    ties={"lm_head.weight": "model.embed_tokens.weight"},
-    is_causal=True,
-    may_untie=True,
+    rows=(
+        Row("embedding.word_embeddings", ("model.shared",)),
+        Row("embedding.position_embeddings", ("model.encoder.embed_positions",)),
+        Row("embedding.layernorm", ("model.encoder.layernorm_embedding",)),
+        Row("decoder_embedding.position_embeddings", ("model.decoder.embed_positions",)),
+        Row("decoder_embedding.layernorm", ("model.decoder.layernorm_embedding",)),
+        *_both_stacks(
+            [
+                Row(
+                    "attention.query_key_value",
+                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                ),
+                Row("attention.dense", ("self_attn.out_proj",)),
+                Row("post_attention_layernorm", ("self_attn_layer_norm",)),
+                Row("mlp.dense_h_to_4h", ("fc1",)),
+                Row("mlp.dense_4h_to_h", ("fc2",)),
+                Row("output_layernorm", ("final_layer_norm",)),
+            ],
+            "model.encoder.layers.{i}.",
+            "model.decoder.layers.{i}.",
+        ),
+        *numbered(
+            [
+                Row("cross_attention.query", ("encoder_attn.q_proj",)),
+                Row("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
+                Row("cross_attention.dense", ("encoder_attn.out_proj",)),
+                Row("cross_layernorm", ("encoder_attn_layer_norm",)),
+            ],
+            "layers.{d}.",
+            "model.decoder.layers.{i}.",
+        ),
+    ),
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("encoder_layers", "num_layers"),
+        Field("decoder_layers", "decoder_layers"),
+        Field("d_model", "hidden_size"),
+        Field("encoder_attention_heads", "num_attention_heads"),
+        Field("decoder_attention_heads", "num_attention_heads"),
+        Field("encoder_ffn_dim", "ffn_size"),
+        Field("decoder_ffn_dim", "ffn_size"),
+        Field("max_position_embeddings", "max_position", counts_positions=True),
+        Field("activation_function", "activation", ACTIVATIONS),
+        Field("scale_embedding", "scale_embedding"),
+        Field("dropout", "output_dropout"),
+        Field("dropout", "embedding_dropout"),
+        Field("attention_dropout", "attention_dropout"),
+        Field("activation_dropout", "activation_dropout"),
+        Field("init_std", "init_std"),
+    ),
+    class_of=lambda config: "BartForConditionalGeneration",
+    classes={"BartForConditionalGeneration": "bart"},
+    required={"tie_word_embeddings": True},
+    ties={
+        "model.encoder.embed_tokens.weight": "model.shared.weight",
+        "model.decoder.embed_tokens.weight": "model.shared.weight",
+        "lm_head.weight": "model.shared.weight",
+    },
+    skipped_positions=2,
+    counts_skipped=False,
+    zeros={"final_logits_bias": 1},
 )
-GLM4_0414 = replace(
-    GLM4,
-    model_type="glm4",
-    rows=_glm4_rows(more_norms=True),
-    class_of=lambda config: "Glm4ForCausalLM",
-    classes={"Glm4ForCausalLM": "glm4_0414"},
+_T5_ATTENTION = [
+    Row(
+        "attention.query_key_value",
+        ("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"),
+    ),
+    Row("attention.dense", ("layer.0.SelfAttention.o",)),
+    Row("input_layernorm", ("layer.0.layer_norm",)),
+]
+
+
+def _t5_ffn(layer: int) -> list[Row]:
+    return [
+        Row("mlp.dense_h_to_4h", (f"layer.{layer}.DenseReluDense.wi",)),
+        Row("mlp.dense_4h_to_h", (f"layer.{layer}.DenseReluDense.wo",)),
+        Row("post_attention_layernorm", (f"layer.{layer}.layer_norm",)),
+    ]
+
+
+_T5_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"  # the first layer holds the table of all
+T5 = System(
+    model_type="t5",
+    prefix="",
+    rows=(
+        Row("embedding.word_embeddings", ("shared",)),
+        Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
+        Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
+        *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
+        *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
+        *numbered(
+            [
+                Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
+                Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
+                Row("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
+                Row("cross_layernorm", ("layer.1.layer_norm",)),
+                *_t5_ffn(2),
+            ],
+            "layers.{d}.",
+            "decoder.block.{i}.",
+        ),
+        Row("encoder_layernorm", ("encoder.final_layer_norm",)),
+        Row("final_layernorm", ("decoder.final_layer_norm",)),
+    ),
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("num_layers", "num_layers"),
+        Field("num_decoder_layers", "decoder_layers"),
+        Field("d_model", "hidden_size"),
+        Field("num_heads", "num_attention_heads"),
+        Field("d_kv", "head_dim"),
+        Field("d_ff", "ffn_size"),
+        Field("feed_forward_proj", "activation", {"relu": "relu"}),
+        Field("layer_norm_epsilon", "layernorm_epsilon"),
+        Field("dropout_rate", "output_dropout"),
+        Field("dropout_rate", "embedding_dropout"),
+        Field("dropout_rate", "attention_dropout"),
+        Field("dropout_rate", "activation_dropout"),
+    ),
+    class_of=lambda config: "T5ForConditionalGeneration",
+    classes={"T5ForConditionalGeneration": "t5"},
+    required={
+        "scale_decoder_outputs": True,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    },
+    ties={
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+        "lm_head.weight": "shared.weight",
+    },
 )
 
 PUBLISHED: dict[str, System] = {  # by the type in config.json
-    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, GLM4, GLM4_0414)
+    system.model_type: system
+    for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, BART, T5, GLM4, GLM4_0414)
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
@@ -371,6 +387,9 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "unilm": BERT,
     "gpt": GPT,
     "gpt2": GPT2,
+    "bart": BART,
+    "mass": BART,
+    "t5": T5,
     "glm4": GLM4,
     "glm4_0414": GLM4_0414,
 }

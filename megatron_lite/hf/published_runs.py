@@ -59,8 +59,10 @@ from megatron_lite.hf.weights import (
     read_json,
     write_sharded,
 )
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import prepare
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
@@ -215,7 +217,7 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
             f"checkpoint {run.checkpoint.path} has {', '.join(sorted(left)[:3])}, which the class "
             f"{system.class_of(config)} has not; only models of the published architecture can be exported."
         )
-    write_sharded(directory, to_theirs(weights, parts, rows), DTYPES[dtype], max_shard_bytes)
+    write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
@@ -250,9 +252,13 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     """Our model and the class of transformers on the same rows, padding left out, with the head on CLS."""
     batch = proof_batch(model.config)
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    hidden, ours = proof.training_states(model, batch)
+    hidden, ours = our_output(model, batch)
+    if model.config.decoder_layers:
+        real &= torch.from_numpy(batch[:, ORD] > 0)
     out = their_output(load_class(directory, class_name), model.config, batch)
     expected = out["logits"] if "logits" in out else out["prediction_logits"]
+    if model.config.decoder_layers:
+        expected = in_rows(expected, batch)
     result = proof.compare(ours[real], expected[real], tolerance)
     for name in ("seq_relationship_logits", "sop_logits"):
         if name in out:
@@ -260,6 +266,31 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
             classes = model.heads.sentence(model.final_layernorm(hidden[:, 0]))
             result = result.joined(proof.compare(classes, out[name], tolerance))
     return result
+
+
+def our_output(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last block's output and the logits, [B, S, D] and [B, S, V]; zeros where a decoder has no row."""
+    kernel = "auto" if model.config.decoder_layers else "dense"
+    prepared = prepare(Batch(batch), torch.device("cpu"), model.config, kernel=kernel)
+    inputs = prepared.to(torch.device("cpu"))
+    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
+    order = torch.from_numpy(prepared.plan.order)[-len(hidden) :]
+    outputs = []
+    for rows in (hidden, model.logits(hidden).float()):
+        whole = rows.new_zeros(batch.shape[0] * batch.shape[2], rows.shape[1])
+        outputs.append(
+            whole.index_put((order[order >= 0],), rows[order >= 0]).view(len(batch), batch.shape[2], -1)
+        )
+    return outputs[0], outputs[1]
+
+
+def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
+    """Logits [B, targets, V] of a decoder in the places of its tokens: [B, S, V]."""
+    whole = logits.new_zeros(*batch[:, 0].shape, logits.shape[-1])
+    for row, order in enumerate(batch[:, ORD]):
+        places = np.flatnonzero(order > 0)
+        whole[row, places] = logits[row, : len(places)]
+    return whole
 
 
 def their_output(
@@ -270,6 +301,8 @@ def their_output(
     def plane(number: int) -> torch.Tensor:
         return torch.from_numpy(batch[:, number].astype(np.int64))
 
+    if config.decoder_layers:
+        return theirs(**encoder_decoder_inputs(batch))
     inputs = {
         "input_ids": plane(TOKENS),
         "attention_mask": (plane(DOC) != PADDING_DOC).long(),
@@ -282,11 +315,30 @@ def their_output(
     return theirs(**inputs)
 
 
+def encoder_decoder_inputs(batch: np.ndarray) -> dict[str, torch.Tensor]:
+    """Context and target of each row, each padded at its end."""
+
+    def gathered(chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = chosen.sum(1)
+        tokens = np.ones((len(chosen), lengths.max()), np.int64)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = batch[row, TOKENS][chosen[row]]
+        return torch.from_numpy(tokens), torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
+
+    is_real = batch[:, DOC] != PADDING_DOC
+    context, real = gathered(is_real & (batch[:, ORD] == 0))
+    target, _ = gathered(is_real & (batch[:, ORD] > 0))
+    return {"input_ids": context, "attention_mask": real.long(), "decoder_input_ids": target}
+
+
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S], as Batch: a whole row, and two with padding after them."""
+    """int32 [3, fields, S], as Batch: a whole row, and two with padding after them.
+
+    Where there is a decoder, the last part of a row is its target. Distances reach beyond what buckets tell apart.
+    """
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
-    length = min(96, config.max_position + 1)
+    length = min(200, config.max_position + 1)
     batch = np.zeros((3, len(FIELDS), length), np.int32)
     batch[:, DOC] = PADDING_DOC
     for row, used in enumerate((length, max(1, length // 2), max(1, length - 3))):
@@ -299,5 +351,9 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
             batch[row, OBJECTIVE, :used] = rng.integers(0, config.task_types)
         if system_of(config).is_causal:
             batch[row, ORD, :used] = np.arange(used)
+        if config.decoder_layers:
+            context = used - used // 3
+            batch[row, ORD, context:used] = np.arange(1, used - context + 1)
+            batch[row, POSITION_IDS, context:used] = np.arange(used - context)
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch

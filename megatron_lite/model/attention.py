@@ -9,14 +9,17 @@ runs all layers in this order, so no layer moves tokens. The plans:
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
   FlexPlan     CUDA, the rest: FlexAttention with the rule as its mask function (flex.py).
-  DensePlan    the reference, only where it is asked for: one masked call, B x S x S booleans.
+  DensePlan    the reference: one masked call, B x S x S booleans. On CUDA it serves models with relative positions.
+
+A bias of the scores (relative.py) goes to CallPlan, which then writes attention out, and to DensePlan.
 
 Tokens that see nothing get zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +40,7 @@ from megatron_lite.model.batch import (
 )
 from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, choose
 from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.relative import ScoreBias
 from megatron_lite.model.tensor_parallel import widens
 
 # CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 4; UniLMv2 would take 35.
@@ -52,6 +56,24 @@ class AttentionPlan(Protocol):
 
     def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
         """qkv [..., 3, H heads, D head dim] of all tokens -> [..., H, D], scores scaled by D^-1/2."""
+        ...
+
+
+class BiasedPlan(AttentionPlan, Protocol):
+    """A plan that adds a bias to the scores."""
+
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The calls: queries [..., Q] and keys [..., K] of each, int64, in the order of the plan."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        bias: ScoreBias | None = None,
+    ) -> torch.Tensor:
+        """As of AttentionPlan. Args: bias: of the calls."""
         ...
 
 
@@ -85,7 +107,10 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 def attend_all(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values, all of them or those of `mask` [B, 1, Sq, Sk]."""
+    """[B, Sq, H, D] queries over [B, Sk, H, D] keys and values.
+
+    Args: mask: bool [B, 1, Sq, Sk], which keys; or what is added to the scores, [B, H, Sq, Sk]. None: all keys.
+    """
     dtype = q.dtype
     q, k, v = (heads_first(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -112,20 +137,26 @@ class DenseMask:
         dropout: AttentionDropout | None,
         query_keys: torch.Tensor,
         key_keys: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B S, H, D] three times -> [B S, H, D]. Args: query_keys, key_keys: of the tokens, for dropout."""
+        """[B S, H, D] three times -> [B S, H, D].
+
+        Args: query_keys, key_keys: of the tokens, for dropout. bias: added to the scores, [B, H, S, S].
+        """
         rows = len(self.mask)
         q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q, k, v))
+        seen = self.mask if bias is None else bias.masked_fill(~self.mask, float("-inf"))
         if dropout is None:
-            out = attend_all(q, k, v, self.mask)
+            out = attend_all(q, k, v, seen)
         else:
             of_queries, of_keys = query_keys.view(rows, -1), key_keys.view(rows, -1)
             stays = torch.stack(
                 [dropout.keep(*row, q.shape[2]) for row in zip(of_queries, of_keys, strict=True)]
             )
-            bias = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
+            if bias is None:
+                seen = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = attend_with_dropout(q, k, v, bias, stays, dropout.p).transpose(1, 2)
+            out = attend_written_out(q, k, v, seen, stays, dropout.p).transpose(1, 2)
         return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
 
 
@@ -144,24 +175,44 @@ class DensePlan:
         self._masked.to(device)
         return self
 
-    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys of the one call: int64 [B, S]."""
+        places = torch.from_numpy(self.order).view(len(self._masked.mask), -1).to(device)
+        return [(places, places)]
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        bias: ScoreBias | None = None,
+    ) -> torch.Tensor:
         keys = qkv[:0] if dropout is None else dropout.keys
         q, k, v = qkv.unbind(1)
-        return self._masked.attend(q, k, v, dropout, keys, keys)
+        added = None if bias is None else bias(0, *self.pairs(qkv.device)[0]).to(q.dtype)
+        return self._masked.attend(q, k, v, dropout, keys, keys, added)
 
 
-def attend_with_dropout(
+def attend_written_out(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
-    stays: torch.Tensor,
+    stays: torch.Tensor | None,
     p: float,
 ) -> torch.Tensor:
-    """Attention written out: [..., H, Q, D] queries, keys, values; `stays` bool [..., H, Q, K]."""
+    """[..., H, Q, D] queries, keys, values; `bias` [..., H, Q, K]; `stays` bool [..., H, Q, K], None = all."""
+    dtype = q.dtype
+    if (
+        q.device.type == "cpu"
+        and choose(dtype, q.shape[-2], k.shape[-2], is_full=bias is None) == "flash fp32"
+    ):
+        # As without dropout. In half precision each new shape of a call would cost a kernel besides.
+        q, k, v = q.float(), k.float(), v.float()
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (scores if bias is None else scores + bias).softmax(-1)
-    return torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
+    out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
+    return out.to(dtype)
 
 
 class CallPlan:
@@ -182,6 +233,7 @@ class CallPlan:
         self._has_groups = bool(layout.grp.any())
         self._columns = torch.from_numpy(layout.columns)
         self._parts: tuple[list[UnitGroup], list[Unit]] | None = None
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def arrays(self) -> list[np.ndarray]:
         return []
@@ -189,28 +241,57 @@ class CallPlan:
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> CallPlan:
         return self
 
-    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
-        if dropout is None:
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys of each call that has any, one unit after another: int64 [Q] and [K]."""
+        if self._pairs is None:
+            self._pairs = []
+            for unit in self.units:
+                tokens = torch.arange(unit.start, unit.stop)
+                for call in unit.calls:
+                    if call.kind != BLIND:
+                        self._pairs.append((tokens[call.start : call.stop], _part(tokens, call, 0)))
+        return self._pairs
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        bias: ScoreBias | None = None,
+    ) -> torch.Tensor:
+        if dropout is None and bias is None:
             return _CallsOnCpu.apply(qkv, self)
-        out = [self._unit(unit, qkv[unit.start : unit.stop], dropout) for unit in self.units]
+        added: Iterator[torch.Tensor | None] = itertools.repeat(None)
+        if bias is not None:
+            added = (bias(number, *pair) for number, pair in enumerate(self.pairs(qkv.device)))
+        out = [self._unit(unit, qkv[unit.start : unit.stop], dropout, added) for unit in self.units]
         rest = self.length - self.tokens
         return torch.cat([*out, qkv.new_zeros(rest, *qkv.shape[2:])])
 
-    def _unit(self, unit: Unit, qkv: torch.Tensor, dropout: AttentionDropout) -> torch.Tensor:
-        """qkv [unit, 3, H, D] -> [unit, H, D], under autograd."""
+    def _unit(
+        self,
+        unit: Unit,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        biases: Iterator[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """qkv [unit, 3, H, D] -> [unit, H, D], under autograd. Args: biases: of the calls, [H, Q, K]."""
         q, k, v = (heads_first(x) for x in qkv.unbind(1))
-        keys = dropout.keys[unit.start : unit.stop]
         out = []
         for call in unit.calls:
             queries = q[:, call.start : call.stop]
             if call.kind == BLIND:
                 out.append(torch.zeros_like(queries))
                 continue
-            stays = dropout.keep(keys[call.start : call.stop], _part(keys, call, 0), len(q))
-            bias = self.bias(unit, call, q.dtype, causal=True)
-            out.append(
-                attend_with_dropout(queries, _part(k, call, 1), _part(v, call, 1), bias, stays, dropout.p)
-            )
+            stays = None
+            if dropout is not None:
+                keys = dropout.keys[unit.start : unit.stop]
+                stays = dropout.keep(keys[call.start : call.stop], _part(keys, call, 0), len(q))
+            seen, added = self.bias(unit, call, q.dtype, causal=True), next(biases)
+            if added is not None:
+                seen = added.to(q.dtype) if seen is None else added + seen
+            p = 0.0 if dropout is None else dropout.p
+            out.append(attend_written_out(queries, _part(k, call, 1), _part(v, call, 1), seen, stays, p))
         return torch.cat(out, dim=1).transpose(0, 1).to(qkv.dtype)
 
     def bias(

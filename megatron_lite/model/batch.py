@@ -245,6 +245,16 @@ class Batch:
         return int(self.layout.views.seen.sum())
 
     @property
+    def targets(self) -> int:
+        """Tokens that a decoder computes, where the model has one."""
+        return int(self.layout.is_target.sum())
+
+    @property
+    def target_keys(self) -> int:
+        """`visible_keys` of those tokens alone."""
+        return int(self.layout.views.seen[self.layout.is_target].sum())
+
+    @property
     def loss_rows(self) -> int:
         return int(np.count_nonzero(self.weights))
 

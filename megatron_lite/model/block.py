@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.attention import AttentionPlan
+from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add, gate, has_kernels
-from megatron_lite.model.fused_block import fused_block
+from megatron_lite.model.fused_block import Parts, fused_block
 from megatron_lite.model.heads import Linear
+from megatron_lite.model.relative import ScoreBias
 from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -39,9 +40,6 @@ from megatron_lite.model.tensor_parallel import (
     make_norm,
 )
 from megatron_lite.model.varlen import VarlenPlan
-
-if TYPE_CHECKING:
-    from megatron_lite.model.encoder_decoder import DecoderEmbedding
 
 
 def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -70,6 +68,7 @@ class Flow:
     plan: AttentionPlan | PartsPlan
     dropout: Dropout | None  # of all tokens
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    bias: ScoreBias | None = None  # of all layers' scores
     rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
 
     @staticmethod
@@ -102,6 +101,13 @@ class Stream(NamedTuple):
 
     def summed(self) -> torch.Tensor:
         return self.hidden if self.x is None else add(self.hidden, self.x, self.dropout)
+
+
+class OwnEmbedding(Protocol):
+    """What the rows of an encoder and of a decoder have each of their own."""
+
+    position_embeddings: nn.Embedding | None
+    layernorm: LayerNorm | RMSNorm | None
 
 
 class PositionEmbeddings(nn.Module):
@@ -137,7 +143,7 @@ class PositionEmbeddings(nn.Module):
         return make_norm(config, size, parallel) if config.embedding_norm else None
 
     def forward(
-        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
     ) -> torch.Tensor:
         """The hidden state before the first block.
 
@@ -166,9 +172,7 @@ class PositionEmbeddings(nn.Module):
             hidden = linear(hidden, weight, bias)
         return hidden
 
-    def _sum(
-        self, hidden: torch.Tensor, ids: torch.Tensor, own: PositionEmbeddings | DecoderEmbedding
-    ) -> torch.Tensor:
+    def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
         """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
         for table, plane in zip((own.position_embeddings, *shared), ids, strict=True):
@@ -189,9 +193,14 @@ class Embedding(PositionEmbeddings):
         self.word_embeddings = VocabParallelEmbedding(config, parallel)
 
     def forward(
-        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: DecoderEmbedding | None = None
+        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
     ) -> torch.Tensor:
         return super().forward(self.word_embeddings(tokens), ids, flow, decoder)
+
+
+def query_factor(config: ModelConfig) -> float:
+    """What multiplies queries, for kernels that scale scores by 1 / sqrt(head size)."""
+    return math.sqrt(config.head_size) if config.unscaled_scores else 1.0
 
 
 class Attention(nn.Module):
@@ -200,6 +209,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
         self.head_size = config.head_size
+        self.query_factor = query_factor(config)
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute
@@ -224,8 +234,13 @@ class Attention(nn.Module):
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
         heads = spread(qkv.view(len(qkv), -1, self.head_size), self.key_value_heads, flow.rotary)
-        heads = heads.view(*flow.shape, 3, -1, self.head_size)
-        return flow.plan.attend(layer, heads, self.dropout_of(flow, layer))
+        qkv = heads.view(*flow.shape, 3, -1, self.head_size)
+        if self.query_factor != 1.0:
+            qkv = qkv * qkv.new_tensor([self.query_factor, 1.0, 1.0])[:, None, None]
+        dropout = self.dropout_of(flow, layer)
+        if flow.bias is None:
+            return flow.plan.attend(layer, qkv, dropout)
+        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, flow.bias)
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
         if not self.dropout or flow.dropout is None:
@@ -281,38 +296,34 @@ class Block(nn.Module):
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
-        # What takes in gradients of parameters, which are used once in a pass. Set by an optimizer that can.
-        self.take: Callable[[nn.Parameter, torch.Tensor], None] | None = None
         is_known = config.is_plain and not config.activation_dropout
         self.may_fuse = is_known and recompute == "none" and parallel.group.size == 1
+        self.parts: Parts | None = None  # of a block that is one function of autograd
+
+    def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
+
+        After `take_products` of the weights.
+        """
+        self.parts = Parts.of(self, take) if self.may_fuse else None
 
     def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
-        if (
-            self.take is not None
-            and self.may_fuse
-            and stream.hidden.requires_grad
-            and has_kernels(stream.hidden)
-        ):
-            fused = self._fused(stream, flow, layer)
-            if fused is not None:
-                return fused
+        hidden = stream.hidden
+        is_trained = self.parts is not None and hidden.requires_grad and torch.is_grad_enabled()
+        if is_trained and has_kernels(hidden) and isinstance(flow.plan, VarlenPlan):
+            return self._fused(stream, flow, layer, flow.plan)
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
 
-    def _fused(self, stream: Stream, flow: Flow, layer: int) -> Stream | None:
-        """`_forward` as one function of autograd, if all its parts are known to that."""
-        norms = self.input_layernorm, self.post_attention_layernorm
-        is_known = all(isinstance(norm, LayerNorm) and norm.normalize is F.layer_norm for norm in norms)
-        if not isinstance(flow.plan, VarlenPlan) or not is_known:
-            return None
-        attention = self.attention
-        p = flow.plan.prepare(attention.head_size, stream.hidden.device, attention.dropout_of(flow, layer))
+    def _fused(self, stream: Stream, flow: Flow, layer: int, plan: VarlenPlan) -> Stream:
+        """`_forward` as one function of autograd."""
+        assert self.parts is not None
+        p = plan.prepare(self.parts.head_size, stream.hidden.device, self.attention.dropout_of(flow, layer))
         after = flow.features(self.dropout, layer, "attended")
-        hidden, out = fused_block(self, *stream, after, p, flow.plan)
-        x = Biased(out, self.mlp.dense_4h_to_h.bias)
+        hidden, x = fused_block(self.parts, *stream, after, p, plan)
         return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:

@@ -51,16 +51,20 @@ def _products(model: ModelConfig, prefix: str) -> int:
     )
 
 
-def _block_products(model: ModelConfig) -> list[int]:
-    """Multiply-adds per token of the matrices of each layer, without keys and values of an encoder."""
-    own = 1 if model.share_layers else model.total_layers
-    products = [_products(model, f"layers.{i}.") - _cross_products(model, i) for i in range(own)]
-    return products * (model.total_layers // len(products))
+def _block_products(model: ModelConfig, targets: float) -> list[float]:
+    """Multiply-adds per token of the matrices of each layer.
 
-
-def _cross_products(model: ModelConfig, layer: int) -> int:
-    """Multiply-adds of a decoder's layer for each of the encoder's tokens."""
-    return _products(model, f"layers.{layer}.cross_attention.key_value.")
+    Args: targets: of a model with a decoder, the part of all tokens that are the decoder's.
+    """
+    if not model.decoder_layers:
+        own = [0] if model.share_layers else range(model.num_layers)
+        products = [float(_products(model, f"layers.{i}.")) for i in own]
+        return products * (model.num_layers // len(products))
+    encoder, decoder = (float(_products(model, f"layers.{i}.")) for i in (0, model.num_layers))
+    # Keys and values of cross-attention are those of the encoder's tokens.
+    keys = _products(model, f"layers.{model.num_layers}.cross_attention.key_value.")
+    decoder = (decoder - keys) * targets + keys * (1 - targets)
+    return [encoder * (1 - targets)] * model.num_layers + [decoder] * model.decoder_layers
 
 
 def _head_products(model: ModelConfig) -> int:
@@ -71,37 +75,33 @@ def _head_products(model: ModelConfig) -> int:
     return vocabulary + _products(model, "heads.") - _products(model, "heads.sentence.")
 
 
-def _blocks_forward(model: ModelConfig, tokens: float, loss_rows: float) -> list[float]:
-    """Multiply-adds of each layer's matrices. A decoder computes the tokens with loss, its encoder the others."""
-    products = _block_products(model)
-    if not model.decoder_layers:
-        return [block * tokens for block in products]
-    context = tokens - loss_rows
-    encoder = [block * context for block in products[: model.num_layers]]
-    decoder = range(model.num_layers, model.total_layers)
-    return encoder + [products[i] * loss_rows + _cross_products(model, i) * context for i in decoder]
-
-
-def step_flops(model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int) -> float:
+def step_flops(
+    model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int, targets: int = 0, target_keys: int = 0
+) -> float:
     """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
 
     Args:
         tokens: tokens that are not padding.
         loss_rows: tokens on which the head runs.
-        visible_keys: sum over tokens of the number of keys each may attend to, in each of `num_layers`. An encoder and
-            a decoder of different depth are counted as if both had the encoder's.
+        visible_keys: sum over tokens of the number of keys each may attend to.
+        targets, target_keys: the part of both that a decoder computes, where the model has one.
     """
-    blocks = sum(_blocks_forward(model, tokens, loss_rows)) + _products(model, "embedding.") * tokens
-    per_key = 2 * model.attention_size * model.num_layers  # scores, and the sum of values
-    return 3.0 * 2.0 * (blocks + per_key * visible_keys + _head_products(model) * loss_rows)
+    per_token = sum(_block_products(model, targets / max(tokens, 1))) + _products(model, "embedding.")
+    pairs = model.num_layers * visible_keys
+    if model.decoder_layers:
+        pairs += (model.decoder_layers - model.num_layers) * target_keys
+    per_pair = 2 * model.attention_size  # scores, and the sum of values
+    forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_rows
+    return 3.0 * 2.0 * forward
 
 
 def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
     """FLOPs of words, positions, each block, final norm and output, in units of the first block.
 
-    Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all.
+    Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all, which are a
+    decoder's tokens where there is one.
     """
-    first = _block_products(model)[0]
-    blocks = [block / first for block in _blocks_forward(model, 1.0, loss_share)]
+    first = _products(model, "layers.0.")
+    blocks = [block / first for block in _block_products(model, loss_share)]
     positions = POSITIONS_COST + _products(model, "embedding.") / first
     return [0.0, positions, *blocks, 0.0, loss_share * _head_products(model) / first]

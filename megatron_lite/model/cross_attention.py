@@ -28,7 +28,7 @@ from megatron_lite.model.attention import (
     DenseMask,
     HostPlan,
     PaddedRows,
-    attend_with_dropout,
+    attend_written_out,
     heads_first,
     plan_attention,
 )
@@ -242,7 +242,7 @@ class CrossCalls:
             queries, keys = slice(each.start, each.stop), slice(each.key_start, each.key_stop)
             k, v = (heads_first(x) for x in key_value[keys].unbind(1))
             stays = dropout.keep(of_queries[queries], of_keys[keys], q.shape[1])
-            part = attend_with_dropout(heads_first(q[queries]), k, v, None, stays, dropout.p)
+            part = attend_written_out(heads_first(q[queries]), k, v, None, stays, dropout.p)
             parts.append(part.transpose(0, 1).to(q.dtype))
             rows.append(torch.arange(each.start, each.stop))
         return out.index_copy(0, torch.cat(rows), torch.cat(parts))

@@ -10,13 +10,13 @@ a norm, the decoder has its own (BART). A pre-norm encoder ends in a norm; its c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, recomputed
+from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, query_factor, recomputed
 from megatron_lite.model.cross_attention import CrossPlan, PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.fused import Biased
@@ -34,8 +34,8 @@ from megatron_lite.model.tensor_parallel import (
 class DecoderFlow(Flow):
     """What the decoder's blocks need of a micro-batch: of their own rows, and for cross-attention."""
 
-    cross: CrossPlan
-    both: Dropout | None  # of the encoder's rows and then the decoder's
+    cross: CrossPlan = field(kw_only=True)
+    both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
 
 
 def part_flows(flow: Flow) -> tuple[Flow, DecoderFlow]:
@@ -47,7 +47,7 @@ def part_flows(flow: Flow) -> tuple[Flow, DecoderFlow]:
     )
     return (
         Flow(plan.lengths[:1], plan.encoder, encoder, encoder),
-        DecoderFlow(plan.lengths[1:], plan.decoder, decoder, decoder, plan.cross, both),
+        DecoderFlow(plan.lengths[1:], plan.decoder, decoder, decoder, cross=plan.cross, both=both),
     )
 
 
@@ -72,6 +72,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         hidden, size, has_bias = config.hidden_size, config.attention_size, config.has_bias("qkv")
         self.head_size = config.head_size
+        self.query_factor = query_factor(config)
         self.dropout = config.attention_dropout
         self.recompute = recompute
         self.query = ColumnParallelLinear(hidden, size, parallel, has_bias=has_bias)
@@ -81,6 +82,7 @@ class CrossAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int) -> Biased:
         """[Td, D], [Te, D] -> [Td, D]"""
         q = self.query(hidden).x.view(len(hidden), -1, self.head_size)
+        q = q if self.query_factor == 1.0 else q * self.query_factor
         key_value = self.key_value(encoded).x.view(len(encoded), 2, -1, self.head_size)
         out = recomputed(self.recompute, self._attend, q, key_value, flow, layer)
         return self.dense(out.reshape(len(hidden), -1))

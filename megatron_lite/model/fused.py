@@ -89,7 +89,7 @@ def add_norm(
     total = _missing(like) if x is None else torch.empty_like(like)
     if weight is None:
         return total, _missing(like), _missing(like)
-    return total, torch.empty_like(like), like.new_empty(2, len(like), dtype=torch.float32)
+    return total, torch.empty_like(like), like.new_empty(2, like.shape[0], dtype=torch.float32)
 
 
 def add_norm_backward(
@@ -134,7 +134,7 @@ def join_pair(
 
     Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
     """
-    tokens, (_, heads, size) = len(place), dq_0.shape
+    tokens, (_, heads, size) = place.shape[0], dq_0.shape
     sums = dq_0.new_empty(min(_JOIN_PROGRAMS, tokens), 3 * heads * size, dtype=torch.float32)
     return dq_0.new_empty(tokens, 3, heads, size), sums
 

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
 
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.tree import Config, ModelConfig
-from megatron_lite.model.attention import AttentionPlan
+from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
-from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm, part_flows
+from megatron_lite.model.encoder_decoder import (
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderFlow,
+    encoder_layernorm,
+    part_flows,
+)
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.relative import RelativeBuckets
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
@@ -65,6 +74,12 @@ class GLM(nn.Module):
             )
             self.decoder_embedding = DecoderEmbedding(config, self.parallel)
             self.encoder_layernorm = encoder_layernorm(config, self.parallel)
+        self.relative_bias: RelativeBuckets | None = None  # of the one stack, or the encoder
+        self.decoder_relative_bias: RelativeBuckets | None = None
+        if config.relative == "buckets":
+            self.relative_bias = RelativeBuckets(config, self.parallel, is_causal=False)
+            if config.decoder_layers:
+                self.decoder_relative_bias = RelativeBuckets(config, self.parallel, is_causal=True)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
         # Called before a part of the model is computed: its weights may still be on their way from other ranks.
@@ -84,7 +99,7 @@ class GLM(nn.Module):
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
         run = self._run_parts if self.config.decoder_layers else self._run_blocks
-        stream = run(hidden, flow)
+        stream = run(hidden, flow, ids[0].flatten())
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -94,18 +109,31 @@ class GLM(nn.Module):
         self.before_use(block)
         return block
 
-    def _run_blocks(self, hidden: torch.Tensor, flow: Flow) -> Stream:
-        """The first `num_layers` blocks: [T, D] -> [T, D]."""
+    def _biased(self, flow: Flow, table: RelativeBuckets | None, positions: torch.Tensor) -> Flow:
+        """With the bias that all layers of a stack share. Args: positions: int [T]."""
+        if table is None:
+            return flow
+        self.before_use(table)
+        pairs = cast(BiasedPlan, flow.plan).pairs(positions.device)
+        made = table(pairs, positions)
+        return replace(flow, bias=lambda call, queries, keys: made[call])
+
+    def _run_blocks(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
+        flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
             stream = self._block(layer)(stream, flow, layer)
         return stream
 
-    def _run_parts(self, hidden: torch.Tensor, flow: Flow) -> Stream:
-        """The encoder's blocks, then the decoder's: [Te + Td, D] -> [Td, D]."""
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+        """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         encoder, decoder = part_flows(flow)
-        encoded, decoded = hidden.split([encoder.shape[0], decoder.shape[0]])
-        encoded = self._run_blocks(encoded, encoder).summed()
+        lengths = [encoder.shape[0], decoder.shape[0]]
+        encoded, decoded = hidden.split(lengths)
+        of_encoder, of_decoder = positions.split(lengths)
+        encoded = self._run_blocks(encoded, encoder, of_encoder).summed()
+        decoder = cast(DecoderFlow, self._biased(decoder, self.decoder_relative_bias, of_decoder))
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
@@ -116,11 +144,12 @@ class GLM(nn.Module):
     def hidden_states(
         self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
     ) -> torch.Tensor:
-        """Output of the last block, before the final LayerNorm, without dropout: [..., D]. One process, one stack.
+        """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
         Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
         """
-        return self._run(tokens, ids, plan, None).view(*tokens.shape, -1)
+        hidden = self._run(tokens, ids, plan, None)
+        return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]. One process only."""
@@ -148,6 +177,24 @@ def build_model(config: Config, num_losses: int, parallel: TensorParallel | None
 
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def _initial_std(name: str, config: ModelConfig) -> float:
+    if config.init == "t5":
+        into_block = config.hidden_size**-0.5
+        by_ending = {
+            "word_embeddings.weight": 1.0,
+            "query_key_value.weight": into_block,
+            "cross_attention.query.weight": into_block * config.head_size**-0.5,
+            "cross_attention.key_value.weight": into_block,
+            "attention.dense.weight": config.attention_size**-0.5,
+            "mlp.dense_h_to_4h.weight": into_block,
+            "mlp.dense_4h_to_h.weight": config.inner_size**-0.5,
+            "relative_bias.weight": into_block,
+        }
+        return next((std for ending, std in by_ending.items() if name.endswith(ending)), config.init_std)
+    is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
+    return config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
 
 
 @torch.no_grad()
@@ -183,12 +230,13 @@ def initialize_parameters(
 def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
     """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
 
-    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference). DeepNorm: the
-    matrices of blocks Xavier's, of values, output projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
+    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference), with `init: t5`
+    by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks Xavier's, of values, output
+    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
     """
-    depth = math.sqrt(2 * config.num_layers)
+    is_fused = name.endswith("query_key_value.weight")
     if config.init == "deepnorm" and name.startswith("layers."):
-        is_query_or_key = name.endswith("query_key_value.weight") and index < 2
-        return math.sqrt(2 / sum(part.shape)) / (1.0 if is_query_or_key else depth)
-    is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
-    return config.init_std / depth if is_output else config.init_std
+        xavier = math.sqrt(2 / sum(part.shape))
+        return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)
+    queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
+    return _initial_std(name, config) * queries

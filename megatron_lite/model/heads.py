@@ -58,11 +58,15 @@ class LossRows:
 
 
 def find_loss_rows(
-    weights: np.ndarray, objectives: np.ndarray, config: ModelConfig
+    weights: np.ndarray, objectives: np.ndarray, config: ModelConfig, *, few_counts: bool = False
 ) -> tuple[LossRows, np.ndarray]:
     """The loss rows of a batch, and where their targets and weights are: int64 [K + P + M], indices into [T].
 
-    Args: weights: fp32 [T]. objectives: int [T].
+    Args:
+        weights: fp32 [T].
+        objectives: int [T].
+        few_counts: K, P and M are filled up to one of few counts, see `few_count`. Rows that fill have the index -1:
+            their weight is 0. They compute on the first token.
     """
     rows = np.flatnonzero(weights)
     empty = rows[:0]
@@ -73,10 +77,20 @@ def find_loss_rows(
     if config.span_boundary_places:
         predicted = (weights != 0) & (objectives == MASKED_SPANS.number)
         borders, spans = _span_borders(predicted, config.span_boundary_places)
+    if few_counts:
+        rows, spans, sentences = (
+            np.pad(x, (0, few_count(len(x)) - len(x)), constant_values=-1) for x in (rows, spans, sentences)
+        )
+        borders = np.pad(borders, ((0, len(spans) - len(borders)), (0, 0)))
     losses = (objectives[rows], np.full_like(spans, SPAN_BOUNDARY.number), objectives[sentences])
-    return LossRows(rows, borders, sentences, np.concatenate(losses)), np.concatenate(
-        [rows, spans, sentences]
-    )
+    found = LossRows(rows.clip(0), borders, sentences.clip(0), np.concatenate(losses))
+    return found, np.concatenate([rows, spans, sentences])
+
+
+def few_count(count: int) -> int:
+    """The next of the few counts: up to 256 the multiples of 16, above that 16 for each power of two."""
+    step = max(16, 1 << count.bit_length() >> 5)
+    return -(-count // step) * step
 
 
 def _span_borders(predicted: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +179,7 @@ class Heads(nn.Module):
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
+        self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
         self.boundary_bias = (
@@ -196,7 +211,7 @@ class Heads(nn.Module):
 
         Args: boundaries: P, the last rows, which are predicted from the borders of their span.
         """
-        vectors = self.parallel.copy(vectors)
+        vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
         weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
         if self.boundary_bias is None:
             return linear(vectors, weight, self.bias)

@@ -320,7 +320,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
     d_total, d_normed, total, weight, stats, keys, salt, p, has_x_bias, d_hidden, d_x, sums
 ):
     rows, width = (d_total if d_normed is None else d_normed).shape
-    programs = len(sums)
+    programs = sums.shape[0]
     block, warps = _block(width)
     is_there = d_total is not None, d_normed is not None, has_x_bias
     _add_norm_backward(
@@ -334,7 +334,7 @@ def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
     widths = [part.shape[1] for part in sums]
     _finish_sums(
         (sum(-(-width // 64) for width in widths), 1), (*sums, *[None] * missing, out),
-        (*map(len, sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
+        (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
     )  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def bias_gelu(x, bias, tanh, out):  # type: ignore[no-untyped-def]
 
 def bias_gelu_backward(x, bias, grad, tanh, d_x, sums):  # type: ignore[no-untyped-def]
     rows, width = x.shape
-    programs = len(sums)
+    programs = sums.shape[0]
     _gelu_backward(
         (programs, -(-width // COLUMNS)), (x, bias, grad, d_x, sums), (rows, -(-rows // programs)),
         (tanh, bias is not None, width, TILE_ROWS, COLUMNS),
@@ -355,12 +355,13 @@ def bias_gelu_backward(x, bias, grad, tanh, d_x, sums):  # type: ignore[no-untyp
 
 
 def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out, sums):  # type: ignore[no-untyped-def]
-    width = dq_0.shape[1] * dq_0.shape[2]
-    tokens, programs = len(place), len(sums)
-    block, warps = _block(width)
+    queries, heads, size = dq_0.shape
+    tokens, programs = place.shape[0], sums.shape[0]
+    block, warps = _block(heads * size)
+    counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
     _join_pair(
         (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
-        (tokens, -(-tokens // programs), len(dq_0), len(dq_1), first_key, len(dk_0), len(dk_1)), (width, block), warps,
+        (tokens, -(-tokens // programs), *counts), (heads * size, block), warps,
     )  # fmt: skip
 
 

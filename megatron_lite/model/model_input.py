@@ -103,16 +103,26 @@ class HostInput:
         )
 
 
+def builds_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether each new shape of a product costs a kernel that is built and kept.
+
+    So it is in half precision on CPU, where oneDNN does it. Products of ever new shapes took 10 times as long, and
+    memory grew with each.
+
+    Args: dtype: of the products.
+    """
+    return device.type == "cpu" and dtype.itemsize < 4 and cpu_has_half_matmul(dtype)
+
+
 def few_lengths(places: int, device: torch.device, dtype: torch.dtype) -> int:
     """The multiple to which tokens are padded, so that batches of a shape have about LENGTHS lengths; 1 = any length.
 
-    On a GPU memory is used again, and rows of all products begin at 128 bytes. On CPU oneDNN builds a kernel for each
-    shape of a half-precision product: products of ever new shapes took 10 times as long, and memory grew with each.
+    On a GPU memory is used again, and rows of all products begin at 128 bytes. On CPU see `builds_kernels`.
 
     Args: places: tokens of a batch, padding included. dtype: of the products.
     """
-    builds_kernels = dtype.itemsize < 4 and cpu_has_half_matmul(dtype)
-    return -(-places // (LENGTHS * 64)) * 64 if device.type == "cuda" or builds_kernels else 1
+    is_few = device.type == "cuda" or builds_kernels(device, dtype)
+    return -(-places // (LENGTHS * 64)) * 64 if is_few else 1
 
 
 def prepare(
@@ -123,6 +133,7 @@ def prepare(
     dropout_seed: int | None = None,
     kernel: str = "auto",
     multiple: int = 1,
+    few_counts: bool = False,
     has_one_length: bool = False,
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
@@ -133,9 +144,12 @@ def prepare(
         device: where it will be sent; decides the kernel.
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
+        few_counts: of rows with loss, see `find_loss_rows`.
         has_one_length: T is the same for all batches of a shape.
     """
     places, first = batch.planes[:, TOKENS].size, 0
+    if config.relative != "none" and device.type == "cuda" and kernel == "auto":
+        kernel = "dense"  # its kernel takes a bias, and returns the bias's gradient
     plan: HostPlan | PartsPlan
     if config.decoder_layers:
         length = constant_length(places, multiple) if has_one_length else None
@@ -152,8 +166,8 @@ def prepare(
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
-    loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config)
-    labelled = labelled + first
+    loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config, few_counts=few_counts)
+    labelled = np.where(labelled < 0, -1, labelled + first)
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
     kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
     if dropout_seed is not None:
@@ -162,8 +176,8 @@ def prepare(
         place_salts = salts(config.total_layers + config.decoder_layers)  # cross-attention has its own
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
-        weights[labelled].view(np.int32),
-        planes[-1][labelled],
+        np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),
+        np.where(labelled < 0, 0, planes[-1][labelled]),
         *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
         *plan.arrays(),
     ]

@@ -35,13 +35,18 @@ class Layout:
     zero: int
     recompute: str
     micro_batch: int
+    splits_tokens: bool = True  # sequence parallelism where there is tensor parallelism
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.splits_tokens and self.tensor > 1
 
     def applied(self, config: Config) -> Config:
         """Raises ConfigError if it does not fit the model or the batch."""
         changes = {
             "parallel": {
                 "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline, "zero_stage": self.zero,
-                "sequence_parallel": self.tensor > 1,
+                "sequence_parallel": self.sequence_parallel,
             },
             "training": {"recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch},
@@ -53,7 +58,7 @@ class Layout:
         parallel = (
             f"parallel.tensor_parallel_size={self.tensor} parallel.pipeline_parallel_size={self.pipeline}"
         )
-        sequence = " parallel.sequence_parallel=true" if self.tensor > 1 else ""
+        sequence = " parallel.sequence_parallel=true" if self.sequence_parallel else ""
         rest = f"training.recompute={self.recompute} batch.micro_batch_size={self.micro_batch}"
         return f"{parallel}{sequence} parallel.zero_stage={self.zero} {rest}"
 
@@ -74,7 +79,7 @@ def possible_layouts(config: Config, processes: int) -> Iterator[Layout]:
     """Layouts that divide the processes, the model and the batch."""
     model, batch = config.model, config.batch.global_batch_size
     sizes = [size for size in (1, 2, 4, 8) if model.num_attention_heads % size == 0]
-    stages = [size for size in range(1, model.num_layers // 2 + 1) if processes % size == 0]
+    stages = [size for size in range(1, model.total_layers // 2 + 1) if processes % size == 0]
     rows = [2**i for i in range(MOST_MICRO_BATCH.bit_length())]
     rows = sorted({*rows, config.batch.micro_batch_size})
     for tensor, pipeline in itertools.product(sizes, stages):
@@ -84,7 +89,7 @@ def possible_layouts(config: Config, processes: int) -> Iterator[Layout]:
         for recompute, micro in itertools.product(("none", "full"), rows):
             if batch % (dp * micro) == 0:
                 for zero in (1,) if pipeline > 1 else (1, 2):
-                    yield Layout(tensor, pipeline, zero, recompute, micro)
+                    yield Layout(tensor, pipeline, zero, recompute, micro, not model.decoder_layers)
 
 
 def guess(config: Config, layout: Layout, processes: int, gpu: Gpu) -> tuple[float, float]:
@@ -92,7 +97,7 @@ def guess(config: Config, layout: Layout, processes: int, gpu: Gpu) -> tuple[flo
     model, width = config.model, config.model.hidden_size
     dp = processes // (layout.tensor * layout.pipeline)
     micro_batches = config.batch.global_batch_size // (dp * layout.micro_batch)
-    layers = -(-model.num_layers // layout.pipeline)
+    layers = -(-model.total_layers // layout.pipeline)
     tokens = layout.micro_batch * config.row_length
     owned = parameter_count(model) / (layout.tensor * layout.pipeline)
     activation = tokens * width * 2.0

@@ -49,6 +49,11 @@ def difference(more: Any, less: Any) -> Any:
     return _combined(more, less, lambda a, b: a - b)
 
 
+def scaled(tree: Any, factor: float) -> Any:
+    """Every number of a tree times `factor`."""
+    return _combined(tree, tree, lambda number, _: number * factor)
+
+
 def _combined(first: Any, second: Any, combine: Callable[[float, float], float]) -> Any:
     if not isinstance(first, dict):
         return combine(first, second)

@@ -15,7 +15,7 @@ from typing import Any
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
 from megatron_lite.model.counts import step_flops
-from megatron_lite.profile.counts import difference, extended
+from megatron_lite.profile.counts import difference, extended, scaled
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.request import Details, Expected, Request
 from megatron_lite.profile.trace import Case
@@ -86,7 +86,9 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
     config = build(Config, request.tree)
     ranks, sent = [], None
     for stage, layers in _traced_stages(config):
-        depth = layers if request.layers == 0 else min(layers, request.layers)
+        # A stage with blocks of encoder and decoder is traced whole; a whole model in units of both.
+        has_both = config.parallel.pipeline_parallel_size > 1 and config.model.decoder_layers > 0
+        depth = layers if request.layers == 0 or has_both else min(layers, request.layers)
         less, more = (run(case) for case in _cases(request, config, stage, depth, sent))
         for result in (less, more):
             if "phases" not in result:
@@ -97,7 +99,9 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
 
 
 def _traced_stages(config: Config) -> Iterator[tuple[int, int]]:
-    """Number and blocks of the stages to trace."""
+    """Number of the stages to trace, and how many blocks, or units of them, each has."""
+    if config.parallel.pipeline_parallel_size == 1:
+        return iter([(0, config.model.layer_units)])
     blocks = [share[0] for share in stage_shares(config)]
     inner = range(1, len(blocks) - 1)
     chosen = {0, len(blocks) - 1, *([max(inner, key=lambda i: (blocks[i], -i))] if inner else [])}
@@ -121,9 +125,12 @@ def _cases(request: Request, config: Config, stage: int, depth: int, sent: Any) 
 def _rank(request: Request, config: Config, less: dict[str, Any], more: dict[str, Any], layers: int) -> _Rank:
     first, second = less["phases"], more["phases"]
     fullest = extended(less["rank_parameters"], more["rank_parameters"], layers)
+    model, unit = config.model, 1.0
+    if config.parallel.pipeline_parallel_size == 1:
+        unit = model.total_layers / model.layer_units
     return _Rank(
         extended(first, second, layers),
-        difference(second, first),
+        scaled(difference(second, first), 1 / unit),
         *_micro_batches(request, config),
         {**less, "rank_parameters": fullest},
     )
@@ -138,7 +145,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
     roofline_ms = max(rank.roofline_ms for rank in ranks) * bubble
     work = [
         ranks[0].result[key] / ranks[0].traced * micro_batches
-        for key in ("tokens", "loss_rows", "visible_keys")
+        for key in ("tokens", "loss_rows", "visible_keys", "targets", "target_keys")
     ]
     dp = parallel.data_parallel_size(request.processes)
     flops = step_flops(config.model, *map(int, work)) * dp / request.processes

@@ -1,27 +1,44 @@
 """What starting an operation costs the host: measured on this CPU, for this torch, in this process.
 
-A chain of what blocks are made of, products and the kernels between them, runs forward and backward on tensors so small
-that arithmetic costs nothing. The CPU time of an operation is that of Python, autograd, torch and Triton, which is the
-same on a machine with a GPU; a CUDA kernel costs its launch beside, which is assumed. Without the package triton
-torch's own operators take the place of the kernels, and cost about half as much.
+A few of the model's blocks run forward and backward, with an optimizer's bucket that takes their gradients, on tensors
+so small that arithmetic costs nothing. What that costs the CPU, by the number of operations that start a kernel, is
+the cost of one: Python, autograd, torch and Triton, which are the same on a machine with a GPU; a CUDA kernel costs its
+launch beside, which is assumed. Of attention's kernels only their results are made.
+
+Without the package triton torch's own operators take the place of the kernels, and blocks are not one function each.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.model import fused
-from megatron_lite.model.dropout import FeatureDropout
-from megatron_lite.model.fused import Biased, add, gelu
-from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel, linear
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model import fused, varlen
+from megatron_lite.model.attention import plan_attention
+from megatron_lite.model.batch import make_layout
+from megatron_lite.model.block import Block, Flow, Stream
+from megatron_lite.model.dropout import AttentionDropout, Dropout, salts
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    take_products,
+)
+from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.profile import without_gpu
 from megatron_lite.profile.request import CUDA_LAUNCH_US
+from megatron_lite.train.sharded import Bucket, Treatment
 
-_ROUNDS, _LAYERS, _SIZE, _TOKENS = 15, 8, 16, 2
+_ROUNDS, _LAYERS = 25, 8
+_CONFIG = ModelConfig(num_layers=_LAYERS, hidden_size=16, num_attention_heads=2, vocab_size=1, max_position=1)
+_CPU = torch.device("cpu")
 
 
 class _Operations(TorchDispatchMode):
@@ -30,41 +47,99 @@ class _Operations(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not (
-            func.is_view or func.overloadpacket.__name__ in ("detach", "empty_like", "_unsafe_view")
+        is_nothing = func.overloadpacket.__name__ in (
+            "detach",
+            "empty",
+            "empty_like",
+            "new_empty",
+            "_unsafe_view",
         )
+        self.count += not (func.is_view or is_nothing)
         return func(*args, **(kwargs or {}))
 
 
-def launch_us() -> float:
-    """Microseconds of the host per launching operation, forward and backward together; best of several rounds.
+class _Attention:
+    """The results of an attention kernel, empty."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, dropout: float) -> Any:
+        return q.new_empty(q.shape), [q.new_empty(2) for _ in range(3)]
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _flow(parallel: TensorParallel) -> Flow:
+    """GLM's two attention calls, with dropout."""
+    document, order = np.zeros((2, 16), np.int32), np.arange(-7, 9, dtype=np.int32).clip(0)[None].repeat(2, 0)
+    plan = plan_attention(make_layout(document, order, document), _CPU, "varlen")
+    on_device = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], _CPU)
+    keys = torch.zeros(len(plan.order), dtype=torch.int32)
+    return Flow.of((len(keys),), on_device, Dropout(keys, torch.from_numpy(salts(_LAYERS)), 0), parallel)
+
+
+def _take_gradients(blocks: nn.ModuleList) -> Bucket:
+    """As ShardedOptimizer does."""
+    bucket = Bucket(list(reversed(list(blocks.parameters()))), Treatment(0.0, True), SINGLE, offload=False)
+
+    def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        parameter.grad = gradient
+        bucket.add(parameter)
+
+    for part in blocks.modules():
+        if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
+            take_products(part.weight, functools.partial(bucket.add_product, part.weight))
+    for block in blocks:
+        assert isinstance(block, Block)
+        block.take_gradients(take)
+    for parameter in bucket.starts:
+        parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else bucket.add(p))
+    return bucket
+
+
+def layer_cost() -> tuple[float, float]:
+    """Milliseconds of the host per block, forward and backward, best of several rounds; operations of a block.
 
     To be called in a process of its own: kernels are compiled from then on, and not run.
     """
     if without_gpu.is_available():
         without_gpu.compile_only()
         fused.DEVICES = ("cuda", "cpu")
-    weights = [[torch.randn(_SIZE, _SIZE, requires_grad=True) for _ in range(3)] for _ in range(_LAYERS)]
-    bias = torch.zeros(_SIZE, requires_grad=True)
-    norm = LayerNorm(_SIZE, 1e-5, TensorParallel())
-    dropout = FeatureDropout(torch.zeros(_TOKENS, dtype=torch.int32), 0, 0.1)
-    inputs = [bias, *norm.parameters(), *(weight for layer in weights for weight in layer)]
+    varlen.varlen_kernel = lambda dtype: _Attention  # type: ignore[assignment, return-value]
+    AttentionDropout.seed_kernel = lambda self, device: None  # type: ignore[method-assign]
+    parallel = TensorParallel(SINGLE)
+    blocks = nn.ModuleList([Block(_CONFIG, parallel, "none") for _ in range(_LAYERS)])
+    with torch.no_grad():
+        for parameter in blocks.parameters():
+            parameter.fill_(0.1)
+    bucket, flow = _take_gradients(blocks), _flow(parallel)
+    hidden = torch.ones(flow.shape[0], _CONFIG.hidden_size, requires_grad=True)
 
     def step() -> None:
-        hidden = torch.ones(_TOKENS, _SIZE)
-        for attended, expand, shrink in weights:
-            hidden, normed = norm.after_sum(hidden)
-            hidden, normed = norm.after_sum(hidden, Biased(linear(normed, attended), bias), dropout)
-            inner = gelu(Biased(linear(normed, expand), bias), "tanh")
-            hidden = add(hidden, Biased(linear(inner, shrink), bias), dropout)
-        torch.autograd.grad(hidden.sum(), inputs)
+        bucket.await_gradients(1)
+        stream = Stream(hidden)
+        for layer, block in enumerate(blocks):
+            stream = block(stream, flow, layer)
+        out = stream.summed()
+        out.backward(out)
 
     with _Operations() as operations:
         step()
-    step()
+    for _ in range(2):
+        step()
     best = float("inf")
     for _ in range(_ROUNDS):
         start = time.process_time()
         step()
         best = min(best, time.process_time() - start)
-    return best / operations.count * 1e6 + CUDA_LAUNCH_US
+    calls = 4  # of attention's kernels, which are not run
+    return best / _LAYERS * 1e3, operations.count / _LAYERS + calls
+
+
+def launch_us() -> float:
+    """Microseconds of the host per launching operation. To be called as `layer_cost`."""
+    milliseconds, operations = layer_cost()
+    return milliseconds * 1e3 / operations + CUDA_LAUNCH_US

@@ -66,6 +66,8 @@ def measure(request: Request, trace: str | None = None) -> Measured:
         sum(batch.tokens for batch in batches),
         sum(batch.loss_rows for batch in batches),
         sum(batch.visible_keys for batch in batches),
+        sum(batch.targets for batch in batches),
+        sum(batch.target_keys for batch in batches),
     )
     on_gpu = context.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -44,7 +44,9 @@ class Case:
     tree: dict[str, Any]  # of the configuration, see `to_tree`
     processes: int
     rank: int
-    layers: int  # of the traced model, or of the rank's pipeline stage
+    layers: (
+        int  # units of the traced model (`ModelConfig.layer_units`), or blocks of the rank's pipeline stage
+    )
     micro_batches: int  # of the traced step
     gpu: str
     received: Sent | None = None  # by a later stage of a pipeline: what the first stage sends
@@ -79,6 +81,8 @@ def run_case(case: Case) -> dict[str, Any]:
         "tokens": sum(batch.tokens for batch in batches),
         "loss_rows": sum(batch.loss_rows for batch in batches),
         "visible_keys": sum(batch.visible_keys for batch in batches),
+        "targets": sum(batch.targets for batch in batches),
+        "target_keys": sum(batch.target_keys for batch in batches),
     }
 
 
@@ -88,7 +92,11 @@ def _reduced(config: Config, case: Case) -> Config:
     batch = replace(config.batch, global_batch_size=config.batch.micro_batch_size * dp * case.micro_batches)
     model = config.model
     if config.parallel.pipeline_parallel_size == 1:
-        model = replace(model, num_layers=case.layers)
+        units = model.layer_units
+        encoder, decoder = (
+            count // units * case.layers for count in (model.num_layers, model.decoder_layers)
+        )
+        model = replace(model, num_layers=encoder, decoder_layers=decoder)
     return replace(config, batch=batch, model=model)
 
 

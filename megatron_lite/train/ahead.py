@@ -42,7 +42,7 @@ class HostStep:
 
     inputs: list[HostInput]  # of its micro-batches
     own_weights: list[float]  # sum of each one's loss weights
-    counts: np.ndarray  # float64 [3]: tokens, visible keys, loss rows
+    counts: np.ndarray  # float64 [5]: tokens, visible keys, loss rows, targets, keys of targets
     loss_weights: np.ndarray  # float64 [losses]: weight of each loss
 
 
@@ -82,12 +82,18 @@ class StepMaker:
     def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         seed = derive_seed(self._config.training.seed, "dropout", place.step)
-        made = HostStep([], [], np.zeros(3), np.zeros(self._num_losses))
+        made = HostStep([], [], np.zeros(5), np.zeros(self._num_losses))
         for samples in self._samples(place):
             if not is_wanted():
                 raise _Abandoned
             batch = read(self._data, samples)
-            made.counts[:] += batch.tokens, batch.visible_keys, batch.loss_rows
+            made.counts[:] += (
+                batch.tokens,
+                batch.visible_keys,
+                batch.loss_rows,
+                batch.targets,
+                batch.target_keys,
+            )
             made.loss_weights[:] += batch.loss_weights(self._num_losses)
             made.own_weights.append(float(batch.weights.sum()))
             if self._counted is not None:  # the head leaves out rows without weight

@@ -27,7 +27,7 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings
-from megatron_lite.model.model_input import HostInput, MicroBatch, few_lengths, prepare
+from megatron_lite.model.model_input import HostInput, MicroBatch, builds_kernels, few_lengths, prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -193,8 +193,9 @@ class Engine(ABC):
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
-            elif isinstance(layer, Block):
-                layer.take = optimizer.take
+        for layer in module.modules():
+            if isinstance(layer, Block):
+                layer.take_gradients(optimizer.take)
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""
@@ -229,17 +230,17 @@ class Engine(ABC):
         """A batch as the model takes it in this layout."""
         rows, length = batch.layout.shape
         has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
-        multiple = 1
-        if not has_stages or has_parts:
-            multiple = few_lengths(rows * length, self.context.device, TYPES[self._config.training.precision])
+        device, dtype = self.context.device, TYPES[self._config.training.precision]
+        multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         return prepare(
             batch,
-            self.context.device,
+            device,
             self._config.model,
             dropout_seed=dropout_seed,
             multiple=multiple,
+            few_counts=builds_kernels(device, dtype),
             has_one_length=has_stages,  # what stages send
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,

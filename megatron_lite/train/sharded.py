@@ -113,6 +113,8 @@ class Bucket:
         device = "cpu" if offload else self.weights.device
         self.master = self.weights[self.own].to(device=device, dtype=torch.float32, copy=True)
         self.summed: torch.Tensor | None = None  # fp32 [size]: this rank's gradients
+        self._views: dict[nn.Parameter, torch.Tensor] = {}  # of the tensor `_viewed`
+        self._viewed: torch.Tensor | None = None
         self.part: torch.Tensor | None = None  # fp32 [length]: this rank's part of all ranks' sum
         self.work: dist.Work | None = None  # the reduction of `summed`
         self.gathering: dist.Work | None = None  # of `weights`
@@ -133,6 +135,20 @@ class Bucket:
         start = self.starts[parameter]
         return flat[start : start + parameter.numel()].view_as(parameter)
 
+    def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's part of `summed`, kept as long as that: to make a view costs the host as much as a launch."""
+        summed = self._sums()
+        if summed is not self._viewed:
+            self._views, self._viewed = {}, summed
+        found = self._views.get(parameter)
+        if found is None:
+            found = self._views[parameter] = self.view(summed, parameter)
+        return found
+
+    def forget_views(self) -> None:
+        """They would keep the memory of former sums."""
+        self._views, self._viewed = {}, None
+
     def owned(self, parameter: nn.Parameter) -> tuple[int, slice] | None:
         """First owned element of the flattened parameter, and where in `master` its owned elements are."""
         start = max(self.starts[parameter], self.own.start)
@@ -149,7 +165,7 @@ class Bucket:
 
     def add_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in grad^T rows, which no kernel has computed yet."""
-        add_product(self.view(self._sums(), parameter), grad, rows, parameter in self.begun)
+        add_product(self._sum_of(parameter), grad, rows, parameter in self.begun)
         self.begun.add(parameter)
         self._count(parameter)
 
@@ -168,20 +184,21 @@ class Bucket:
 
     def _move(self) -> None:
         """Move the waiting gradients into the sums, with few kernels."""
-        summed = self._sums()
+        if not self.waiting:
+            return
         first = [p for p in self.waiting if p not in self.begun]
         if first:
-            torch._foreach_copy_([self.view(summed, p) for p in first], [_gradient(p) for p in first])
+            torch._foreach_copy_([self._sum_of(p) for p in first], [_gradient(p) for p in first])
         later = [p for p in self.waiting if p in self.begun]
         small = [p for p in later if p.numel() < ADDED_ALONE]
         if small:
             # torch adds many tensors with one kernel only if all are of one type; it copies any.
             wide = [torch.empty_like(p, dtype=torch.float32) for p in small]
             torch._foreach_copy_(wide, [_gradient(p) for p in small])
-            torch._foreach_add_([self.view(summed, p) for p in small], wide)
+            torch._foreach_add_([self._sum_of(p) for p in small], wide)
         for parameter in later:
             if parameter.numel() >= ADDED_ALONE:
-                self.view(summed, parameter).add_(_gradient(parameter))
+                self._sum_of(parameter).add_(_gradient(parameter))
         self.begun.update(self.waiting)
         for parameter in self.waiting:
             parameter.grad = None
@@ -191,10 +208,10 @@ class Bucket:
     def complete(self) -> torch.Tensor:
         """The sums; zeros for parameters that took no part."""
         self._move()
-        assert self.summed is not None
+        summed = self._sums()
         for parameter in self.starts.keys() - self.begun:
-            self.view(self.summed, parameter).zero_()
-        return self.summed
+            self._sum_of(parameter).zero_()
+        return summed
 
 
 class Outcome(NamedTuple):
@@ -307,7 +324,10 @@ class ShardedOptimizer:
         """Start the next bucket's reduction. At stage 2, take in the sum of the one before, to free its memory."""
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.summed = bucket.complete().to(self._communication_type)
+        sums = bucket.complete()
+        bucket.summed = sums.to(self._communication_type)
+        if bucket.summed is not sums:
+            bucket.forget_views()
         bucket.work = reduce_scatter_parts(bucket.summed, self._context.dp)
         if self._stage == 2 and self._next > 1:
             self._collect(self.buckets[self._next - 2])
@@ -326,6 +346,7 @@ class ShardedOptimizer:
             bucket.part = part
         if self._stage == 2 or self._communication_type != torch.float32:
             bucket.summed = None
+            bucket.forget_views()
 
     @torch.no_grad()
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:

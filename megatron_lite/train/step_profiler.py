@@ -23,6 +23,7 @@ class StepProfiler:
         """Raises: ConfigError if a memory snapshot is asked for and the run is on the CPU."""
         self._config, self._directory, self._rank, self._device = config, directory / "profile", rank, device
         self._profile: Any = None
+        self._range: Any = None  # of the step that runs, in the trace
         self._began = 0
         if config.memory and device.type != "cuda":
             raise ConfigError(
@@ -32,11 +33,23 @@ class StepProfiler:
     def begin(self, step: int) -> None:
         """Before a step."""
         config = self._config
-        if config.first_step is None or self._profile is not None or self._rank not in config.ranks:
+        if config.first_step is None or self._rank not in config.ranks:
             return
         if config.end is None or not config.first_step <= step <= config.end:
             return
-        self._began = step
+        if self._profile is None:
+            self._start(step)
+        self._end_range()
+        self._range = torch.profiler.record_function(f"step {step}")
+        self._range.__enter__()
+
+    def _end_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    def _start(self, step: int) -> None:
+        config, self._began = self._config, step
         if config.memory:
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -53,6 +66,7 @@ class StepProfiler:
         """Write what was recorded up to this step. A disk that fails costs the trace, not the run."""
         if self._profile is None:
             return
+        self._end_range()
         profile, self._profile = self._profile, None
         profile.stop()
         name = f"steps_{self._began}_to_{step}_rank_{self._rank}"

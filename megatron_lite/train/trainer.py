@@ -286,17 +286,18 @@ class Trainer:
         totals, requests = self._totals(made)
         if self.step + 1 < self._last_step and not requests.end:
             self._ahead.begin(self._maker.following(place))
-        tokens, visible_keys, loss_rows, *loss_weights = totals
+        tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
+        loss_weights = totals[5:]
         self.watchdog.at("forward, backward and optimizer")
         result = self._engine_step(self._micro_batches(made, loss_weights))
         self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
         self.consumed_samples += self.config.batch.global_batch_size
-        self.consumed_tokens += int(tokens)
+        self.consumed_tokens += tokens
         interval.steps += 1
-        interval.tokens += int(tokens)
-        interval.flops += step_flops(self.config.model, int(tokens), int(loss_rows), int(visible_keys))
+        interval.tokens += tokens
+        interval.flops += step_flops(self.config.model, tokens, loss_rows, visible_keys, targets, target_keys)
         interval.objective_sums += self._all_losses(result.objective_sums)
         self._unread.append((self.step, result))
         self._read_outcomes(all_but=1)
@@ -331,7 +332,7 @@ class Trainer:
         return result
 
     def _totals(self, made: HostStep) -> tuple[list[float], Requests]:
-        """One sum over all ranks: [tokens, visible keys, loss rows, weight of each loss], and the requests."""
+        """One sum over all ranks: [counts of a HostStep, weight of each loss], and the requests."""
         requests = self.control.local_requests()
         own = [*made.counts, *made.loss_weights]
         if not self.context.counts_samples:

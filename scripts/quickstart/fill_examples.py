@@ -62,15 +62,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def render(tokenizer: Tokenizer, prompt: Prompt, answers: Sequence[list[tuple[float, list[int]]]]) -> str:
     """The text with numbered blanks, then for each its original words and the answers; `=` marks the original."""
-    from megatron_lite.generate.filling import numbered_text
+    from megatron_lite.generate.filling import numbered_text, span_text
 
     lines = [numbered_text(tokenizer, prompt.context, prompt.originals)]
     for number, (original, best) in enumerate(zip(prompt.originals, answers, strict=True), start=1):
         shown = (
-            f"{'=' if span == original else ' '} {p:4.0%} {tokenizer.decode(span).strip()!r:18}"
+            f"{'=' if span == original else ' '} {p:4.0%} {span_text(tokenizer, span)!r:18}"
             for p, span in best
         )
-        lines.append(f"  {number}  {tokenizer.decode(original).strip()!r:24} {' '.join(shown)}".rstrip())
+        lines.append(f"  {number}  {span_text(tokenizer, original)!r:24} {' '.join(shown)}".rstrip())
     return "\n".join(lines)
 
 

@@ -163,9 +163,9 @@ CONTINUED = [
 ]
 
 
-def continue_run(tmp_path, ranks, before, new_ranks, after):
+def continue_run(tmp_path, ranks, before, new_ranks, after, **sections):
     def run(count, parallel, *args):
-        settings = tree(parallel=parallel, batch={"micro_batch_size": 1})
+        settings = tree(parallel=parallel, batch={"micro_batch_size": 1}, **sections)
         return run_ranks(train, count, settings, *args, parallel=ParallelConfig(**parallel))
 
     run(ranks, before, range(BEFORE), None, tmp_path)
@@ -180,4 +180,15 @@ def test_training_goes_on_in_another_layout(tmp_path, unbroken, ranks, before, n
     """As in one process without a break, within the tolerances of whole_weights.py."""
     records, weights = zip(*continue_run(tmp_path, ranks, before, new_ranks, after), strict=True)
     compare_steps(records, unbroken[0])
+    compare_weights(weights, unbroken[1])
+
+
+DECODER = {"num_layers": 1, "decoder_layers": 2, "norm": "post", "embedding_norm": True}
+
+
+def test_training_of_encoder_and_decoder_goes_on_in_another_layout(tmp_path):
+    unbroken = run_ranks(train, 1, tree(model=DECODER), range(BEFORE + AFTER))[0]
+    ranks = continue_run(tmp_path, 2, layout(tp=2), 2, layout(pp=2), model=DECODER)
+    records, weights = zip(*ranks, strict=True)
+    compare_steps(records, unbroken[0][BEFORE:])
     compare_weights(weights, unbroken[1])

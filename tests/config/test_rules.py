@@ -282,6 +282,26 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("training.eval_fillings=2", "objectives.causal=1"),
         ("training.eval_fillings is 2", "without the objective blank_infilling"),
     ),
+    "fillings with a decoder": (
+        over("training.eval_fillings=2", "model.decoder_layers=3"),
+        ("training.eval_fillings is 2 with model.decoder_layers (3)", "one stack", "set it to 0"),
+    ),
+    "decoder of shared layers": (
+        over("model.decoder_layers=3", "model.share_layers=true"),
+        ("model.decoder_layers is 3 with model.share_layers", "set share_layers to false"),
+    ),
+    "decoder without targets": (
+        over("model.decoder_layers=3", "objectives={causal: 1, t5: 1}"),
+        ("model.decoder_layers is 3, but causal predicts", "set it to 0", "t5, bart, mass"),
+    ),
+    "decoder for masked tokens": (
+        over("model.decoder_layers=3", "blank_infilling.masked_lm=true"),
+        ("model.decoder_layers is 3, but blank_infilling predicts", "set it to 0"),
+    ),
+    "decoder and split tokens": (
+        over("model.decoder_layers=3", "parallel.sequence_parallel=true", "parallel.tensor_parallel_size=2"),
+        ("sequence_parallel does not work with model.decoder_layers (3)", "set it to false"),
+    ),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),

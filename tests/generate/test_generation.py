@@ -14,6 +14,7 @@ from megatron_lite.generate.filling import (
     GenerationConfig,
     blank_context,
     insert_spans,
+    span_text,
 )
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
@@ -126,6 +127,21 @@ def test_beam_search_finds_the_best_of_all_short_spans(model):
         found = BlankFiller(model, SPECIAL, config).fill([1, 20, 3, 8])[0]
         best = max(total / (len(span) + 1) ** penalty for span, total in totals.items())
         assert score(model, found, penalty) == pytest.approx(best, abs=1e-4)
+
+
+class Pieces:
+    """A tokenizer of byte level: white space is a token."""
+
+    def decode(self, tokens):
+        return "".join([" ", "\n\n", " word", "s"][token] for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "span, shown",
+    [([2, 3], "words"), ([], "(nothing)"), ([0], "(space)"), ([0, 1], "(line break)"), ([1, 2], "word")],
+)
+def test_an_answer_that_shows_nothing_says_what_it_is(span, shown):
+    assert span_text(Pieces(), span) == shown
 
 
 def test_answers_are_the_likeliest_spans_with_their_probabilities(model):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.tokenizer_files import KIND_OF
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, tokenization_utils_base
 
 from data_utils.base.errors import CheckpointError
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
@@ -75,6 +75,18 @@ def test_saving_again_keeps_everything(exported, case, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert again("the [MASK] fox")["input_ids"] == hf("the [MASK] fox")["input_ids"]
     assert again.blank_token_ids == hf.blank_token_ids
+
+
+def test_the_proof_of_a_model_with_few_positions_warns_of_nothing(exported, tmp_path, monkeypatch):
+    """Its texts may be longer than the model takes: no model reads them."""
+    tokenizer = exported["gpt2"][0]
+    write_tokenizer(tokenizer, tmp_path, 9)
+    said = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: said.append(text))
+    GLMTokenizerFast.from_pretrained(tmp_path)("the quick brown fox jumps over the dog.")
+    assert len(said) == 1 and "longer than the specified maximum" in said[0]  # so transformers would warn
+    prove_tokenizer(tokenizer, tmp_path)
+    assert len(said) == 1
 
 
 def test_a_wrong_tokenizer_fails_the_proof(exported):

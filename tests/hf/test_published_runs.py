@@ -28,6 +28,8 @@ OBJECTIVE = {
     "gpt2": {"objectives": {"causal": 1}},
     "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
     "glm4_0414": {"objectives": {"causal": 1}},
+    "bart": {"objectives": {"bart": 1}},
+    "t5": {"objectives": {"t5": 1}},
 }
 SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 SENTENCE = "The quick brown fox jumps over the lazy dog."

@@ -33,6 +33,7 @@ from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.published_runs import encoder_decoder_inputs, in_rows
 from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.train.plain import make_engine
@@ -48,6 +49,8 @@ TREE = {
 CASES = {
     "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
     "gpt2": {"objectives": {"causal": 1}},
+    "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
+    "bart": {"objectives": {"bart": 1}},
 }
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
 # fp32: 50 steps add up the rounding of sums in another order.
@@ -76,8 +79,9 @@ def batches_of(run):
     for step in range(STEPS):
         samples = []
         for _ in range(ROWS):
-            lengths = [int(rng.integers(8, 14)), int(rng.integers(8, 14))]
-            first = rng.integers(10, 300, 2)
+            # The classes with a decoder take one text in a row.
+            lengths = rng.integers(8, 14, 1 if opened.config.model.decoder_layers else 2).tolist()
+            first = rng.integers(10, 300, len(lengths))
             samples.append(
                 [
                     (start + 7 * np.arange(n)).astype(np.int32) % 300 + 10
@@ -117,25 +121,14 @@ def theirs(model, batches):
     losses = []
     for planes in batches:
         tensors = torch.from_numpy(planes.astype(np.int64))
-        visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
-        sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
-        visible |= torch.eye(visible.shape[1], dtype=torch.bool) & sees_nothing
-        inputs = {
-            "input_ids": tensors[:, TOKENS],
-            "attention_mask": visible[:, None],
-            "position_ids": tensors[:, POSITION_IDS],
-        }
-        if "bert" in type(model).__name__.lower():
-            inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
-        out = model(**inputs)
-        logits = out["logits"] if "logits" in out else out["prediction_logits"]
+        logits, inputs = outputs(model, planes)
         labelled = planes[:, WEIGHTS] != 0
         is_sentence = labelled & np.isin(planes[:, OBJECTIVE], SENTENCE_LOSSES)
         rows = torch.from_numpy(labelled & ~is_sentence)
         loss = F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], reduction="sum")
         if is_sentence.any():
             # A row can hold several texts, each with a CLS; the class looks at the first one only.
-            loss = loss + sentence_loss(model, out, tensors, torch.from_numpy(is_sentence), inputs)
+            loss = loss + sentence_loss(model, tensors, torch.from_numpy(is_sentence), inputs)
         loss = loss / int(labelled.sum())
         optimizer.zero_grad()
         loss.backward()
@@ -145,13 +138,33 @@ def theirs(model, batches):
     return losses
 
 
-def sentence_loss(model, out, tensors, is_sentence, inputs):
+def outputs(model, planes):
+    """Logits of a batch in the places of its tokens [B, S, V], and the inputs of the class."""
+    if model.config.is_encoder_decoder:
+        inputs = encoder_decoder_inputs(planes)
+        return in_rows(model(**inputs).logits, planes), inputs
+    tensors = torch.from_numpy(planes.astype(np.int64))
+    visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
+    sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
+    visible |= torch.eye(visible.shape[1], dtype=torch.bool) & sees_nothing
+    inputs = {
+        "input_ids": tensors[:, TOKENS],
+        "attention_mask": visible[:, None],
+        "position_ids": tensors[:, POSITION_IDS],
+    }
+    if "bert" in type(model).__name__.lower():
+        inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
+    out = model(**inputs)
+    return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs
+
+
+def sentence_loss(model, tensors, is_sentence, inputs):
     hidden = model.bert(**inputs)[0][is_sentence]
     classes = model.cls.seq_relationship(torch.tanh(model.bert.pooler.dense(hidden)))
     return F.cross_entropy(classes, tensors[:, TARGETS][is_sentence], reduction="sum")
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("bert", 1), ("bert", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(("case", "ranks"), [("bert", 1), ("bert", 2), ("gpt2", 1), ("t5", 1), ("bart", 1)])
 def test_losses_are_those_of_the_class(case, ranks, tmp_path):
     write_directory(case, tmp_path / "original")
     import_directory(tmp_path / "original", tmp_path / "run", TREE | CASES[case], verify=False)

@@ -188,6 +188,12 @@ def test_the_calls_of_cuda_give_the_same(config, emulated_kernel, monkeypatch):
 
 
 @EACH_CONFIG
+def test_padding_and_rows_that_fill_change_nothing(config):
+    model, planes = make(config), batch_of("t5")
+    assert_close(results(model, planes, multiple=64, few_counts=True), results(model, planes))
+
+
+@EACH_CONFIG
 def test_kernels_and_recomputation_drop_the_same(config):
     config = dataclasses.replace(config, **DROPOUTS)
     model, planes = make(config), batch_of("mass")
@@ -214,6 +220,27 @@ def test_parameters_are_as_many_as_counted_and_named_as_published(config):
     }
     assert {name for name in cross if name.endswith("weight")} == weights
     assert not any("cross" in name for name in names if name.startswith(("layers.0", "layers.1")))
+
+
+def test_published_sizes_are_counted():
+    """T5 base without its two tables of distances [32, 12]; BART without the two unused rows of both tables."""
+    common = {
+        "embedding_norm": True,
+        "norm": "post",
+        "positions": "learned",
+        "max_position": 1023,
+        "vocab_size": 50265,
+    }
+    t5 = dataclasses.replace(
+        T5, num_layers=12, decoder_layers=12, hidden_size=768, num_attention_heads=12, head_dim=None, ffn_size=3072,
+        vocab_size=32128,
+    )  # fmt: skip
+    assert parameter_count(t5, padded=False) == 222_903_552 - 2 * 32 * 12
+    for layers, hidden, heads, published in ((6, 768, 12, 139_420_416), (12, 1024, 16, 406_291_456)):
+        bart = ModelConfig(
+            num_layers=layers, decoder_layers=layers, hidden_size=hidden, num_attention_heads=heads, **common
+        )
+        assert parameter_count(bart, padded=False) == published - 2 * 2 * hidden
 
 
 def test_the_decoder_sees_nothing_of_mass_hidden_fragment():

@@ -28,8 +28,8 @@ from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.heads import find_loss_rows
-from megatron_lite.model.model_input import MicroBatch, ModelInput
+from megatron_lite.model.heads import few_count, find_loss_rows
+from megatron_lite.model.model_input import MicroBatch, ModelInput, prepare
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.plain import make_engine
 
@@ -170,6 +170,43 @@ def test_every_head_computes_its_papers_formula():
         "next_sentence",
         "sentence_order",
     }
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_that_fill_change_nothing(seed):
+    model, batch = make_model().double(), Batch(mixed_batch(seed))
+    results = []
+    for few_counts in (False, True):
+        host = prepare(batch, torch.device("cpu"), model.config, few_counts=few_counts)
+        host.scale_weights(np.arange(1, 1 + len(LOSS_NAMES), dtype=np.float32))
+        inputs = host.to(torch.device("cpu"))
+        loss, sums = model(inputs)
+        results.append((inputs, loss, sums, torch.autograd.grad(loss, list(model.parameters()))))
+    (inputs, loss, sums, grads), (filled, *others) = results
+    for part in ("tokens", "borders", "sentences"):
+        mine, theirs = (len(getattr(x.loss_rows, part)) for x in (inputs, filled))
+        assert theirs == few_count(mine) > mine, part
+    # The layers run in fp64; losses and their gradients pass through fp32.
+    torch.testing.assert_close(others[0], loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(others[1], sums, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(others[2], grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_loss_has_no_rows_to_fill():
+    planes = mixed_batch(0)
+    planes[:, WEIGHTS] = 0
+    host = prepare(Batch(planes), torch.device("cpu"), make_model().config, few_counts=True)
+    assert len(host.weight_losses) == 0
+
+
+def test_counts_are_few_and_close():
+    counts = np.arange(5000)
+    few = np.array([few_count(int(count)) for count in counts])
+    assert (few >= counts).all() and (few - counts <= np.maximum(15, counts / 16)).all()
+    assert len(np.unique(few[:257])) == 17 and len(np.unique(few[257:513])) == 16 == len(
+        np.unique(few[1025:2049])
+    )
 
 
 def test_shared_layers_are_one_block_run_again():

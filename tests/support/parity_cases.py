@@ -51,8 +51,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "encoder-decoder": {},  # of GLM's blocks
     "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
     "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
+    "t5 with buckets": {
+        "rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64, "relative": "buckets",
+        "unscaled_scores": True,
+    },
+    "buckets": {"norm": "post", "embedding_norm": True, "relative": "buckets"},
 }  # fmt: skip
-ENCODER_DECODER = ("encoder-decoder", "bart", "t5")
+ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,9 @@ PARTS = [
     Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"),
     Case(2, 2, 1, 1, accumulation=4, variant="bart"),
     Case(1, 4, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5"),
+    Case(2, 1, 1, 2, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
+    Case(2, 1, 1, 1, True, recompute="full", accumulation=4, attention_dropout=0.1, variant="buckets"),
 ]
 
 

@@ -1,27 +1,81 @@
-"""An engine pads batches to few lengths where products of half precision need a kernel for each."""
+"""An engine gives products of half precision few shapes where each needs a kernel of its own."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.configs import tiny
 from support.recipes import RECIPES, collate, make, windows
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.model import model_input
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.model import model_input, tensor_parallel
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.train.engine import Engine
+
+CPU = torch.device("cpu")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def engine(*settings: str) -> Any:
+    one = SimpleNamespace(size=1, rank=0)
+    return SimpleNamespace(context=SimpleNamespace(pp=one, tp=one, device=CPU), _config=tiny(*settings))
+
+
+def batches(name: str, count: int) -> list[Batch]:
+    made = make(name, 100, **RECIPES[name].config)
+    return [Batch(collate(made, windows(16, 100, seed))) for seed in range(count)]
 
 
 @pytest.mark.parametrize("precision, has_few", [("bf16", True), ("fp32", False)])
 def test_lengths_of_varying_batches(monkeypatch, precision, has_few):
     monkeypatch.setattr(model_input, "cpu_has_half_matmul", lambda dtype: True)
-    one = SimpleNamespace(size=1, rank=0)
-    context = SimpleNamespace(pp=one, tp=one, device=torch.device("cpu"))
-    engine = SimpleNamespace(context=context, _config=tiny(f"training.precision={precision}"))
-    made = make("t5", 100, **RECIPES["t5"].config)
-    batches = [Batch(collate(made, windows(16, 100, seed))) for seed in range(30)]
-    lengths = {len(Engine.prepared(engine, batch, None).plan.order) for batch in batches}
-    tokens = {batch.tokens for batch in batches}
+    varying = batches("t5", 30)
+    hosts = [Engine.prepared(engine(f"training.precision={precision}"), batch, None) for batch in varying]
+    lengths, tokens = {len(host.plan.order) for host in hosts}, {batch.tokens for batch in varying}
     assert len(tokens) > 20 and (len(lengths) <= 8 if has_few else lengths == tokens)
+    losses, rows = {len(host.weight_losses) for host in hosts}, {batch.loss_rows for batch in varying}
+    assert len(rows) > 15 and (len(losses) <= 8 if has_few else losses == rows)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all products of half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        operands = [x for x in args if isinstance(x, torch.Tensor)]
+        if func.overloadpacket.__name__ in PRODUCTS and operands[0].dtype == torch.bfloat16:
+            self.seen.add((func.overloadpacket.__name__, *((x.shape, x.stride()) for x in operands)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_products_have_few_shapes(monkeypatch, dropout):
+    """12 products of the block for each length of the tokens, 3 of the head for each count of rows with loss."""
+    for module in (model_input, tensor_parallel):
+        monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: True)
+    made = engine(
+        "training.precision=bf16",
+        "model.num_layers=1",
+        "model.vocab_size=3072",
+        f"model.attention_dropout={dropout}",
+    )
+    model = GLM(made._config.model, num_losses=len(LOSS_NAMES))
+    initialize_parameters(model.named_parameters(), made._config.model, 1)
+    model.to(torch.bfloat16)
+    lengths, counts = set(), set()
+    with Shapes() as shapes:
+        for batch in batches("t5", 40):
+            inputs = Engine.prepared(made, batch, 1 if dropout else None).to(CPU)
+            lengths.add(len(inputs.tokens))
+            counts.add(len(inputs.targets))
+            model(inputs)[0].backward()
+    assert len(lengths) <= 8 and len(counts) <= 8
+    assert len(shapes.seen) <= 12 * len(lengths) + 3 * len(counts)

@@ -3,10 +3,11 @@ import json
 import time
 
 import numpy as np
+import pytest
 from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.counts import step_flops
+from megatron_lite.model.counts import layer_costs, step_flops
 from megatron_lite.train.metrics import Metrics, last_record
 from megatron_lite.train.reports import (
     objective_losses,
@@ -21,6 +22,19 @@ def test_flops_of_a_hand_counted_model():
     # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
     assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+
+
+def test_flops_of_an_encoder_and_a_decoder():
+    model = ModelConfig(num_layers=2, decoder_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=10)
+    # 5 tokens, of which 2 are the decoder's. A decoder block: attention 4 h^2, cross-attention 2 h^2 on its tokens and
+    # 2 h^2 on the encoder's, FFN 8 h^2.
+    products = 2 * 12 * 64 * 3 + 3 * (14 * 64 * 2 + 2 * 64 * 3)
+    pairs = 2 * (11 - 4) + 3 * 4
+    expected = 6 * (products + 2 * 8 * pairs + 8 * 10 * 2)
+    assert step_flops(model, 5, 2, 11, targets=2, target_keys=4) == pytest.approx(expected, rel=1e-12)
+    first, *blocks, _, head = layer_costs(model, 2 / 5)[1:]
+    assert blocks == pytest.approx([3 / 5] * 2 + [(14 * 2 + 2 * 3) / (12 * 5)] * 3) and first == 0.05
+    assert head == pytest.approx(10 * 2 / (12 * 8 * 5))
 
 
 def test_flops_of_options_are_counted_from_shapes():

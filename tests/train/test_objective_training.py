@@ -25,3 +25,22 @@ def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     assert seen >= {f"loss/{name}" for name in LOSS_NAMES}
     assert all(math.isfinite(loss) for step in losses.values() for loss in step.values())
     assert losses[8]["loss"] < losses[1]["loss"] - 0.05
+
+
+def test_an_encoder_and_a_decoder_learn_their_objectives(settings, tmp_path):
+    """Validated and saved on the way, with dropout."""
+    dropout = {name: 0.1 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
+    mixed = {
+        "objectives": {"t5": 1.0, "bart": 1.0, "mass": 1.0, "prefix_lm": 1.0},
+        "model": {"decoder_layers": 2, "max_position": 80, "positions": "learned", **dropout},
+        "training": {"steps": 8, "eval_interval": 4},
+        "checkpoint": {"save_interval": 4},
+        "batch": {"micro_batch_size": 26, "global_batch_size": 52},
+    }
+    run_ranks(fit, 1, merge(settings, mixed))
+    losses = records(tmp_path / "run")
+    names = {f"loss/{name}" for name in ("span_corruption", "denoising", "fragment", "prefix")}
+    assert {name for step in losses.values() for name in step} >= names
+    assert losses[8]["loss"] < losses[1]["loss"] - 0.05
+    assert all(math.isfinite(loss) for loss in records(tmp_path / "run", "validation")[8].values())
+    assert (tmp_path / "run/step_0000008").is_dir() or list((tmp_path / "run").glob("*/step_*8"))

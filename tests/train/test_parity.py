@@ -36,7 +36,7 @@ def test_every_combination_equals_one_process(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS"])
+@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS", "PARTS"])
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -56,16 +56,12 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OPTIONS[7],
         parity_cases.OPTIONS[13],
         parity_cases.OPTIONS[16],
+        *(parity_cases.PARTS[i] for i in (1, 3, 5, 6)),
     ],
     ids=str,
 )
 def test_some_further_cases_equal_one_process(case):
     assert failures([case]) == []
-
-
-@pytest.mark.parametrize("layout", by_layout(parity_cases.PARTS))
-def test_layouts_of_encoder_and_decoder_equal_one_process(layout):
-    assert failures(by_layout(parity_cases.PARTS)[layout]) == []
 
 
 def test_the_matrix_is_complete():

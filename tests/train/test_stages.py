@@ -52,6 +52,20 @@ def test_parameters_of_every_rank_are_those_of_the_real_engine(layout):
         assert owned == pytest.approx(expected[stage] / dp, rel=0.02) or dp == 1
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_stages_of_encoder_and_decoder_hold_their_blocks(norm):
+    """Four stages of three and five blocks: the parts that only one stage has are on it."""
+    options = {"num_layers": 3, "decoder_layers": 5, "norm": norm, "embedding_norm": norm == "post"}
+    layout = {"pipeline_parallel_size": 4}
+    tree = merge(MODEL, {"model": options, "parallel": layout, "objectives": {"t5": 1}})
+    config = build(Config, tree)
+    ranks = run_ranks(held, 4, tree, parallel=build(ParallelConfig, layout))
+    expected = [stage.parameters for stage in stages(config)]
+    assert [count for count, _, _ in ranks] == expected
+    words = 384 * 64  # the last stage has them too
+    assert sum(expected) - words == parameter_count(config.model)
+
+
 @pytest.mark.parametrize("name", ["glm-10b", "albert-base", "bert-large", "spanbert-large", "unilm-large"])
 def test_one_process_holds_the_whole_model(name):
     config = load_config([ROOT / f"configs/{name}.yaml"])

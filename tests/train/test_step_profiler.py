@@ -24,7 +24,18 @@ def test_chosen_steps_of_a_chosen_rank_are_traced(settings, tmp_path):
     run_ranks(fit, 2, settings)
     (path,) = (tmp_path / "run/profile").iterdir()
     assert path.name == "steps_2_to_3_rank_1.trace.json.gz"
-    names = [event["name"] for event in events_of(path)]
+    events = events_of(path)
+    names = [event["name"] for event in events]
+    first, second = (
+        event for event in events if event["name"] in ("step 2", "step 3") and event["ph"] == "X"
+    )
+    assert first["name"] == "step 2" and first["ts"] + first["dur"] <= second["ts"]
+    inside = [
+        e
+        for e in events
+        if e["name"] == "aten::embedding" and first["ts"] <= e["ts"] <= first["ts"] + first["dur"]
+    ]
+    assert len(inside) == names.count("aten::embedding") / 2 > 0
     # 8 samples a step are 2 micro-batches a rank; an embedding is read once in each.
     assert names.count("aten::embedding") >= 4 and names.count("aten::embedding") % 4 == 0
     traced = records(tmp_path / "run")

@@ -26,8 +26,9 @@ from support.mask_rule import allowed, leaks
 from support.project import ROOT
 from support.recipes import FIRST_TEXT_TOKEN, many, text_of
 
-from data_utils.base import settings as configuration
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build
 from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, Vocabulary
 from data_utils.objectives.blank_infilling import DOCUMENT, MOST_CUT, SENTENCE, TOKEN
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS
@@ -353,9 +354,9 @@ def test_sentences_need_sentence_ends():
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_presets_load_and_make_examples(path):
-    tree = configuration.load_yaml(path)
+    tree = load_yaml(path)
     assert list(tree) == ["blank_infilling"]
-    config = configuration.build(BlankInfillingConfig, tree["blank_infilling"], "blank_infilling.")
+    config = build(BlankInfillingConfig, tree["blank_infilling"], "blank_infilling.")
     example = BlankInfilling(config, VOCABULARY, 1, 512).example(text_of(100), 0)
     assert example.weights.sum() > 0
 

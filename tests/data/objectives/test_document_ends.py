@@ -114,6 +114,17 @@ def test_an_objective_whose_tokens_are_lacking_is_refused_by_name(name, lacking,
         made(name, SPECIAL, lacking, **settings)
 
 
+def test_random_tokens_are_tokens():
+    """Not ids that only make the table of embeddings as long as the released one."""
+    words = replace(vocabulary(), num_tokens=FIRST_TEXT_TOKEN + 20)
+    section = OBJECTIVES["masked_lm"].config_class(mask_token_prob=0.0, random_token_prob=1.0)
+    objective = make_one("masked_lm", section, words, 5, 40)
+    piece = np.full(30, FIRST_TEXT_TOKEN, np.int32)
+    examples = [objective.example(piece, sample) for sample in range(200)]
+    drawn = set(np.concatenate([example.tokens[example.weights > 0] for example in examples]).tolist())
+    assert len(drawn) > 500 and max(drawn) < words.num_tokens < words.size
+
+
 @pytest.mark.parametrize("name", [*WITH_SEP, "bart", "t5", "prefix_lm", "causal"])
 def test_what_bert_has_is_enough_for_all_but_blank_infilling(name):
     made(name, BERT, BERT_LACKS)

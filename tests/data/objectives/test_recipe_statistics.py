@@ -40,9 +40,12 @@ def uniform(counts: Counter, cases: int) -> bool:
 # BERT, ALBERT, UniLM
 
 
-@pytest.mark.parametrize(("name", "label"), [("masked_lm", "next_sentence"), ("albert", "sentence_order")])
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("masked_lm", "next_sentence"), ("ernie", "next_sentence"), ("albert", "sentence_order")],
+)
 def test_half_of_the_labels_are_wrong_and_true_to_the_text(name, label):
-    config = {"next_sentence": True} if name == "masked_lm" else {}
+    config = {"next_sentence": True} if label == "next_sentence" else {}
     examples = many(make(name, 40, **config), text_of(30), 2000)
     wrong = 0
     for example in examples:
