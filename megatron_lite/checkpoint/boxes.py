@@ -9,8 +9,10 @@ other wrote.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it loads torch, which commands that only look at manifests do not need
@@ -75,8 +77,8 @@ def runs(
         shape: of the shard. partition: how the whole parameter is split over `size` ranks.
     """
     rows, columns = matrix_shape(shape)
-    # So many rows of the shard are neighbours in the whole parameter, too.
-    block = rows // partition.parts if partition.dim == 0 else rows
+    # Between two of these, rows of the shard are neighbours in the whole parameter, too.
+    bounds = [0, *accumulate(partition.part_rows(rows))] if partition.dim == 0 else [0, rows]
     stop = start + count
     while start < stop:
         row, column = divmod(start, columns)
@@ -84,17 +86,20 @@ def runs(
             end = min(stop, (row + 1) * columns)
             box = Box(row, row + 1, column, column + end - start)
         else:  # whole rows, up to the end of the range or of the block
-            row_stop = min(stop // columns, (row // block + 1) * block)
+            row_stop = min(stop // columns, bounds[bisect_right(bounds, row)])
             end = row_stop * columns
             box = Box(row, row_stop, 0, columns)
-        yield from _visible(Run(start, end, _to_whole(box, partition, rank, size, rows, columns)), partition)
+        yield from _visible(
+            Run(start, end, _to_whole(box, partition, rank, size, bounds, columns)), partition
+        )
         start = end
 
 
-def _to_whole(box: Box, partition: Partition, rank: int, size: int, rows: int, columns: int) -> Box:
+def _to_whole(box: Box, partition: Partition, rank: int, size: int, bounds: list[int], columns: int) -> Box:
     if partition.dim == 0:
-        block = rows // partition.parts
-        shift = (box.row // block) * block * (size - 1) + rank * block
+        block = bisect_right(bounds, box.row)
+        first, end = bounds[block - 1], bounds[block]
+        shift = first * (size - 1) + rank * (end - first)
         return Box(box.row + shift, box.row_stop + shift, box.column, box.column_stop)
     if partition.dim == 1:
         return Box(box.row, box.row_stop, box.column + rank * columns, box.column_stop + rank * columns)

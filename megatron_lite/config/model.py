@@ -13,11 +13,12 @@ from data_utils.objectives.registry import TASKS
 from megatron_lite.config.systems import SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
-NORMS = ("pre", "post")
-POSITIONS = ("learned_blocks", "learned", "none")
+NORMS = ("pre", "post", "deepnorm")
+POSITIONS = ("learned_blocks", "learned", "rotary", "none")
 RELATIVE = ("none", "buckets")
+FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
-INITS = ("gpt2", "plain", "t5")
+INITS = ("gpt2", "plain", "t5", "deepnorm")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
@@ -55,6 +56,16 @@ class ModelConfig:
     head_dim: int | None = setting(
         None, "width of an attention head; null = hidden_size / num_attention_heads", at_least=1
     )
+    num_key_value_heads: int | None = setting(
+        None,
+        "heads of keys and values, each shared by a group of attention heads (GLM-4: 2); null = num_attention_heads",
+        at_least=1,
+    )
+    ffn: str = setting(
+        "plain",
+        "plain: W2 activation(W1 x); gated: W2 (activation(Wg x) * W1 x), with both in one matrix (GLM-4, GLM-130B)",
+        one_of=FFNS,
+    )
     ffn_size: int | None = setting(None, "inner width of the FFN; null = 4 hidden_size", at_least=1)
     vocab_size: int | None = setting(
         None, "ids of the tokenizer, special ones counted, unpadded; null = the tokenizer's", at_least=1
@@ -62,9 +73,14 @@ class ModelConfig:
     max_position: int = setting(512, "largest position id; the tables have max_position + 1 rows", at_least=1)
     positions: str = setting(
         "learned_blocks",
-        "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text) or none",
+        "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text); rotary: no "
+        "table, queries and keys are turned (GLM-4; within a span positions continue from its mask); none",
         one_of=POSITIONS,
     )
+    rotary_share: float = setting(
+        1.0, "part of the features of each head that rotary positions turn (GLM-4: 0.5)", above=0, at_most=1
+    )
+    rotary_base: float = setting(10000.0, "base of the wavelengths of rotary positions", above=1)
     relative: str = setting(
         "none",
         "relative positions in the scores of attention: none, or buckets of distances (T5, UniLMv2)",
@@ -73,8 +89,12 @@ class ModelConfig:
     unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")
     norm: str = setting(
         "pre",
-        "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT)",
+        "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT); deepnorm: "
+        "LayerNorm(sqrt(2L) x + f(x)) (GLM-130B)",
         one_of=NORMS,
+    )
+    sandwich_norm: bool = setting(
+        False, "LayerNorm on the outputs of attention and FFN too (GLM-4-0414, CogView)"
     )
     embedding_norm: bool = setting(False, "LayerNorm on the sum of the embeddings (BERT, ALBERT, BART)")
     rms_norm: bool = setting(False, "divide by the root mean square instead of LayerNorm (T5)")
@@ -98,7 +118,7 @@ class ModelConfig:
     init: str = setting(
         "gpt2",
         "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); t5 = by the "
-        "widths of each matrix",
+        "widths of each matrix; deepnorm = in blocks Xavier's, of values, output projections and FFN over sqrt(2L)",
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -117,6 +137,9 @@ class ModelConfig:
     )
     task_types: int = setting(
         0, "rows of an embedding of the loss that a token belongs to (ERNIE 2.0: 16), 0 = none", at_least=0
+    )
+    tie_word_embeddings: bool = setting(
+        True, "predict tokens through the word embedding; false: through a matrix of its own (GLM-4)"
     )
     scale_head: bool = setting(False, "multiply what the output projection takes by 1/sqrt(hidden_size) (T5)")
     head_transform: bool = setting(
@@ -147,10 +170,30 @@ class ModelConfig:
             f"({self.hidden_size}); choose a divisor of {self.hidden_size}, or set model.head_dim.",
         )
         check(
+            self.num_attention_heads % self.key_value_heads == 0,
+            f"model.num_key_value_heads ({self.num_key_value_heads}) must divide model.num_attention_heads "
+            f"({self.num_attention_heads}); choose a divisor of {self.num_attention_heads}.",
+        )
+        check(
+            self.positions != "rotary" or (self.rotary_size > 0 and self.rotary_size % 2 == 0),
+            f"model.rotary_share ({self.rotary_share}) of a head's {self.head_size} features is {self.rotary_size}; "
+            "rotary positions turn pairs of features: choose a share that gives an even number.",
+        )
+        check(
             not self.decoder_layers or not self.share_layers,
             f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
             "differ; set share_layers to false.",
         )
+        of_one_stack = {
+            "positions": "rotary", "norm": "deepnorm", "sandwich_norm": True,
+            "num_key_value_heads": self.num_key_value_heads or 0,
+        }  # fmt: skip
+        for name, value in of_one_stack.items():
+            check(
+                not self.decoder_layers or getattr(self, name) != value,
+                f"model.{name} is {value} with model.decoder_layers ({self.decoder_layers}), but cross-attention does "
+                f"not have that; set decoder_layers to 0, or leave {name} out.",
+            )
         check(
             self.sentence_classes != 1,
             "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
@@ -182,6 +225,16 @@ class ModelConfig:
     def attention_size(self) -> int:
         """Width of all heads together: of the queries, the keys and the values."""
         return self.num_attention_heads * self.head_size
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.rotary_share * self.head_size)
 
     @property
     def inner_size(self) -> int:

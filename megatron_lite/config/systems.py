@@ -22,6 +22,23 @@ _BERT: dict[str, Any] = {
     "init": "plain",
 }
 
+_GLM4: dict[str, Any] = {
+    "rms_norm": True,
+    "layernorm_epsilon": 1.5625e-7,
+    "activation": "silu",
+    "ffn": "gated",
+    "positions": "rotary",
+    "rotary_share": 0.5,
+    "max_position": 131071,
+    "num_key_value_heads": 2,
+    "biases": "qkv",
+    "tie_word_embeddings": False,
+    "embedding_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "output_dropout": 0.0,
+    "init": "plain",
+}
+
 _BART: dict[str, Any] = {
     "norm": "post",
     "embedding_norm": True,
@@ -33,6 +50,24 @@ _BART: dict[str, Any] = {
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "glm": {},
+    "glm130b": {
+        "norm": "deepnorm",
+        "embedding_norm": True,
+        "activation": "gelu_erf",
+        "ffn": "gated",
+        "positions": "rotary",
+        "max_position": 2047,
+        "embedding_gradient_shrink": 0.1,
+        "init": "deepnorm",
+    },
+    "glm4": _GLM4,
+    "glm4_0414": {
+        **_GLM4,
+        "layernorm_epsilon": 1e-5,
+        "max_position": 32767,
+        "biases": "none",
+        "sandwich_norm": True,
+    },
     "bert": _BERT,
     "roberta": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0},
     "spanbert": {**_BERT, "sentence_classes": 0, "span_boundary_places": 20},

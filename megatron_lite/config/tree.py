@@ -195,9 +195,9 @@ class Config:
         )
         in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
         check(
-            model.positions == "learned_blocks" or not in_blocks,
+            model.positions in ("learned_blocks", "rotary") or not in_blocks,
             f"model.positions is {model.positions}, but {', '.join(in_blocks)} tells the places in a span by a table "
-            "of their own; set it to learned_blocks, or choose another objective.",
+            "of their own; set it to learned_blocks or rotary, or choose another objective.",
         )
 
     def _check_fillings(self) -> None:
@@ -223,6 +223,11 @@ class Config:
             model.num_attention_heads % tp == 0,
             f"model.num_attention_heads ({model.num_attention_heads}) must be divisible by "
             f"parallel.tensor_parallel_size ({tp}); choose a divisor of {model.num_attention_heads}.",
+        )
+        check(
+            model.key_value_heads % tp == 0,
+            f"model.num_key_value_heads ({model.key_value_heads}) must be divisible by parallel.tensor_parallel_size "
+            f"({tp}); choose a divisor of {model.key_value_heads}.",
         )
         check(
             pp <= model.total_layers,

@@ -20,7 +20,8 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.published import OF_MODEL, PUBLISHED, Field, Row, System
+from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED
+from megatron_lite.hf.published_form import Field, Row, System
 from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, read_json
 from megatron_lite.model.counts import parameter_shapes
 
@@ -29,9 +30,11 @@ POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position
 _NOT_IN_FILES = frozenset(
     (
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init",
-        "init_std", "embedding_gradient_shrink", "ffn_size", "head_dim", "span_boundary_places",
+        "init_std", "embedding_gradient_shrink", "span_boundary_places",
     )
 )  # fmt: skip
+# Options that may be null, and what they then stand for.
+_DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _BUFFERS = re.compile(
     r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
     r"|EncDecAttention\.relative_attention_bias\.weight)$"
@@ -46,25 +49,31 @@ class Part:
     """Where a tensor of theirs is in one of ours."""
 
     ours: str
-    index: int  # among `count` equal parts of ours
-    count: int
+    index: int  # among parts of ours
+    shares: tuple[int, ...]  # their relative sizes
     transposed: bool
     skipped: int  # first rows of theirs that ours has not
+
+    def rows(self, rows: int) -> tuple[int, int]:
+        """The first row of this part, and the number of its rows, in a tensor of ours."""
+        unit = rows // sum(self.shares)
+        return sum(self.shares[: self.index]) * unit, self.shares[self.index] * unit
 
 
 def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Part]:
     """Their tensor -> its part, for our parameters of these shapes."""
     parts: dict[str, Part] = {}
     for row in system.rows:
+        shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
         count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
         for i in range(count):
             name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
-            parts |= _parts_of_row(row, name, i, shapes, system.skipped_positions)
+            parts |= _parts_of_row(row, name, i, shares, shapes, system.skipped_positions)
     return parts
 
 
 def _parts_of_row(
-    row: Row, name: str, i: int, shapes: Mapping[str, tuple[int, ...]], skipped: int
+    row: Row, name: str, i: int, shares: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], skipped: int
 ) -> dict[str, Part]:
     parts = {}
     for kind in ("weight", "bias"):
@@ -74,9 +83,7 @@ def _parts_of_row(
         for index, theirs in enumerate(row.theirs):
             is_transposed = row.transposed and kind == "weight"
             rows = skipped if ours in POSITIONS else 0
-            parts[f"{theirs}.{kind}".replace("{i}", str(i))] = Part(
-                ours, index, len(row.theirs), is_transposed, rows
-            )
+            parts[f"{theirs}.{kind}".replace("{i}", str(i))] = Part(ours, index, shares, is_transposed, rows)
     return parts
 
 
@@ -113,7 +120,8 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
         if name in zeros:
             return torch.zeros(zeros[name])
         part = parts[name]
-        tensor = ours.read(part.ours).chunk(part.count)[part.index]
+        whole = ours.read(part.ours)
+        tensor = whole.narrow(0, *part.rows(len(whole)))
         tensor = tensor.T if part.transposed else tensor
         if part.skipped:
             first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
@@ -124,14 +132,16 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
 
     def shape(part: Part) -> tuple[int, ...]:
         rows, *rest = ours.shapes[part.ours]
-        whole = (rows // part.count + part.skipped, *rest)
+        whole = (part.rows(rows)[1] + part.skipped, *rest)
         return tuple(reversed(whole)) if part.transposed else whole
 
     return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
 
 
-def normalized(weights: Weights, system: System, path: Path) -> Weights:
+def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
     """Files of all ages: former names, a missing prefix, buffers, and both ends of a tie, which must agree.
+
+    Args: is_tied: whether `system.ties` hold.
 
     Raises: CheckpointError for a tie whose ends differ.
     """
@@ -143,7 +153,7 @@ def normalized(weights: Weights, system: System, path: Path) -> Weights:
             name if name.split(".")[0] in heads else f"{system.prefix}{name}": old
             for name, old in names.items()
         }
-    for second, first in system.ties.items():
+    for second, first in system.ties.items() if is_tied else ():
         if second not in names:
             continue
         old = names.pop(second)
@@ -167,9 +177,12 @@ def _todays_name(name: str) -> str:
     return name
 
 
-def is_published(described: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a system in the tables."""
-    return described.get("model_type") in PUBLISHED
+def is_published(path: Path) -> bool:
+    """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
+    model_type = read_json(path / "config.json").get("model_type")
+    if model_type != GLM4.model_type:
+        return model_type in PUBLISHED
+    return any(name.endswith("embed_tokens.weight") for name in open_directory(path).shapes)
 
 
 def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
@@ -182,19 +195,20 @@ def model_settings(
     system: System, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> dict[str, Any]:
     """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
-    config = CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+    config = _their_config(system, described)
     for name, value in system.required.items():
-        actual = getattr(config, name, value)
+        actual = field_of(config, name, value)
         if actual != value:
             raise CheckpointError(
                 f"{path / 'config.json'}: {name} is {shown(actual)}; only {shown(value)} can be imported."
             )
     settings: dict[str, Any] = {"system": _system_name(system, config, path)}
     for entry in system.fields:
-        value = getattr(config, entry.theirs)
+        value = field_of(config, entry.theirs)
         if entry.names is not None and value not in entry.names:
             raise CheckpointError(
-                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of {', '.join(entry.names)}."
+                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of "
+                f"{', '.join(map(str, entry.names))}."
             )
         ours = _our_value(system, entry, value)
         if settings.setdefault(entry.ours, ours) != ours:
@@ -205,6 +219,22 @@ def model_settings(
     for option, name in system.optional.items():
         settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
     return settings
+
+
+def _their_config(system: System, described: Mapping[str, Any]) -> PretrainedConfig:
+    return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+
+
+def field_of(config: PretrainedConfig, name: str, default: Any = None) -> Any:
+    """The value of a field, `default` if it is missing. Args: name: as in `Field`."""
+    outer, _, inner = name.partition(".")
+    value = getattr(config, outer, default)
+    return (value or {}).get(inner, default) if inner else value
+
+
+def _set_field(values: dict[str, Any], name: str, value: Any) -> None:
+    outer, _, inner = name.partition(".")
+    values[outer] = {**(values.get(outer) or {}), inner: value} if inner else value
 
 
 def _our_value(system: System, entry: Field, value: Any) -> Any:
@@ -235,20 +265,17 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
     values, default = dict(base), CONFIG_MAPPING[system.model_type]()
     for entry in reversed(system.fields):  # the first of several options decides a field
         value = getattr(config, entry.ours)
-        if (
-            entry.ours == "ffn_size" and getattr(default, entry.theirs) is not None
-        ):  # GPT-2's is None, as ours
-            value = config.inner_size
+        if entry.ours in _DERIVED and field_of(default, entry.theirs) is not None:  # GPT-2's is None, as ours
+            value = getattr(config, _DERIVED[entry.ours])
         if entry.ours in system.optional and not value:
             continue  # the class's default, which it does not use
         if entry.names is not None:
             value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
-        if entry.ours == "head_dim":
-            value = config.head_size
         if entry.counts_positions:
             value += 1 + system.skipped_positions * system.counts_skipped
-        values[entry.theirs] = value
-    values |= system.required
+        _set_field(values, entry.theirs, value)
+    for name, value in system.required.items():
+        _set_field(values, name, value)
     if config.task_types:
         values["use_task_id"] = True
     class_name = system.class_of(config)
@@ -272,17 +299,16 @@ def _require_expressed(
     """The class has what the model's options say if reading its configuration gives the same options."""
     settings: dict[str, Any] = {"system": config.system}
     for entry in system.fields:
-        settings[entry.ours] = _our_value(system, entry, getattr(described, entry.theirs))
+        settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs))
     for option in system.optional:
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)
     different = [
         f.name
         for f in fields(ModelConfig)
-        if f.name not in _NOT_IN_FILES and getattr(again, f.name) != getattr(config, f.name)
+        if f.name not in _NOT_IN_FILES
+        and getattr(again, _DERIVED.get(f.name, f.name)) != getattr(config, _DERIVED.get(f.name, f.name))
     ]
-    different += [] if again.inner_size == config.inner_size else ["ffn_size"]
-    different += [] if again.head_size == config.head_size else ["head_dim"]
     if different:
         name = different[0]
         raise CheckpointError(
@@ -334,7 +360,8 @@ def open_published(path: Path) -> PublishedSource:
     """Read config.json and the names and shapes of the weights. Raises: CheckpointError."""
     described = read_json(path / "config.json")
     system = PUBLISHED[described["model_type"]]
-    theirs = normalized(open_directory(path), system, path)
+    is_tied = not system.may_untie or _their_config(system, described).tie_word_embeddings
+    theirs = normalized(open_directory(path), system, path, is_tied)
     settings = model_settings(system, described, theirs, path)
     try:
         config = build(ModelConfig, settings, "model.")

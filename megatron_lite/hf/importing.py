@@ -66,7 +66,7 @@ def import_directory(
         options: as import_source.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
-    if is_published(read_json(source / "config.json")):
+    if is_published(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_published(source, output, tree, **options)
     return import_source(open_source(source), output, tree, **options)

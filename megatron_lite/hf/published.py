@@ -8,73 +8,11 @@ Source: the modeling files of transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from megatron_lite.config.model import ModelConfig
-
-
-@dataclass(frozen=True)
-class Row:
-    """Modules of theirs that are one module of ours.
-
-    "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
-    transposed: bool = False  # their weight is [in, out]
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of config.json that is an option of ours. Several options may have one field."""
-
-    theirs: str
-    ours: str
-    names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
-    counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
-
-
-@dataclass(frozen=True)
-class System:
-    """A published system."""
-
-    model_type: str  # as in config.json
-    prefix: str  # of the base model's parameters; files of the base model alone may lack it
-    rows: tuple[Row, ...]
-    fields: tuple[Field, ...]
-    class_of: Callable[[ModelConfig], str]  # the class of transformers that has all heads of a model
-    classes: Mapping[str, str]  # architecture in config.json -> `model.system`
-    required: Mapping[str, Any]  # fields of config.json with the only value that we can express
-    ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
-    skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
-    counts_skipped: bool = True  # whether config.json counts those rows
-    zeros: Mapping[str, int] = field(
-        default_factory=dict
-    )  # tensors [n, vocabulary] that are always zero: name -> n
-    is_causal: bool = False
-    # Options of heads that a file may lack, and the parameter that tells.
-    optional: Mapping[str, str] = field(default_factory=dict)
-    set_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that no option has
-
-
-_ACTIVATIONS = {
-    "gelu": "gelu_erf",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-
-
-def _numbered(rows: list[Row], ours: str, theirs: str) -> tuple[Row, ...]:
-    return tuple(
-        Row(f"{ours}{row.ours}", tuple(f"{theirs}{name}" for name in row.theirs), row.transposed)
-        for row in rows
-    )
+from megatron_lite.hf.published_form import ACTIVATIONS, Field, Row, System, numbered
+from megatron_lite.hf.published_glm4 import GLM4, GLM4_0414
 
 
 def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str] | None) -> tuple[Row, ...]:
@@ -108,8 +46,8 @@ def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str
             Row("heads.sentence.classifier", (sentence[1],)),
         ]
     return (
-        *_numbered(tables, "embedding.", f"{prefix}embeddings."),
-        *_numbered(block, "layers.{i}.", f"{prefix}encoder.layer.{{i}}."),
+        *numbered(tables, "embedding.", f"{prefix}embeddings."),
+        *numbered(block, "layers.{i}.", f"{prefix}encoder.layer.{{i}}."),
         *rows,
     )
 
@@ -122,7 +60,7 @@ _BERT_FIELDS = (
     Field("intermediate_size", "ffn_size"),
     Field("max_position_embeddings", "max_position", counts_positions=True),
     Field("type_vocab_size", "segments"),
-    Field("hidden_act", "activation", _ACTIVATIONS),
+    Field("hidden_act", "activation", ACTIVATIONS),
     Field("layer_norm_eps", "layernorm_epsilon"),
     Field("hidden_dropout_prob", "output_dropout"),
     Field("hidden_dropout_prob", "embedding_dropout"),
@@ -194,7 +132,7 @@ ALBERT = System(
         Row("embedding.segment_embeddings", ("albert.embeddings.token_type_embeddings",)),
         Row("embedding.layernorm", ("albert.embeddings.LayerNorm",)),
         Row("embedding.projection", ("albert.encoder.embedding_hidden_mapping_in",)),
-        *_numbered(
+        *numbered(
             [
                 Row(
                     "attention.query_key_value",
@@ -239,7 +177,7 @@ def _gpt_rows(words: str, positions: str, norms: tuple[str, str], final: tuple[R
     return (
         Row("embedding.word_embeddings", (f"transformer.{words}",)),
         Row("embedding.position_embeddings", (f"transformer.{positions}",)),
-        *_numbered(block, "layers.{i}.", "transformer.h.{i}."),
+        *numbered(block, "layers.{i}.", "transformer.h.{i}."),
         *final,
     )
 
@@ -279,7 +217,7 @@ GPT2 = System(
     ),
     fields=(
         *_GPT_FIELDS,
-        Field("activation_function", "activation", _ACTIVATIONS),
+        Field("activation_function", "activation", ACTIVATIONS),
         Field("n_inner", "ffn_size"),
     ),
     class_of=lambda config: "GPT2LMHeadModel",
@@ -296,7 +234,7 @@ GPT2 = System(
 
 
 def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
-    return _numbered(rows, "layers.{i}.", encoder) + _numbered(rows, "layers.{d}.", decoder)
+    return numbered(rows, "layers.{i}.", encoder) + numbered(rows, "layers.{d}.", decoder)
 
 
 BART = System(
@@ -323,7 +261,7 @@ BART = System(
             "model.encoder.layers.{i}.",
             "model.decoder.layers.{i}.",
         ),
-        *_numbered(
+        *numbered(
             [
                 Row("cross_attention.query", ("encoder_attn.q_proj",)),
                 Row("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
@@ -344,7 +282,7 @@ BART = System(
         Field("encoder_ffn_dim", "ffn_size"),
         Field("decoder_ffn_dim", "ffn_size"),
         Field("max_position_embeddings", "max_position", counts_positions=True),
-        Field("activation_function", "activation", _ACTIVATIONS),
+        Field("activation_function", "activation", ACTIVATIONS),
         Field("scale_embedding", "scale_embedding"),
         Field("dropout", "output_dropout"),
         Field("dropout", "embedding_dropout"),
@@ -391,8 +329,8 @@ T5 = System(
         Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
         Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
         *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
-        *_numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
-        *_numbered(
+        *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
+        *numbered(
             [
                 Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
                 Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
@@ -436,7 +374,8 @@ T5 = System(
 )
 
 PUBLISHED: dict[str, System] = {  # by the type in config.json
-    system.model_type: system for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, BART, T5)
+    system.model_type: system
+    for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, BART, T5, GLM4, GLM4_0414)
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
@@ -451,4 +390,6 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "bart": BART,
     "mass": BART,
     "t5": T5,
+    "glm4": GLM4,
+    "glm4_0414": GLM4_0414,
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -24,10 +24,11 @@ from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
-from megatron_lite.model.fused import Biased, activate, add, has_kernels
+from megatron_lite.model.fused import Biased, activate, add, gate, has_kernels
 from megatron_lite.model.fused_block import Parts, fused_block
 from megatron_lite.model.heads import Linear
 from megatron_lite.model.relative import ScoreBias
+from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -68,6 +69,7 @@ class Flow:
     dropout: Dropout | None  # of all tokens
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
     bias: ScoreBias | None = None  # of all layers' scores
+    rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
 
     @staticmethod
     def of(
@@ -75,11 +77,12 @@ class Flow:
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
         parallel: TensorParallel,
+        rotary: Rotary | None = None,
     ) -> Flow:
         own = dropout
         if dropout is not None and parallel.sequence_parallel:
             own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
-        return Flow(shape, plan, dropout, own)
+        return Flow(shape, plan, dropout, own, rotary=rotary)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
@@ -132,7 +135,7 @@ class PositionEmbeddings(nn.Module):
 
     @staticmethod
     def position_table(config: ModelConfig) -> nn.Embedding | None:
-        return _table(config.max_position + 1 if config.positions != "none" else 0, config)
+        return _table(config.max_position + 1 if config.positions.startswith("learned") else 0, config)
 
     @staticmethod
     def norm(config: ModelConfig, parallel: TensorParallel) -> LayerNorm | RMSNorm | None:
@@ -201,7 +204,7 @@ def query_factor(config: ModelConfig) -> float:
 
 
 class Attention(nn.Module):
-    """Fused Q|K|V projection (contiguous thirds), the plan's kernel, output projection."""
+    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
@@ -210,23 +213,31 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute
+        heads, key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.key_value_heads = key_value_heads // parallel.group.size
         self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * config.attention_size, parallel, parts=3, has_bias=config.has_bias("qkv")
+            config.hidden_size,
+            (heads + 2 * key_value_heads) * self.head_size,
+            parallel,
+            parts=(heads // key_value_heads, 1, 1),
+            has_bias=config.has_bias("qkv"),
         )
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        qkv = self.query_key_value(hidden).x.view(*flow.shape, 3, -1, self.head_size)
-        if self.query_factor != 1.0:
-            q, key_value = qkv.split([1, 2], dim=-3)
-            qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
+        qkv = self.query_key_value(hidden).x
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
+        heads = spread(qkv.view(len(qkv), -1, self.head_size), self.key_value_heads, flow.rotary)
+        qkv = heads.view(*flow.shape, 3, -1, self.head_size)
+        if self.query_factor != 1.0:
+            q, key_value = qkv.split([1, 2], dim=-3)
+            qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
         dropout = self.dropout_of(flow, layer)
         if flow.bias is None:
             return flow.plan.attend(layer, qkv, dropout)
@@ -244,14 +255,16 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.dropout = config.activation_dropout
         inner, has_bias = config.inner_size, config.has_bias("mlp")
+        self.is_gated = config.ffn == "gated"
+        parts = 2 if self.is_gated else 1
         self.first_feature = inner // parallel.group.size * parallel.group.rank
         self.dense_h_to_4h = ColumnParallelLinear(
-            config.hidden_size, inner, parallel, has_bias=has_bias, leaves_bias=True
+            config.hidden_size, parts * inner, parallel, parts=parts, has_bias=has_bias, leaves_bias=True
         )
         self.dense_4h_to_h = RowParallelLinear(inner, config.hidden_size, parallel, has_bias=has_bias)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        x = activate(self.dense_h_to_4h(hidden), self.activation)
+        x = (gate if self.is_gated else activate)(self.dense_h_to_4h(hidden), self.activation)
         if self.dropout and flow.dropout is not None:
             dropout = flow.dropout.features(self.dropout, layer, "activated")
             assert dropout is not None
@@ -263,7 +276,8 @@ class Block(nn.Module):
     """Attention and MLP. `layer` is its index, for dropout and caches.
 
     Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
-    then the same with the MLP. In both `post_attention_layernorm` lies between the two.
+    then the same with the MLP. In both `post_attention_layernorm` lies between the two. DeepNorm: post-norm with the
+    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
@@ -276,7 +290,10 @@ class Block(nn.Module):
         self.attention = Attention(config, parallel, recompute == "selective")
         self.post_attention_layernorm = norm()
         self.mlp = MLP(config, parallel)
-        self.output_layernorm = norm() if config.norm == "post" else None
+        self.output_layernorm = norm() if config.norm != "pre" else None
+        more = [norm() if config.sandwich_norm else None for _ in range(2)]
+        self.attended_layernorm, self.expanded_layernorm = more
+        self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
@@ -326,17 +343,24 @@ class Block(nn.Module):
             hidden = normed = stream.summed()
         else:
             hidden, normed = self.input_layernorm.after_sum(*stream)
-        x = self.attention(normed, flow, layer)
+        x = _normed(self.attention(normed, flow, layer), self.attended_layernorm)
         dropout = flow.features(self.dropout, layer, "attended")
-        return norm.after_sum(hidden, x, dropout)
+        return norm.after_sum(self._residual(hidden), x, dropout)
 
     def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Stream:
         """With the MLP. Args: hidden, normed: a sum and its norm."""
-        x = self.mlp(normed, flow, layer)
+        x = _normed(self.mlp(normed, flow, layer), self.expanded_layernorm)
         dropout = flow.features(self.dropout, layer, "expanded")
         if self.output_layernorm is None:
             return Stream(hidden, x, dropout)
-        return Stream(self.output_layernorm.after_sum(normed, x, dropout)[1])
+        return Stream(self.output_layernorm.after_sum(self._residual(normed), x, dropout)[1])
+
+    def _residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale
+
+
+def _normed(x: Biased, norm: nn.Module | None) -> Biased:
+    return x if norm is None else Biased(norm(x.added()))
 
 
 def final_layernorm(config: ModelConfig) -> nn.Module:

@@ -69,7 +69,9 @@ def _block_products(model: ModelConfig, targets: float) -> list[float]:
 
 def _head_products(model: ModelConfig) -> int:
     """Multiply-adds per token with loss. SpanBERT predicts it twice. The class of a sentence costs next to nothing."""
-    vocabulary = math.prod(_shapes(model)[1][WORDS]) * (2 if model.span_boundary_places else 1)
+    # An untied matrix is among the heads' products already, once.
+    times = (2 if model.span_boundary_places else 1) - (not model.tie_word_embeddings)
+    vocabulary = math.prod(_shapes(model)[1][WORDS]) * times
     return vocabulary + _products(model, "heads.") - _products(model, "heads.sentence.")
 
 

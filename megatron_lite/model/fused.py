@@ -252,7 +252,7 @@ def add_and_normalize(
 def gelu(x: Biased, approximate: str) -> torch.Tensor:
     """gelu(x), [T, D]. Args: approximate: as of torch's."""
     if has_kernels(x.x):
-        return _BiasGelu.apply(x.x, x.bias, approximate == "tanh")
+        return _BiasGelu.apply(x.x.contiguous(), x.bias, approximate == "tanh")
     return F.gelu(x.added(), approximate=approximate)
 
 
@@ -263,3 +263,9 @@ def activate(x: Biased, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(x.added())
     return gelu(x, "tanh" if activation == "gelu_tanh" else "none")
+
+
+def gate(x: Biased, activation: str) -> torch.Tensor:
+    """activation(gate) * up, [T, 2 F] -> [T, F]: the first features are the gate (arXiv:2002.05202)."""
+    first, up = x.added().chunk(2, dim=-1)
+    return activate(Biased(first), activation) * up

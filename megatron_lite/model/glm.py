@@ -33,6 +33,7 @@ from megatron_lite.model.encoder_decoder import (
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.relative import RelativeBuckets
+from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
     RMSNorm,
@@ -91,7 +92,8 @@ class GLM(nn.Module):
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
     ) -> torch.Tensor:
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel)
+        rotary = Rotary.of(self.config, ids.flatten(1))
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
@@ -204,9 +206,7 @@ def initialize_parameters(
 ) -> None:
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
 
-    Weights N(0, init_std), with `init: gpt2` output projections scaled by 1/sqrt(2L) (GPT-2's scheme, as in the
-    reference), with `init: t5` by the widths of each matrix, as T5's code has it; biases 0, LayerNorm 1 and 0; padding
-    rows of the vocabulary 0.
+    Weights are normal with mean 0 (`_deviation`), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
@@ -218,7 +218,25 @@ def initialize_parameters(
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
-            whole = torch.empty(shape).normal_(0.0, _initial_std(name, config), generator=generator)
-            if config.init == "t5" and name.endswith("query_key_value.weight"):
-                whole.chunk(3)[0].mul_(config.head_size**-0.5)  # queries
+            whole = torch.empty(shape)
+            parts = whole.split(partition.part_rows(shape[0]))
+            first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
+            whole.normal_(0.0, first, generator=generator)
+            for part, std in zip(parts[1:], others, strict=True):
+                part *= std / first
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
+
+
+def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
+
+    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference), with `init: t5`
+    by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks Xavier's, of values, output
+    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
+    """
+    is_fused = name.endswith("query_key_value.weight")
+    if config.init == "deepnorm" and name.startswith("layers."):
+        xavier = math.sqrt(2 / sum(part.shape))
+        return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)
+    queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
+    return _initial_std(name, config) * queries

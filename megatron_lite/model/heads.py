@@ -1,6 +1,7 @@
 """The output side: from the last block's hidden state to the losses.
 
-Every model predicts tokens through its word embedding, after the final norm of pre-norm models. Options add a layer
+Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace that by a
+matrix of its own (GLM-4), and add a layer
 before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's sentence head (classes at CLS), and SpanBERT's
 boundary head (a span's tokens from the tokens around it). The `objective` plane decides which head predicts a token:
 `find_loss_rows`.
@@ -176,6 +177,8 @@ class Heads(nn.Module):
         size = config.embedding_size or config.hidden_size
         has_projection = config.head_transform or config.embedding_size is not None
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
+        # Its weight is the output projection, where that is not the word embedding.
+        self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
@@ -209,11 +212,12 @@ class Heads(nn.Module):
         Args: boundaries: P, the last rows, which are predicted from the borders of their span.
         """
         vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
+        weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
         if self.boundary_bias is None:
-            return linear(vectors, embedding.weight, self.bias)
+            return linear(vectors, weight, self.bias)
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
         parts = (tokens, self.bias), (borders, self.boundary_bias)
-        return torch.cat([linear(rows, embedding.weight, bias) for rows, bias in parts])
+        return torch.cat([linear(rows, weight, bias) for rows, bias in parts])
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V]."""

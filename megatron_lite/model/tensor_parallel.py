@@ -199,8 +199,14 @@ class Partition:
     """How a parameter is split over the tensor-parallel ranks; initial values and checkpoints follow it."""
 
     dim: int | None = None  # the split dimension; None: the same on all ranks
-    parts: int = 1  # equal blocks along dim 0, each split by itself (Q|K|V: 3)
+    # Blocks along dim 0, each split by itself: how many equal ones, or their relative sizes (Q|K|V).
+    parts: int | tuple[int, ...] = 1
     rows: int | None = None  # along dim 0; those beyond are padding (vocabulary)
+
+    def part_rows(self, rows: int) -> list[int]:
+        """Rows of each block of a shard, or of the whole parameter, with so many rows."""
+        shares = (1,) * self.parts if isinstance(self.parts, int) else self.parts
+        return [rows // sum(shares) * share for share in shares]
 
 
 def partition_of(parameter: nn.Parameter) -> Partition:
@@ -235,7 +241,7 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
     Args:
-        parts: blocks of the output, each split by itself.
+        parts: blocks of the output, as of Partition.
         leaves_bias: to the next function, where kernels run.
     """
 
@@ -245,15 +251,16 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         parallel: TensorParallel,
         *,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         has_bias: bool = True,
         leaves_bias: bool = False,
     ):
         super().__init__()
         self.leaves_bias = leaves_bias
         size = parallel.group.size
-        assert out_features % (parts * size) == 0, "configuration checks that features divide"
         partition = Partition(dim=0, parts=parts)
+        rows = sum(partition.part_rows(out_features // size)) * size
+        assert rows == out_features, "configuration checks that features divide"
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
@@ -378,5 +385,6 @@ def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int,
     if partition.dim is None or size == 1:
         return whole
     if partition.dim == 0:
-        return torch.cat([part.chunk(size)[rank] for part in whole.chunk(partition.parts)])
+        parts = whole.split(partition.part_rows(len(whole)))
+        return torch.cat([part.chunk(size)[rank] for part in parts])
     return whole.chunk(size, dim=partition.dim)[rank]

@@ -204,7 +204,7 @@ class Engine(ABC):
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
-        elif pp.size > 1 and name == TIED:
+        elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
         return Treatment(
             weight_decay=_weight_decay(name, self._config),

@@ -1,7 +1,7 @@
 """The model as a DeepSpeed PipelineModule, split over stages by cost.
 
 Every stage has the step's batches and prepares them itself, so a stage sends the next one nothing but the hidden state.
-The first and the last stage each hold the word embedding; the optimizer sums its gradients. With an encoder and a
+The first and the last stage each hold a tied word embedding; the optimizer sums its gradients. With an encoder and a
 decoder the rows of both travel through all stages in one tensor, [Te + Td, D] of one shape.
 """
 
@@ -32,6 +32,7 @@ from megatron_lite.model.encoder_decoder import (
 from megatron_lite.model.glm import initialize_parameters
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
+from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine import Engine, StepResult, without_chatter
@@ -53,8 +54,8 @@ class _Current:
 class _Feed:
     """The micro-batches of a step, one after another."""
 
-    def __init__(self, parallel: TensorParallel, device: torch.device, has_decoder: bool):
-        self.parallel, self.device, self.has_decoder = parallel, device, has_decoder
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device):
+        self.config, self.parallel, self.device = config, parallel, device
         self._waiting: Iterator[tuple[HostInput, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[tuple[HostInput, float]]) -> None:
@@ -64,8 +65,11 @@ class _Feed:
     def advance(self) -> None:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
-        flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel)
-        self.current = _Current(data, flow, part_flows(flow) if self.has_decoder else None, loss_factor)
+        rotary = Rotary.of(self.config, data.ids)
+        flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary)
+        self.current = _Current(
+            data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
+        )
 
     def split(self, hidden: torch.Tensor) -> _Parts:
         """The rows of encoder and decoder."""
@@ -148,7 +152,7 @@ class _DecoderBlock(DecoderBlock):
 
 
 class _Readout(nn.Module):
-    """Final LayerNorm and heads; `_Words.project` applies the tied weight."""
+    """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
         super().__init__()
@@ -160,6 +164,20 @@ class _Readout(nn.Module):
         hidden = given.summed() if isinstance(given, Stream) else given
         hidden = hidden[1] if isinstance(hidden, tuple) else hidden  # of encoder and decoder
         return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
+
+
+class _Project(nn.Module):
+    """Last layer of models whose output projection is not the word embedding."""
+
+    def __init__(self, feed: _Feed):
+        super().__init__()
+        self.feed = feed
+
+    def forward(self, inputs: tuple[Heads, *_Rows]) -> _Rows:
+        heads, vectors, classes = inputs
+        assert heads.vocabulary is not None
+        boundaries = len(self.feed.current.input.loss_rows.borders)
+        return heads.vocabulary_logits(vectors, heads.vocabulary, boundaries), classes
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
@@ -190,13 +208,14 @@ class _Stages(PipelineModule):
             LayerSpec(kind, model, i, parallel, config.training.recompute, feed)
             for i, kind in enumerate(kinds)
         ]
-        layers = [
-            TiedLayerSpec("words", _Words, model, parallel, feed),
-            LayerSpec(_Positions, model, parallel, feed),
-            *blocks,
-            LayerSpec(_Readout, model, parallel, feed),
-            TiedLayerSpec("words", _Words, model, parallel, feed, forward_fn=_Words.project),
-        ]
+        words, project = LayerSpec(_Words, model, parallel, feed), LayerSpec(_Project, feed)
+        if model.tie_word_embeddings:
+            words, project = (
+                TiedLayerSpec("words", _Words, model, parallel, feed, forward_fn=function)
+                for function in (None, _Words.project)
+            )
+        positions, readout = (LayerSpec(layer, model, parallel, feed) for layer in (_Positions, _Readout))
+        layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
             num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
@@ -218,9 +237,19 @@ class _Stages(PipelineModule):
         self.parts = stage_bounds(self.costs, stages)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
+    def output_words(self) -> VocabParallelEmbedding:
+        """On the last stage: the module whose weight predicts tokens."""
+        if "words" in self.tied_modules:
+            return self.tied_modules["words"]
+        (readout,) = (function for function in self.forward_funcs if isinstance(function, _Readout))
+        vocabulary = readout.heads.vocabulary
+        assert vocabulary is not None
+        return vocabulary
+
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
         """This stage's parameters under their names in the whole model. Args: num_layers: blocks."""
-        prefixes = {"tied_modules.words": "embedding.word_embeddings.", "1": "embedding."}
+        prefixes = dict.fromkeys(("tied_modules.words", "0"), "embedding.word_embeddings.")
+        prefixes |= {"1": "embedding."}
         prefixes |= {str(_FIRST_BLOCK + i): f"layers.{i}." for i in range(num_layers)}
         prefixes |= {str(_FIRST_BLOCK + num_layers): ""}  # final_layernorm and heads
         named = {}
@@ -238,7 +267,7 @@ class PipelineEngine(Engine):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_losses = num_losses
         self._sums = self._no_sums(context.device)
-        self._feed = _Feed(parallel, context.device, config.model.decoder_layers > 0)
+        self._feed = _Feed(config.model, parallel, context.device)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with without_chatter(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
@@ -254,7 +283,7 @@ class PipelineEngine(Engine):
     def _loss(self, outputs: _Rows, nothing: torch.Tensor) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         current = self._feed.current
-        data, words = current.input, self._stages.tied_modules["words"]
+        data, words = current.input, self._stages.output_words()
         losses = row_losses(*outputs, data.targets, words)
         total, per_objective = sum_losses(losses, data.weights, data.loss_rows.objectives, self.num_losses)
         self._sums += per_objective

@@ -3,7 +3,7 @@
 Layer norms that drifted apart because one rank skipped clipping have spoiled real runs without a sign in the loss. The
 ranks that hold the same values compare a fingerprint of every weight: data-parallel replicas (except at ZeRO 3, where
 every rank holds its own part), tensor-parallel ranks for parameters that are not split, and the first and last pipeline
-stage for the word embedding.
+stage for a tied word embedding.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ def _compare(named: Mapping[str, nn.Parameter], group: Group) -> list[str]:
 
 
 def _compare_ends(named: Mapping[str, nn.Parameter], stages: Group) -> list[str]:
-    """The tied embedding of the first and last stage."""
+    """The word embedding of the first and last stage, if both have it."""
     if stages.size == 1:
         return []
     name = next((name for name in named if name.endswith("word_embeddings.weight")), "")
-    mine = fingerprint(named[name]) if name else torch.zeros_like(fingerprint(next(iter(named.values()))))
+    some = fingerprint(named[name] if name else next(iter(named.values())))
+    mine = torch.stack([some, torch.full_like(some, bool(name))])
     gathered = [torch.empty_like(mine) for _ in stages.ranks]
     dist.all_gather(gathered, mine, group=stages.handle)
-    first, last = gathered[0].item(), gathered[-1].item()
-    if not name or first == last:
+    (first, has_first), (last, has_last) = gathered[0].tolist(), gathered[-1].tolist()
+    if not name or first == last or not (has_first and has_last):
         return []
     return [f"{name} on ranks [{stages.ranks[0]}] and ranks [{stages.ranks[-1]}]"]
 

@@ -51,8 +51,9 @@ def stages(config: Config) -> list[Stage]:
             )
     stages, begin = [], 0
     for blocks, first, last in stage_shares(config):
-        # The first and the last stage each have a copy of the tied word embedding.
-        total = sum(blocks_of[begin : begin + blocks]) + words * (first or last)
+        # The first and the last stage each have a copy of a tied word embedding.
+        has_words = first or (last and model.tie_word_embeddings)
+        total = sum(blocks_of[begin : begin + blocks]) + words * has_words
         stages.append(Stage(blocks, first, last, total + embedding * first + readout * last))
         begin += blocks
     return stages

@@ -245,7 +245,9 @@ def test_another_model_is_refused(directory, change, message):
 @given(
     rows=st.sampled_from([6, 12, 24]),
     columns=st.integers(1, 7),
-    split=st.sampled_from([(None, 1, 1), (0, 1, 2), (0, 3, 2), (1, 1, 2), (0, 1, 4)]),
+    split=st.sampled_from(
+        [(None, 1, 1), (0, 1, 2), (0, 3, 2), (1, 1, 2), (0, 1, 4), (0, (4, 1, 1), 2), (0, (1, 2, 3), 4)]
+    ),
     cut=st.integers(1, 40),
 )
 @settings(max_examples=200, deadline=None)

@@ -36,6 +36,9 @@ PUBLISHED = {
     "glm-10b-chinese": (48, 4096, 64, 1024, 50048, "9880."),
 }
 
+# GLM's successors: parameters. GLM-4-9B's number is that of its released files.
+SUCCESSORS = {"glm-4-9b": 9_399_951_360, "glm-130b": 128_697_794_560}
+
 # Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warm-up, floor, token, sentence.
 RECIPES = {
     "glm-base": (4e-4, 0.98, 1e-6, 0.1, 150_000, "cosine", 120_000, 6_000, 0.05, 1.0, 0.0),
@@ -60,7 +63,21 @@ def published(name: str) -> Config:
 
 
 def test_every_published_model_has_a_file():
-    assert {path.stem for path in MODELS.glob("glm-*.yaml")} == set(PUBLISHED)
+    assert {path.stem for path in MODELS.glob("glm-*.yaml")} == {*PUBLISHED, *SUCCESSORS}
+
+
+@pytest.mark.parametrize("name", SUCCESSORS)
+def test_a_successor_has_the_published_size(name):
+    assert parameter_count(published(name).model, padded=False) == SUCCESSORS[name]
+
+
+def test_glm_130b_fits_the_gpus_it_was_trained_on():
+    """A100s of 40 GB: 16 bytes of weights and Adam's state per parameter of the fullest stage, the moments shared."""
+    from megatron_lite.train.stages import stages
+
+    config = published("glm-130b")
+    fullest = max(stage.parameters for stage in stages(config))
+    assert 4 * fullest + 12 * fullest / 24 < 20 * 2**30
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -286,7 +303,7 @@ def test_ernie_2_adds_a_task_every_50000_steps():
 
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
-    assert named == {"tiny", "small", "ernie2-base", *PUBLISHED, *SYSTEMS}
+    assert named == {"tiny", "small", "ernie2-base", *PUBLISHED, *SUCCESSORS, *SYSTEMS}
 
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)

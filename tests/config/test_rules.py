@@ -65,6 +65,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.num_attention_heads=7"),
         ("model.num_attention_heads (7) must divide model.hidden_size", "or set model.head_dim"),
     ),
+    "shared keys": (
+        over("model.num_key_value_heads=3"),
+        ("num_key_value_heads (3)", "must divide", "choose a divisor of 4"),
+    ),
+    "keys on no rank": (
+        over("model.num_key_value_heads=2", "parallel.tensor_parallel_size=4"),
+        ("num_key_value_heads (2)", "tensor_parallel_size (4)", "choose a divisor of 2"),
+    ),
+    "an odd part of a head": (
+        over("model.positions=rotary", "model.rotary_share=0.19"),
+        ("rotary_share (0.19)", "16 features is 3", "an even number"),
+    ),
     "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
     "inner width": (
         over("model.ffn_size=101", "parallel.tensor_parallel_size=2"),
@@ -76,7 +88,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "no block positions": (
         over("model.positions=learned"),
-        ("model.positions is learned", "blank_infilling", "set it to learned_blocks"),
+        ("model.positions is learned", "blank_infilling", "set it to learned_blocks or rotary"),
     ),
     "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
     "global": (
@@ -178,7 +190,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("objectives={albert: 1}", "model.max_position=600"),
         ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
     ),
-    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, bert, roberta")),
+    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, ")),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
         ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),

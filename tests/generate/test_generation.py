@@ -38,6 +38,22 @@ def model():
     return model
 
 
+@pytest.fixture(scope="module")
+def glm4():
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5,
+        positions="rotary", rotary_share=0.5, num_key_value_heads=2, ffn="gated", tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GLM(config).eval()
+    initialize_parameters(model.named_parameters(), config, 3)
+    return model
+
+
+@pytest.fixture(params=["model", "glm4"])
+def any_model(request):
+    return request.getfixturevalue(request.param)
+
+
 def uncached_logits(model, context, spans):
     """Logits of the row [A | sop span | sop span] in one pass, as in training. spans: [(mask position, tokens)]."""
     part_b = [
@@ -59,7 +75,8 @@ def uncached_logits(model, context, spans):
 
 
 @torch.no_grad()
-def test_cached_and_uncached_logits_agree(model):
+def test_cached_and_uncached_logits_agree(any_model):
+    model = any_model
     filler = BlankFiller(model, SPECIAL, GenerationConfig())
     spans = [(3, [30, 31, 32]), (5, [33])]
     filler.plan = CachedPlan(2)
@@ -76,7 +93,8 @@ def test_cached_and_uncached_logits_agree(model):
 
 
 @torch.no_grad()
-def test_greedy_is_the_argmax_of_the_uncached_model(model):
+def test_greedy_is_the_argmax_of_the_uncached_model(any_model):
+    model = any_model
     spans = BlankFiller(model, SPECIAL, GenerationConfig(max_length=6)).fill(CONTEXT)
     assert len(spans) == 2
     done = []

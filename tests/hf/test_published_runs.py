@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.published import random_model
-from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, roberta_vocab, write_gpt2
+from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.generate.open_run import open_run
@@ -26,9 +26,12 @@ OBJECTIVE = {
     "albert": {"objectives": {"albert": 1}},
     "ernie2": {"objectives": {"ernie": 1}},
     "gpt2": {"objectives": {"causal": 1}},
+    "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
+    "glm4_0414": {"objectives": {"causal": 1}},
     "bart": {"objectives": {"bart": 1}},
     "t5": {"objectives": {"t5": 1}},
 }
+SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
@@ -41,6 +44,10 @@ def write_tokenizer(case, directory):
     if case == "roberta":
         write_gpt2(directory, roberta_vocab(300), [])
         return 300
+    if case.startswith("glm4"):
+        described = byte_bpe_json(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
+        (directory / "tokenizer.json").write_text(json.dumps(described))
+        return len(described["model"]["vocab"]) + SPARE_ROWS
     lines = bert_vocab()
     (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     options = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
@@ -80,7 +87,7 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path):
         k for k in described[0].keys() | described[1].keys() if described[0].get(k) != described[1].get(k)
     }
     assert differing <= {"transformers_version"}
-    for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer_config.json"):
+    for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
         assert (original / name).exists() == (tmp_path / "export" / name).exists()
     ours = open_run(run).tokenizer
     if case != "roberta":  # the class of transformers cannot split words by a vocabulary without merges
@@ -88,11 +95,11 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path):
         assert theirs(SENTENCE, add_special_tokens=False)["input_ids"] == ours.encode(SENTENCE)
 
 
-@pytest.mark.parametrize("imported", ["bert", "gpt2"], indirect=True)
+@pytest.mark.parametrize("imported", ["bert", "gpt2", "glm4"], indirect=True)
 def test_an_export_serves_the_pipeline_of_transformers(imported, tmp_path):
     case, _, run = imported
     export_run(run, tmp_path / "export", ExportOptions(verify=False))
-    if case == "gpt2":
+    if case in ("gpt2", "glm4"):
         pipeline = transformers.pipeline("text-generation", str(tmp_path / "export"))
         assert len(pipeline("the fox", max_new_tokens=3, do_sample=False)[0]["generated_text"]) > len(
             "the fox"

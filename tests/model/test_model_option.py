@@ -14,7 +14,7 @@ from support.project import ROOT, copied_project
 
 from data_utils.base.settings import merge
 
-OPTION = "sandwich_layernorm"
+OPTION = "layer_scale"
 
 
 def documented_changes() -> dict[str, list[tuple[str, str]]]:
@@ -79,6 +79,6 @@ def test_a_model_option_touches_at_most_three_files(project, settings):
     count, losses = train(project, settings, True)
     default_count, default_losses = train(project, settings, False)
     model = settings["model"]
-    assert count - default_count == model["num_layers"] * 2 * 2 * model["hidden_size"]
+    assert count - default_count == model["num_layers"] * 2 * model["hidden_size"]
     assert len(losses) == len(default_losses) == 2
     assert all(one != other for one, other in zip(losses, default_losses, strict=True))

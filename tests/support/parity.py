@@ -100,7 +100,8 @@ def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _rows(name: str) -> int | None:
-    return VOCAB_SIZE if "word_embeddings" in name or name == "heads.bias" else None
+    of_words = ("embedding.word_embeddings.weight", "heads.vocabulary.weight", "heads.bias")
+    return VOCAB_SIZE if name in of_words else None
 
 
 def reference_of(case: Case) -> Record:

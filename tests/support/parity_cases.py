@@ -39,6 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rms-norm": {
         "rms_norm": True, "biases": "none", "activation": "relu", "ffn_size": 96, "head_dim": 8, "head_bias": True,
     },
+    "glm4": {
+        "rms_norm": True, "biases": "qkv", "activation": "silu", "ffn": "gated", "ffn_size": 40, "positions": "rotary",
+        "rotary_share": 0.5, "head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "init": "plain",
+    },
+    "deepnorm": {
+        "norm": "deepnorm", "init": "deepnorm", "sandwich_norm": True, "embedding_norm": True, "ffn": "gated",
+        "ffn_size": 40, "positions": "rotary",
+    },
     "encoder-decoder": {},  # of GLM's blocks
     "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
     "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
@@ -166,7 +175,7 @@ DROPOUT = [
 ]
 OPTIONS = [
     case
-    for variant in ("post-norm", "rms-norm")
+    for variant in ("post-norm", "rms-norm", "glm4", "deepnorm")
     for case in (
         Case(2, 1, 1, 2, accumulation=4, dropout=0.1, variant=variant),
         Case(2, 1, 2, 1, True, "selective", variant=variant),

@@ -17,6 +17,15 @@ ODD_BERT = {
 }  # fmt: skip
 GPT = {"vocab_size": 97, "n_positions": 160, "n_embd": 48, "n_layer": 3, "n_head": 4}
 ODD_GPT = {"vocab_size": 131, "n_positions": 141, "n_embd": 36, "n_layer": 2, "n_head": 3}
+GLM4 = {
+    "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 160, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+ODD_GLM4 = {
+    **GLM4, "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 10,
+    "num_key_value_heads": 1, "intermediate_size": 50, "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+}  # fmt: skip
 
 BART = {
     "vocab_size": 97, "d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -46,6 +55,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "gpt": ("OpenAIGPTLMHeadModel", GPT),
     "gpt, odd": ("OpenAIGPTLMHeadModel", ODD_GPT),
     "gpt2": ("GPT2LMHeadModel", GPT),
+    "glm4": ("GlmForCausalLM", GLM4),
+    "glm4, odd": ("GlmForCausalLM", ODD_GLM4),
+    "glm4, tied": ("GlmForCausalLM", {**GLM4, "tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "glm4_0414": ("Glm4ForCausalLM", {**GLM4, "rms_norm_eps": 1e-5, "attention_bias": False}),
+    "glm4_0414, odd": ("Glm4ForCausalLM", {**ODD_GLM4, "num_key_value_heads": 3, "attention_bias": True}),
     "bart": ("BartForConditionalGeneration", BART),
     "mass": (
         "BartForConditionalGeneration",

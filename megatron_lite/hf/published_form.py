@@ -1,0 +1,74 @@
+"""What the table of a published system is made of: see published.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_lite.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Row:
+    """Modules of theirs that are one module of ours.
+
+    "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
+    transposed: bool = False  # their weight is [in, out]
+    # Relative sizes of `theirs` in ours; None: equal.
+    shares: Callable[[ModelConfig], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of config.json that is an option of ours. Several options may have one field."""
+
+    theirs: str  # "rope_parameters.rope_theta": a field within another
+    ours: str
+    names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
+    counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
+
+
+@dataclass(frozen=True)
+class System:
+    """A published system."""
+
+    model_type: str  # as in config.json
+    prefix: str  # of the base model's parameters; files of the base model alone may lack it
+    rows: tuple[Row, ...]
+    fields: tuple[Field, ...]
+    class_of: Callable[[ModelConfig], str]  # the class of transformers that has all heads of a model
+    classes: Mapping[str, str]  # architecture in config.json -> `model.system`
+    required: Mapping[str, Any]  # fields of config.json with the only value that we can express
+    ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
+    skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
+    counts_skipped: bool = True  # whether config.json counts those rows
+    zeros: Mapping[str, int] = field(
+        default_factory=dict
+    )  # tensors [n, vocabulary] that are always zero: name -> n
+    is_causal: bool = False
+    may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
+    # Options of heads that a file may lack, and the parameter that tells.
+    optional: Mapping[str, str] = field(default_factory=dict)
+    set_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that no option has
+
+
+ACTIVATIONS = {
+    "gelu": "gelu_erf",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def numbered(rows: list[Row], ours: str, theirs: str) -> tuple[Row, ...]:
+    return tuple(
+        replace(row, ours=f"{ours}{row.ours}", theirs=tuple(f"{theirs}{name}" for name in row.theirs))
+        for row in rows
+    )

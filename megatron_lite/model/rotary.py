@@ -1,0 +1,83 @@
+"""Rotary positions (arXiv:2104.09864), and keys and values that groups of queries share (arXiv:2305.13245).
+
+The position is one number. In part B of GLM it is the mask's position plus the place in the span: positions continue
+from the mask, as those of GLM-130B from [gMASK]. So `position_ids + block_position_ids` is the position of every
+token of every objective, and no table tells places in spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, POSITION_IDS
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.model_input import ID_PLANES
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosine and sine of the angles of all tokens, fp32 [T, 1, W / 2]: W features of each head are turned."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @staticmethod
+    def of(config: ModelConfig, ids: torch.Tensor) -> Rotary | None:
+        """None where positions are not rotary. Args: ids: int [len(ID_PLANES), T]."""
+        if config.positions != "rotary":
+            return None
+        width = config.rotary_size
+        positions = ids[ID_PLANES.index(POSITION_IDS)] + ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
+        angles = positions[:, None, None].float() * (1.0 / config.rotary_base**exponents)
+        return Rotary(angles.cos(), angles.sin())
+
+    def turn(self, heads: torch.Tensor) -> torch.Tensor:
+        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32."""
+        return _Turn.apply(heads, self.cos, self.sin)
+
+
+class _Turn(torch.autograd.Function):
+    """Its gradient is turned back: nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out = heads.clone(memory_format=torch.contiguous_format)
+    even, odd = heads[..., : 2 * cos.shape[-1]].float().unflatten(-1, (-1, 2)).unbind(-1)
+    out_even, out_odd = out[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
+    out_even.copy_(even * cos - odd * sin)
+    out_odd.copy_(odd * cos + even * sin)
+    return out
+
+
+def spread(heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None) -> torch.Tensor:
+    """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
+
+    Queries and keys are turned. Each of the K keys and values is repeated for the H / K queries of its group.
+    """
+    groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
+    assert rest == 0, "configuration checks that heads divide"
+    if rotary is None and groups == 1:
+        return heads
+    sizes = [groups * key_value_heads, key_value_heads]
+    turned, values = heads.split([sum(sizes), key_value_heads], dim=1)
+    queries, keys = (turned if rotary is None else rotary.turn(turned)).split(sizes, dim=1)
+    return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
+
+
+def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
+    """[T, K, D] -> [T, K times, D]; a backward pass that sums in a fixed order."""
+    return heads[:, :, None].expand(-1, -1, times, -1).flatten(1, 2)
