@@ -73,6 +73,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.num_key_value_heads=2", "parallel.tensor_parallel_size=4"),
         ("num_key_value_heads (2)", "tensor_parallel_size (4)", "choose a divisor of 2"),
     ),
+    "a decoder with rotary positions": (
+        over("model.decoder_layers=2", "model.positions=rotary"),
+        ("model.positions is rotary", "decoder_layers (2)", "set decoder_layers to 0"),
+    ),
     "an odd part of a head": (
         over("model.positions=rotary", "model.rotary_share=0.19"),
         ("rotary_share (0.19)", "16 features is 3", "an even number"),
