@@ -15,7 +15,7 @@ from megatron_lite.config.systems import SYSTEMS
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
-RELATIVE = ("none", "buckets")
+RELATIVE = ("none", "buckets", "xlnet")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
 INITS = ("gpt2", "plain", "t5", "deepnorm")
@@ -83,7 +83,8 @@ class ModelConfig:
     rotary_base: float = setting(10000.0, "base of the wavelengths of rotary positions", above=1)
     relative: str = setting(
         "none",
-        "relative positions in the scores of attention: none, or buckets of distances (T5, UniLMv2)",
+        "relative positions in the scores of attention: none, buckets of distances (T5, UniLMv2), or xlnet: also "
+        "segments, and one learned vector for what is predicted",
         one_of=RELATIVE,
     )
     unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")

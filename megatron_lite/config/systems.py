@@ -89,6 +89,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "scale_head": True,
         "init": "t5",
     },
+    "xlnet": {
+        "norm": "post",
+        "layernorm_epsilon": 1e-12,
+        "activation": "gelu_erf",
+        "biases": "mlp",
+        "positions": "none",
+        "relative": "xlnet",
+        "head_bias": True,
+        "activation_dropout": 0.1,
+        "init": "plain",
+    },
     "gpt": {"norm": "post", "positions": "learned", "max_position": 511, "init": "plain"},
     "gpt2": {"positions": "learned", "max_position": 1023},
 }

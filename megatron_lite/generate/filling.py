@@ -18,10 +18,10 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.cpu_kernels import attend_all
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.glm import GLM
-from megatron_lite.model.model_input import ID_PLANES
 
 MAX_BEAM_BYTES = 16 << 30  # of all beams: cached keys and values, and logits
 LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts

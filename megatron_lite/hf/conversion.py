@@ -21,7 +21,7 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED
-from megatron_lite.hf.published_form import Field, Row, System
+from megatron_lite.hf.published_form import SAME, Field, Form, System
 from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, read_json
 from megatron_lite.model.counts import parameter_shapes
 
@@ -51,7 +51,8 @@ class Part:
     ours: str
     index: int  # among parts of ours
     shares: tuple[int, ...]  # their relative sizes
-    transposed: bool
+    form: Form
+    heads: int
     skipped: int  # first rows of theirs that ours has not
 
     def rows(self, rows: int) -> tuple[int, int]:
@@ -68,22 +69,15 @@ def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: Mode
         count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
         for i in range(count):
             name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
-            parts |= _parts_of_row(row, name, i, shares, shapes, system.skipped_positions)
-    return parts
-
-
-def _parts_of_row(
-    row: Row, name: str, i: int, shares: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], skipped: int
-) -> dict[str, Part]:
-    parts = {}
-    for kind in ("weight", "bias"):
-        ours = f"{name}.{kind}"
-        if ours not in shapes:
-            continue
-        for index, theirs in enumerate(row.theirs):
-            is_transposed = row.transposed and kind == "weight"
-            rows = skipped if ours in POSITIONS else 0
-            parts[f"{theirs}.{kind}".replace("{i}", str(i))] = Part(ours, index, shares, is_transposed, rows)
+            for kind in ("",) if row.is_tensor else (".weight", ".bias"):
+                ours = f"{name}{kind}"
+                if ours not in shapes:
+                    continue
+                form = SAME if kind == ".bias" else row.form
+                skipped = system.skipped_positions if ours in POSITIONS else 0
+                for index, theirs in enumerate(row.theirs):
+                    part = Part(ours, index, shares, form, config.num_attention_heads, skipped)
+                    parts[f"{theirs}{kind}".replace("{i}", str(i))] = part
     return parts
 
 
@@ -93,21 +87,17 @@ def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
     for name, part in parts.items():
         sources.setdefault(part.ours, []).append(name)  # in the order of the parts
 
-    def converted(name: str) -> torch.Tensor:
-        tensor = theirs.read(name)[parts[name].skipped :]
-        return tensor.T if parts[name].transposed else tensor
+    def converted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        part = parts[name]
+        return part.form.to_ours(tensor[part.skipped :], part.heads)
 
     def read(ours: str) -> torch.Tensor:
-        tensors = [converted(name) for name in sources[ours]]
+        tensors = [converted(name, theirs.read(name)) for name in sources[ours]]
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def shape(ours: str) -> tuple[int, ...]:
-        shapes = []
-        for name in sources[ours]:
-            rows, *rest = theirs.shapes[name]
-            whole = (rows - parts[name].skipped, *rest)
-            shapes.append(tuple(reversed(whole)) if parts[name].transposed else whole)
-        return (sum(part[0] for part in shapes), *shapes[0][1:])
+        empty = [torch.empty(theirs.shapes[name], device="meta") for name in sources[ours]]
+        return tuple(torch.cat([converted(*pair) for pair in zip(sources[ours], empty, strict=True)]).shape)
 
     return Weights({ours: shape(ours) for ours in sources}, read)
 
@@ -121,8 +111,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
             return torch.zeros(zeros[name])
         part = parts[name]
         whole = ours.read(part.ours)
-        tensor = whole.narrow(0, *part.rows(len(whole)))
-        tensor = tensor.T if part.transposed else tensor
+        tensor = part.form.to_theirs(whole.narrow(0, *part.rows(len(whole))), part.heads)
         if part.skipped:
             first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
             if kept is not None:
@@ -132,8 +121,9 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
 
     def shape(part: Part) -> tuple[int, ...]:
         rows, *rest = ours.shapes[part.ours]
-        whole = (part.rows(rows)[1] + part.skipped, *rest)
-        return tuple(reversed(whole)) if part.transposed else whole
+        empty = torch.empty(part.rows(rows)[1], *rest, device="meta")
+        first, *others = part.form.to_theirs(empty, part.heads).shape
+        return (first + part.skipped, *others)
 
     return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.published_form import ACTIVATIONS, Field, Row, System, numbered
+from megatron_lite.hf.published_form import ACTIVATIONS, TRANSPOSED, Field, Row, System, numbered
 from megatron_lite.hf.published_glm4 import GLM4, GLM4_0414
+from megatron_lite.hf.published_xlnet import XLNET
 
 
 def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str] | None) -> tuple[Row, ...]:
@@ -167,11 +168,11 @@ ALBERT = System(
 
 def _gpt_rows(words: str, positions: str, norms: tuple[str, str], final: tuple[Row, ...]) -> tuple[Row, ...]:
     block = [
-        Row("attention.query_key_value", ("attn.c_attn",), transposed=True),
-        Row("attention.dense", ("attn.c_proj",), transposed=True),
+        Row("attention.query_key_value", ("attn.c_attn",), TRANSPOSED),
+        Row("attention.dense", ("attn.c_proj",), TRANSPOSED),
         Row(norms[0], ("ln_1",)),
-        Row("mlp.dense_h_to_4h", ("mlp.c_fc",), transposed=True),
-        Row("mlp.dense_4h_to_h", ("mlp.c_proj",), transposed=True),
+        Row("mlp.dense_h_to_4h", ("mlp.c_fc",), TRANSPOSED),
+        Row("mlp.dense_4h_to_h", ("mlp.c_proj",), TRANSPOSED),
         Row(norms[1], ("ln_2",)),
     ]
     return (
@@ -375,7 +376,7 @@ T5 = System(
 
 PUBLISHED: dict[str, System] = {  # by the type in config.json
     system.model_type: system
-    for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, BART, T5, GLM4, GLM4_0414)
+    for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, XLNET, BART, T5, GLM4, GLM4_0414)
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
@@ -387,6 +388,7 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "unilm": BERT,
     "gpt": GPT,
     "gpt2": GPT2,
+    "xlnet": XLNET,
     "bart": BART,
     "mass": BART,
     "t5": T5,

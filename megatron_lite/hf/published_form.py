@@ -6,7 +6,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from megatron_lite.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a tensor of theirs looks in ours. Args of both: a tensor, and the number of attention heads H."""
+
+    to_ours: Callable[[torch.Tensor, int], torch.Tensor]
+    to_theirs: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+SAME = Form(lambda x, heads: x, lambda x, heads: x)
+TRANSPOSED = Form(lambda x, heads: x.T, lambda x, heads: x.T)  # [in, out]
+INTO_HEADS = Form(
+    lambda x, heads: x.flatten(1).T, lambda x, heads: x.T.unflatten(1, (heads, -1))
+)  # [D, H, d]
+OUT_OF_HEADS = Form(lambda x, heads: x.flatten(1), lambda x, heads: x.unflatten(1, (heads, -1)))  # [D, H, d]
+HEADS_SECOND = Form(lambda x, heads: x.transpose(0, 1), lambda x, heads: x.transpose(0, 1))  # [n, H, d]
+ROW = Form(lambda x, heads: x.flatten(), lambda x, heads: x.view(1, 1, -1))  # [1, 1, D]
 
 
 @dataclass(frozen=True)
@@ -18,7 +38,8 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
-    transposed: bool = False  # their weight is [in, out]
+    form: Form = SAME  # of weights; biases are the same
+    is_tensor: bool = False  # the names are of tensors, not of modules with a weight and a bias
     # Relative sizes of `theirs` in ours; None: equal.
     shares: Callable[[ModelConfig], tuple[int, ...]] | None = None
 

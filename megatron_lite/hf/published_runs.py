@@ -284,6 +284,11 @@ def our_output(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tenso
     return outputs[0], outputs[1]
 
 
+def _segments(config: ModelConfig) -> int:
+    """How many segments a model tells apart."""
+    return 2 if config.relative == "xlnet" else config.segments
+
+
 def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
     """Logits [B, targets, V] of a decoder in the places of its tokens: [B, S, V]."""
     whole = logits.new_zeros(*batch[:, 0].shape, logits.shape[-1])
@@ -308,8 +313,10 @@ def their_output(
         "attention_mask": (plane(DOC) != PADDING_DOC).long(),
         "position_ids": plane(POSITION_IDS) + system.skipped_positions,
     }
-    if config.segments:
+    if _segments(config):
         inputs["token_type_ids"] = plane(SEGMENT_IDS)
+    if config.relative == "xlnet":
+        del inputs["position_ids"]  # it counts the tokens itself
     if config.task_types:
         inputs["task_type_ids"] = plane(OBJECTIVE)
     return theirs(**inputs)
@@ -345,8 +352,8 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
         batch[row, TOKENS, :used] = rng.integers(0, config.vocab_size, used)
         batch[row, DOC, :used] = 0
         batch[row, POSITION_IDS] = np.arange(length)
-        if config.segments:
-            batch[row, SEGMENT_IDS, :used] = np.sort(rng.integers(0, config.segments, used))
+        if segments := _segments(config):
+            batch[row, SEGMENT_IDS, :used] = np.sort(rng.integers(0, segments, used))
         if config.task_types:
             batch[row, OBJECTIVE, :used] = rng.integers(0, config.task_types)
         if system_of(config).is_causal:

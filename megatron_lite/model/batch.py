@@ -39,8 +39,20 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
+from data_utils.objectives.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    GRP,
+    OBJECTIVE,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    WEIGHTS,
+)
 
+# What layers need of a token beside the token itself, in the order of `ids`.
+ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
 NEVER = np.int64(1) << 31  # key_time of a query-stream token
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
 

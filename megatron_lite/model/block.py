@@ -20,14 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from data_utils.objectives.planes import ORD
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
+from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add, gate, has_kernels
 from megatron_lite.model.fused_block import Parts, fused_block
 from megatron_lite.model.heads import Linear
-from megatron_lite.model.relative import ScoreBias
+from megatron_lite.model.relative import Distances, ScoreBias, XLNetScores
 from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -70,6 +72,7 @@ class Flow:
     own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
     bias: ScoreBias | None = None  # of all layers' scores
     rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
+    distances: Distances | None = field(default=None, kw_only=True)  # of all tokens
 
     @staticmethod
     def of(
@@ -78,11 +81,12 @@ class Flow:
         dropout: Dropout | None,
         parallel: TensorParallel,
         rotary: Rotary | None = None,
+        distances: Distances | None = None,
     ) -> Flow:
         own = dropout
         if dropout is not None and parallel.sequence_parallel:
             own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
-        return Flow(shape, plan, dropout, own, rotary=rotary)
+        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
@@ -125,6 +129,9 @@ class PositionEmbeddings(nn.Module):
         self.block_position_embeddings = _table(blocks, config)
         self.segment_embeddings = _table(config.segments, config)
         self.task_embeddings = _table(config.task_types, config)
+        # What a row begins from that predicts its token without seeing it.
+        has_vector = config.relative == "xlnet"
+        self.query_vector = nn.Parameter(torch.empty(size)) if has_vector else None
         self.layernorm = self.norm(config, parallel)
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
         self.parallel = parallel
@@ -156,6 +163,9 @@ class PositionEmbeddings(nn.Module):
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
         if self.parallel.sequence_parallel:
             ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
+        if self.query_vector is not None:
+            is_query = ids[ID_PLANES.index(ORD)] < 0
+            words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
         hidden = words if self.scale == 1.0 else words * self.scale
         if decoder is None:
             hidden = self._sum(hidden, ids, self)
@@ -175,7 +185,7 @@ class PositionEmbeddings(nn.Module):
     def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
         """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
-        for table, plane in zip((own.position_embeddings, *shared), ids, strict=True):
+        for table, plane in zip((own.position_embeddings, *shared), ids, strict=False):
             if table is not None:
                 hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
         return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]
@@ -225,6 +235,7 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
+        self.relative = XLNetScores(config, parallel) if config.relative == "xlnet" else None
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x
@@ -238,10 +249,17 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             q, key_value = qkv.split([1, 2], dim=-3)
             qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
-        dropout = self.dropout_of(flow, layer)
-        if flow.bias is None:
+        dropout, bias = self.dropout_of(flow, layer), flow.bias
+        if self.relative is not None:
+            distances = flow.distances
+            assert distances is not None
+            q, key_value = qkv.split([1, 2], dim=-3)
+            terms = self.relative(q.squeeze(-3), distances)
+            qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
+            bias = lambda call, queries, keys: terms.bias(distances, queries, keys)  # noqa: E731
+        if bias is None:
             return flow.plan.attend(layer, qkv, dropout)
-        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, flow.bias)
+        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, bias)
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
         if not self.dropout or flow.dropout is None:

@@ -68,6 +68,7 @@ class DensePlan:
         columns = layout.in_place()
         self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
         self._places: torch.Tensor | None = None
+        self.row_length = layout.shape[1]
 
     def arrays(self) -> list[np.ndarray]:
         return []

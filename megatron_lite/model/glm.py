@@ -32,7 +32,7 @@ from megatron_lite.model.encoder_decoder import (
 )
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.relative import RelativeBuckets
+from megatron_lite.model.relative import Distances, RelativeBuckets
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
@@ -93,7 +93,8 @@ class GLM(nn.Module):
         dropout: Dropout | None,
     ) -> torch.Tensor:
         rotary = Rotary.of(self.config, ids.flatten(1))
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary)
+        distances = Distances.of(self.config, ids.flatten(1), getattr(plan, "row_length", 0))
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)

@@ -17,22 +17,19 @@ import torch
 
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.planes import (
-    BLOCK_POSITION_IDS,
     OBJECTIVE,
-    POSITION_IDS,
     SEGMENT_IDS,
     TARGETS,
     TOKENS,
 )
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.batch import ID_PLANES, Batch
 from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
 
-ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE)
 LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
 
@@ -51,7 +48,7 @@ class ModelInput:
     """A batch on the device, ready for the model. T tokens, padding included, in the order of the plan."""
 
     tokens: torch.Tensor  # int32 [T]
-    ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings
+    ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings and for relative positions
     plan: AttentionPlan | PartsPlan
     loss_rows: LossRows  # where the model has a decoder, of its rows
     targets: torch.Tensor  # int32 [K + P + M], see LossRows

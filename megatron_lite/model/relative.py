@@ -3,24 +3,34 @@
 Buckets (T5, UniLMv2): one number for each head and bucket of the distance between two position ids, the same for all
 layers of a stack, so that a call's bias is made once per forward pass.
 
+XLNet: with learned vectors u, v, w of each head, and g of whether two tokens are of different segments, the score is
+
+    (q + u) k  +  (q + v) W s(distance)  +  (q + w) g[segments differ]
+
+all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias.
+
 Distances are those of position ids and never of places in a row: documents are packed, and UniLMv2 repeats positions.
 
 Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys of a call.
-Source: T5, arXiv:1910.10683, section 2.1; the buckets as in its public code.
+Source: T5, arXiv:1910.10683, section 2.1, the buckets as in its public code; XLNet, arXiv:1906.08237, with
+Transformer-XL, arXiv:1901.02860, section 3.3.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from data_utils.objectives.planes import POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.tensor_parallel import Partition, TensorParallel, sharded
+from megatron_lite.model.batch import ID_PLANES
+from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
 
 BUCKETS = 32
 LONGEST = 128  # distances from here on share a bucket
@@ -70,3 +80,69 @@ class RelativeBuckets(nn.Module):
     def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = keys[..., None, :] - queries[..., :, None]
         return F.embedding(bucket(distance, self.is_causal), self.weight).movedim(-1, -3)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """What XLNet's layers need of a batch's tokens."""
+
+    positions: torch.Tensor  # int [T]
+    segments: torch.Tensor  # int [T]
+    longest: int  # no distance is larger
+    sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
+
+    @staticmethod
+    def of(config: ModelConfig, ids: torch.Tensor, row_length: int) -> Distances | None:
+        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. row_length: S."""
+        if config.relative != "xlnet":
+            return None
+        positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
+        # On a GPU the largest position would be waited for.
+        longest = row_length if positions.is_cuda else int(positions.max())
+        steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
+        line = torch.arange(-longest, longest + 1.0, device=ids.device)
+        angles = line[:, None] / 10000.0**steps
+        return Distances(positions, segments, longest, torch.cat([angles.sin(), angles.cos()], dim=1))
+
+
+class XLNetTerms(NamedTuple):
+    """What a layer makes of its queries, of which the biases of its calls are picked."""
+
+    content: torch.Tensor  # q + u, [T, H, d]
+    position: torch.Tensor  # q + v, [T, H, d]
+    distances: torch.Tensor  # W s, [2 longest + 1, H, d]
+    segments: torch.Tensor  # (q + w) g, [T, H, 2]
+
+    def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Of a call: [..., H, Q, K]."""
+        heads, size = self.content.shape[1:]
+        every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
+        apart = distances.positions[queries][..., :, None] - distances.positions[keys][..., None, :]
+        place = (apart + distances.longest).long()[..., None, :, :]
+        differ = distances.segments[queries][..., :, None] != distances.segments[keys][..., None, :]
+        segments = self.segments[queries].movedim(-2, -3)
+        shape = (*apart.shape[:-2], heads, *apart.shape[-2:])
+        scores = every.gather(-1, place.expand(shape))
+        return (scores + segments.gather(-1, differ.long()[..., None, :, :].expand(shape))) * size**-0.5
+
+
+class XLNetScores(nn.Module):
+    """The learned part of XLNet's positions and segments in one layer."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        heads, size = config.num_attention_heads // parallel.group.size, config.head_size
+
+        def of_heads(*shape: int) -> nn.Parameter:
+            return sharded(nn.Parameter(torch.empty(heads, *shape)), Partition(dim=0))
+
+        self.size = size
+        self.weight = sharded(nn.Parameter(torch.empty(heads * size, config.hidden_size)), Partition(dim=0))
+        self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
+        self.segment_keys = of_heads(2, size)
+
+    def forward(self, q: torch.Tensor, distances: Distances) -> XLNetTerms:
+        """Args: q: queries [T, H, d]."""
+        line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
+        segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)
+        return XLNetTerms(q + self.content_query, q + self.position_query, line, segments)

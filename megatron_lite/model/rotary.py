@@ -14,7 +14,7 @@ import torch
 
 from data_utils.objectives.planes import BLOCK_POSITION_IDS, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.model_input import ID_PLANES
+from megatron_lite.model.batch import ID_PLANES
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megatron_lite.model.encoder_decoder import (
 from megatron_lite.model.glm import initialize_parameters
 from megatron_lite.model.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.model_input import HostInput, MicroBatch, ModelInput
+from megatron_lite.model.relative import Distances
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext
@@ -66,7 +67,8 @@ class _Feed:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
-        flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary)
+        distances = Distances.of(self.config, data.ids, getattr(data.plan, "row_length", 0))
+        flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
         self.current = _Current(
             data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
         )

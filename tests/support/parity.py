@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError, run_command
-from data_utils.objectives.planes import WEIGHTS
+from data_utils.objectives.planes import POSITION_IDS, SEGMENT_IDS, WEIGHTS
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ParallelConfig
@@ -82,7 +82,13 @@ class Record:
 
 def samples_of(step: int) -> np.ndarray:
     """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel."""
-    return prefix_batch(step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2)
+    samples = prefix_batch(
+        step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2
+    )
+    samples[:, SEGMENT_IDS] = (
+        samples[:, POSITION_IDS] % 2
+    )  # else XLNet's vectors of segments would have no gradient
+    return samples
 
 
 def micro_batch(step: int, first: int, size: int) -> MicroBatch:

@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64, "relative": "buckets",
         "unscaled_scores": True,
     },
+    "xlnet": {"norm": "post", "biases": "mlp", "relative": "xlnet", "head_bias": True},
     "buckets": {"norm": "post", "embedding_norm": True, "relative": "buckets"},
 }  # fmt: skip
 ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
@@ -199,6 +200,9 @@ PARTS = [
     Case(2, 1, 1, 2, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
     Case(2, 1, 1, 1, True, recompute="full", accumulation=4, attention_dropout=0.1, variant="buckets"),
+    Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="xlnet"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant="xlnet"),
+    Case(1, 2, 1, 1, accumulation=4, attention_dropout=0.1, variant="xlnet"),
 ]
 
 

@@ -35,6 +35,8 @@ T5 = {
     "vocab_size": 97, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
 }  # fmt: skip
 
+XLNET = {"vocab_size": 97, "d_model": 48, "n_layer": 3, "n_head": 4, "d_inner": 192}
+
 # Name of the case -> class of transformers, its configuration.
 CASES: dict[str, tuple[str, dict]] = {
     "bert": ("BertForPreTraining", BERT),
@@ -60,6 +62,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "glm4, tied": ("GlmForCausalLM", {**GLM4, "tie_word_embeddings": True, "hidden_act": "gelu_new"}),
     "glm4_0414": ("Glm4ForCausalLM", {**GLM4, "rms_norm_eps": 1e-5, "attention_bias": False}),
     "glm4_0414, odd": ("Glm4ForCausalLM", {**ODD_GLM4, "num_key_value_heads": 3, "attention_bias": True}),
+    "xlnet": ("XLNetLMHeadModel", XLNET),
+    "xlnet, odd": (
+        "XLNetLMHeadModel",
+        {**XLNET, "vocab_size": 131, "d_model": 36, "n_head": 3, "d_inner": 50, "ff_activation": "relu"},
+    ),
     "bart": ("BartForConditionalGeneration", BART),
     "mass": (
         "BartForConditionalGeneration",
