@@ -3,11 +3,11 @@
 The text is cut in two halves, each with its own order; the second half sees all of the first. In each half 1/6 of the
 tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with probability ~ 1/n, in windows of K n tokens.
 The other tokens come first in the order, and the targets follow in random order. The query stream has a token for each
-target: [MASK] (its embedding is the paper's w) at the target's position, which sees what precedes the target in the
-order and predicts it.
+target: [MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own
+model (`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
 
-Differences: the recurrence over segments and relative positions belong to the model and are not here; SEP and CLS are
-context, where the paper's code gives them a random place in the order.
+Differences: the recurrence over segments belongs to the model and is not there; SEP and CLS are context, where the
+paper's code gives them a random place in the order.
 """
 
 from __future__ import annotations
