@@ -187,6 +187,11 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("optimizer")
 class OptimizerConfig:
+    kind: str = setting(
+        "adamw",
+        "adamw; lamb (ALBERT) and adafactor (T5), which some recipes name, are refused",
+        one_of=("adamw", "lamb", "adafactor"),
+    )
     kernel: str = setting(
         "torch",
         "whose AdamW kernel: torch's or that of NVIDIA apex (FusedAdam), which must be installed",
@@ -201,14 +206,22 @@ class OptimizerConfig:
         1.0, "global gradient norm above which gradients are scaled down; 0 = off", at_least=0
     )
 
+    def __post_init__(self) -> None:
+        check(
+            self.kind == "adamw",
+            f"optimizer.kind is {self.kind}, which needs whole matrices, while each rank updates flat pieces of them; "
+            "set it to adamw, and look for the learning rate anew.",
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("schedule")
 class ScheduleConfig:
     kind: str = setting(
         "cosine",
-        "cosine, linear or constant, after a linear warm-up",
-        one_of=("cosine", "linear", "constant"),
+        "cosine, linear or constant, after a linear warm-up; inverse_sqrt = then falling with 1/sqrt(step), which is "
+        "Noam's schedule for a peak of factor / sqrt(hidden_size warmup_steps)",
+        one_of=("cosine", "linear", "constant", "inverse_sqrt"),
     )
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", at_least=0)
     decay_steps: int | None = setting(

@@ -205,6 +205,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
     ),
+    "lamb": (over("optimizer.kind=lamb"), ("optimizer.kind is lamb", "flat pieces", "set it to adamw")),
     "shared biases in stages": (
         over("model.relative=buckets", "parallel.pipeline_parallel_size=2"),
         ("pipeline_parallel_size is 2 with model.relative buckets", "size to 1, or relative to none"),

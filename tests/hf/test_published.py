@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support.published import CASES, write_random
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from data_utils.base.settings import build
-from data_utils.objectives.planes import DOC, FIELDS, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.published_runs import in_rows, our_output, proof_batch, their_output
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import prepare
 
@@ -20,14 +22,16 @@ from megatron_lite.model.model_input import prepare
 TOLERANCE = 1e-5
 
 
-def loaded(source):
-    """Our model with the weights of a directory."""
-    model = GLM(build(ModelConfig, {**source.settings, "attention_dropout": 0.0}))
+def loaded(source, **options):
+    """Our model with the weights of a directory. Args: options: besides those that it has."""
+    model = GLM(build(ModelConfig, {**source.settings, "attention_dropout": 0.0, **options}))
     weights = conversion.to_ours(source.theirs, source.parts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            read = weights.read(name)
             parameter.zero_()
+            if name not in weights.shapes:
+                continue
+            read = weights.read(name)
             parameter[: len(read)] = read  # rows that pad the vocabulary stay 0
     return model
 
@@ -132,3 +136,32 @@ def test_both_streams_of_xlnet(tmp_path):
         ours = logits.new_empty(logits.shape).index_copy(0, torch.from_numpy(prepared.plan.order), logits)
         ours = ours.view(2, length + 4, -1)[:, length:]
         assert (ours - out).abs().max() <= TOLERANCE * max(1.0, out.abs().max()), kernel
+
+
+def test_unilmv2_is_bert_with_a_bias_of_distances(tmp_path):
+    """Its [P] and [M] repeat positions. BERT's class takes bias and visibility as a mask with a value for each head."""
+    class_name, sizes = CASES["bert, masked LM"]
+    sizes = {**sizes, "type_vocab_size": 6, "max_position_embeddings": 300}
+    cls = getattr(transformers, class_name)
+    torch.manual_seed(1)
+    theirs = cls(cls.config_class(**sizes, attn_implementation="eager")).eval()
+    theirs.save_pretrained(tmp_path)
+    source = conversion.open_published(tmp_path)
+    model = loaded(source, relative="buckets")
+    table = torch.randn(32, 3)
+    with torch.no_grad():
+        model.relative_bias.weight.copy_(table)
+    length, places, steps = 250, [3, 4, 200], [1, 1, 2]
+    batch = np.zeros((2, len(FIELDS), length + 6), np.int32)
+    batch[:, TOKENS] = np.random.default_rng(3).integers(5, 131, (2, length + 6))
+    batch[:, POSITION_IDS] = [*range(length), *places, *places]
+    batch[:, ORD, length:] = [*steps, *(-np.array(steps))]
+    batch[:, GRP, length + 3 :] = steps
+    tokens, positions = (torch.from_numpy(batch[:, p].astype(np.int64)) for p in (TOKENS, POSITION_IDS))
+    distance = positions[:, None, :] - positions[:, :, None]
+    bias = table[T5Attention._relative_position_bucket(distance, True, 32, 128)].permute(0, 3, 1, 2)
+    visible = torch.from_numpy(allowed(batch[:, DOC], batch[:, ORD], batch[:, GRP]))[:, None]
+    masked = bias.masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = theirs(tokens, position_ids=positions, attention_mask=masked).logits
+    _, logits = our_output(model, batch)
+    assert (logits - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max())

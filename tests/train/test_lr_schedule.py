@@ -27,3 +27,17 @@ def test_no_warmup_starts_just_below_the_peak():
     assert learning_rate(
         1, kind="linear", peak=1.0, warmup_steps=0, decay_steps=10, min_lr_ratio=0.0
     ) == pytest.approx(0.9)
+
+
+def test_inverse_square_root_is_noams_schedule():
+    """Noam's: factor / sqrt(width) * min(1 / sqrt(step), step / warmup^1.5)."""
+    factor, width, warmup = 2.0, 512, 4000
+    peak = factor / math.sqrt(width * warmup)
+    for step in (1, 100, 4000, 4001, 16000, 10**6):
+        noam = factor / math.sqrt(width) * min(step**-0.5, step * warmup**-1.5)
+        ours = learning_rate(
+            step, peak=peak, kind="inverse_sqrt", warmup_steps=warmup, decay_steps=1, min_lr_ratio=0.0
+        )
+        assert ours == pytest.approx(noam)
+    floor = {"peak": 1.0, "kind": "inverse_sqrt", "warmup_steps": 10, "decay_steps": 1, "min_lr_ratio": 0.1}
+    assert learning_rate(10**6, **floor) == 0.1
