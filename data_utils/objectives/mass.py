@@ -2,9 +2,9 @@
 
 The context is the text with one fragment of half its tokens treated 80/10/10 in place. The fragment has order -1, the
 other tokens 0, and all share group 1: the context sees itself in full, part B sees only what is outside the fragment.
-Part B predicts each token of the fragment from the token before it (the first one from [MASK]), at the position of the
-predicted token. The fragment is at the head of the text with probability 0.2, at its tail with 0.2, and anywhere with
-0.6.
+Part B has, for each token of the fragment, the token before it at that token's own position (the first one is CLS or a
+token of the text), and predicts it, as in the authors' code. The fragment is at the head of the text with probability
+0.2, at its tail with 0.2, and anywhere with 0.6.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
     count_up(row, POSITION_IDS, used, part_b, 0)
     set_range(row, GRP, used, part_b, 1)
     if size > 0:
-        row[TOKENS, part_b] = s.mask
+        row[TOKENS, part_b] = row[TOKENS, begin + first - 1]
     copy_range(row, TOKENS, part_b + 1, end, text, start + first)
-    count_up(row, POSITION_IDS, part_b, end, first + 1)
+    count_up(row, POSITION_IDS, part_b, end, first)
     count_up(row, ORD, part_b, end, 1)
     predict_range(row, part_b, end, text, start + first)
     set_range(row, SEGMENT_IDS, part_b, end, 1)

@@ -119,7 +119,9 @@ def unilm(example: Example) -> np.ndarray:
 
 def mass(example: Example) -> np.ndarray:
     encoder = example.segment_ids == 0
-    fragment = set(example.position_ids[~encoder].tolist())
+    fragment = set(
+        (example.position_ids[~encoder] + 1).tolist()
+    )  # a row has the position of the token before
     size = len(encoder)
     mask = np.zeros((size, size), bool)
     for query in range(size):
@@ -223,7 +225,9 @@ def rebuilt_t5(example: Example) -> np.ndarray:
 def rebuilt_mass(example: Example) -> np.ndarray:
     text = example.tokens[example.segment_ids == 0].copy()
     decoder = example.segment_ids == 1
-    text[example.position_ids[decoder]] = example.targets[decoder]
+    before = example.position_ids[decoder]
+    assert not decoder.any() or example.tokens[decoder][0] == text[before[0]]
+    text[before + 1] = example.targets[decoder]
     return text[1:-1]
 
 

@@ -219,7 +219,7 @@ def test_mass_fragments_start_at_the_head_the_tail_or_anywhere():
         decoder = example.segment_ids == 1
         assert decoder.sum() == 10 and (example.ord < 0).sum() == 10
         assert (np.diff(example.position_ids[decoder]) == 1).all()
-        starts.append(int(example.position_ids[decoder][0]) - 1)
+        starts.append(int(example.position_ids[decoder][0]))
     expected = np.full(11, 0.6 / 11)
     expected[[0, -1]] += 0.2
     assert chi_square(np.bincount(starts, minlength=11), 4000 * expected) < chi_square_limit(10)
