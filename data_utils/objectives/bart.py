@@ -1,8 +1,9 @@
 """BART's denoising (arXiv:1910.13461): corrupted text as context, the whole text as target.
 
 Part A (order 0) is the text with its sentences in random order and with spans of Poisson(3) tokens, each replaced by
-one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself after a `sop`. Positions of
-part B count from 0 again, as in a separate text.
+one [MASK]; a span of length 0 inserts a [MASK]. Part B (order 1, 2, ...) is the text itself after a `sop` (eos in a
+vocabulary without it). The published model also predicts CLS before the text (`predict_cls`). Positions of part B count
+from 0 again, as in a separate text.
 
 Rows are sized near the mean length (`ROOM_DEVIATIONS`). Where the masks do not fit, the text is cut by a few tokens and
 the same random numbers are drawn for it again.
@@ -44,6 +45,7 @@ from data_utils.objectives.rows import (
     fill_pieces,
     mark_document,
     maskable_length,
+    predict,
     predict_range,
     set_range,
 )
@@ -65,6 +67,7 @@ class BartConfig(RowSizes):
         3.0, "mean of the Poisson distribution of span lengths, tokens", above=0
     )
     permute_sentences: bool = setting(True, "put the sentences of the context into random order")
+    predict_cls: bool = setting(False, "predict CLS before the text, as the published model does")
 
     @property
     def length_weights(self) -> np.ndarray:
@@ -107,11 +110,11 @@ class BartConfig(RowSizes):
     @property
     def overhead(self) -> int:
         """CLS (sop takes the place of the last token, which is never an input), and 2 more for the shortest pieces."""
-        return 3
+        return 3 + self.predict_cls
 
     def most_tokens(self, length: int) -> int:
         """Where no token is removed."""
-        return 2 * length + 1
+        return 2 * length + 1 + self.predict_cls
 
     def row_length_for(self, sequence_length: int) -> int:
         """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
@@ -121,7 +124,8 @@ class BartConfig(RowSizes):
         deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
         masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)
         length = max(
-            math.ceil(2 * sequence_length + 1 - removed + masks), self.least_row_length(sequence_length)
+            math.ceil(2 * sequence_length + 1 + self.predict_cls - removed + masks),
+            self.least_row_length(sequence_length),
         )
         return -(-length // 8) * 8
 
@@ -196,11 +200,14 @@ def _write_context(row, used, maskable, length, w, s):
 
 @inlined
 def _write_target(row, part_b, text, start, length, s):
-    """The text itself, shifted by sop. Returns the end."""
-    end = part_b + length
+    """The text itself, after CLS if that is predicted, shifted by sop. Returns the end."""
+    first, end = part_b + s.predict_cls, part_b + s.predict_cls + length
     row[TOKENS, part_b] = s.sop
-    copy_range(row, TOKENS, part_b + 1, end, text, start)
-    predict_range(row, part_b, end, text, start)
+    if s.predict_cls:
+        row[TOKENS, first] = s.cls
+        predict(row, part_b, s.cls)
+    copy_range(row, TOKENS, first + 1, end, text, start)
+    predict_range(row, first, end, text, start)
     count_up(row, POSITION_IDS, part_b, end, 0)
     count_up(row, ORD, part_b, end, 1)
     set_range(row, SEGMENT_IDS, part_b, end, 1)
@@ -215,7 +222,7 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         if maskable > 0:
             _draw_masks(maskable, stream, w, cumulative, s)
         part_b = _write_context(row, used, maskable, length, w, s)
-        over = part_b + length - limit
+        over = part_b + s.predict_cls + length - limit
         if over <= 0:
             break
         length -= (over + 1) // 2
@@ -238,4 +245,7 @@ class Bart(RowObjective):
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        return super().values() | {"empty_below": chance_threshold(math.exp(-self.config.mean_span_length))}
+        return super().values() | {
+            "empty_below": chance_threshold(math.exp(-self.config.mean_span_length)),
+            "predict_cls": int(self.config.predict_cls),
+        }

@@ -199,6 +199,20 @@ def test_bart_removes_spans_and_permutes_sentences():
         assert (np.diff(text[text != SPECIAL.mask]) > 0).all()
 
 
+def test_bart_as_published_predicts_cls_first():
+    """Decoder input </s> <s> x1 ... and labels <s> x1 ... xn."""
+    text = text_of(20)
+    made = make("bart", 24, row_length=60, masked_ratio=1.0, mean_span_length=0.1, predict_cls=True)
+    for example in many(made, text, 20):
+        assert len(example.tokens) <= made.config.most_tokens(20)
+        target = example.segment_ids == 1
+        assert example.tokens[target].tolist() == [SPECIAL.sop, SPECIAL.cls, *text[:-1].tolist()]
+        assert example.targets[target].tolist() == [SPECIAL.cls, *text.tolist()]
+        assert (
+            example.position_ids[target].tolist() == list(range(21)) and (example.weights[target] == 1).all()
+        )
+
+
 def test_bart_inserts_masks_for_spans_without_tokens():
     """e**-3 of all spans; a mask more in the context than there are gaps in the text."""
     made = make("bart", 100, permute_sentences=False)
