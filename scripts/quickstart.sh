@@ -204,6 +204,7 @@ settings=(
     "data.train=[{prefix: '${data}_train'}]"
     "data.validation=[{prefix: '${data}_validation'}]"
     "run.directory=$run"
+    training.eval_fillings=3 # for the page
     "${overrides[@]}"
 )
 steps=$("$python" pretrain_glm.py --config configs/tiny.yaml "${settings[@]}" --print-config | sed -n 's/^  steps: //p')
