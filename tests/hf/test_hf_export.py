@@ -122,7 +122,9 @@ def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
 def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
     settings = merge(tree(vocabulary), {"model": {"segments": 2}})
     write_run(tmp_path / "run", settings)
-    with pytest.raises(CheckpointError, match=r"options that GLM's.*only models of GLM's own.*model.system bert"):
+    with pytest.raises(
+        CheckpointError, match=r"options that GLM's.*only models of GLM's own.*model.system bert"
+    ):
         export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()
 

@@ -7,13 +7,24 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.distributed import run_ranks
+from support.engines import layout
 from support.published import random_model
 from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 
 from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build
+from data_utils.objectives import LOSSES
+from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.train.plain import make_engine
 
 TREE = {
     "training": {"steps": 6, "precision": "fp32", "seed": 7},
@@ -30,6 +41,7 @@ OBJECTIVE = {
     "glm4_0414": {"objectives": {"causal": 1}},
     "bart": {"objectives": {"bart": 1}},
     "t5": {"objectives": {"t5": 1}},
+    "xlnet": {"objectives": {"xlnet": 1}},
 }
 SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 SENTENCE = "The quick brown fox jumps over the lazy dog."
@@ -108,6 +120,37 @@ def test_an_export_serves_the_pipeline_of_transformers(imported, tmp_path):
     pipeline = transformers.pipeline("fill-mask", str(tmp_path / "export"))
     answers = pipeline("the quick [MASK] fox")
     assert len(answers) == 5 and sum(answer["score"] for answer in answers) <= 1.0
+
+
+def saved_again(context, run, output):
+    """Continue a run in another layout, and save it."""
+    parallel = {
+        "tensor_parallel_size": context.tp.size,
+        "pipeline_parallel_size": context.pp.size,
+        "zero_stage": 1 if context.pp.size > 1 else 3,
+    }
+    tree = load_yaml(run / "config.yaml") | {"parallel": parallel}
+    engine = make_engine(build(Config, tree), context, len(LOSSES))
+    load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
+    state = TrainerState.beginning(tree).to_json()
+    save_checkpoint(output / "checkpoints", 1, engine, state, context)
+
+
+@pytest.mark.parametrize(
+    ("case", "parallel"),
+    [("bert", layout(2, 2)), ("gpt2", layout(2, zero=3)), ("t5", layout(2, zero=3)), ("bart", layout(pp=2)),
+     ("xlnet", layout(2, 2)), ("glm4", layout(2, zero=3))],
+)  # fmt: skip
+def test_every_layout_gives_the_directory_back(case, parallel, tmp_path):
+    write_directory(case, tmp_path / "original")
+    import_directory(tmp_path / "original", tmp_path / "run", TREE | OBJECTIVE[case], verify=False)
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoints"))
+    ranks = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"]
+    run_ranks(saved_again, ranks, tmp_path / "run", tmp_path / "again", parallel=ParallelConfig(**parallel))
+    export_run(tmp_path / "again", tmp_path / "export", ExportOptions())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("original", "export"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 def test_files_of_all_ages_are_read(tmp_path):
