@@ -58,7 +58,10 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
-    Row("python scripts/convert_checkpoint.py export --checkpoint runs/bert", "tests/hf: needs released weights"),
+    Row(
+        "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
+        "tests/hf: needs released weights",
+    ),
     Row("python scripts/convert_checkpoint.py export", SLOW),
     Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
     Row("python pretrain_glm.py --config configs/small.yaml", SLOW),

@@ -116,6 +116,9 @@ class ModelConfig:
     output_dropout: float = setting(
         0.1, "dropout probability on the output of attention and FFN", at_least=0, below=1
     )
+    final_dropout: float = setting(
+        0.0, "dropout probability after the last norm of each stack (T5, XLNet)", at_least=0, below=1
+    )
     init: str = setting(
         "gpt2",
         "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); t5 = by the "
@@ -251,7 +254,8 @@ class ModelConfig:
 _OF_GLM = frozenset(
     (
         "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
-        "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
+        "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
+        "final_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
     )
 )  # fmt: skip

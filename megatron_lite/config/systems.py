@@ -98,6 +98,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "relative": "xlnet",
         "head_bias": True,
         "activation_dropout": 0.1,
+        "final_dropout": 0.1,
         "init": "plain",
     },
     "gpt": {"norm": "post", "positions": "learned", "max_position": 511, "init": "plain"},

@@ -29,7 +29,8 @@ POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position
 # Options that are of the training, or that a file of weights does not tell.
 _NOT_IN_FILES = frozenset(
     (
-        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init",
+        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
+        "final_dropout", "init",
         "init_std", "embedding_gradient_shrink", "span_boundary_places",
     )
 )  # fmt: skip

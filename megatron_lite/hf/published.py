@@ -359,6 +359,7 @@ T5 = System(
         Field("dropout_rate", "embedding_dropout"),
         Field("dropout_rate", "attention_dropout"),
         Field("dropout_rate", "activation_dropout"),
+        Field("dropout_rate", "final_dropout"),
     ),
     class_of=lambda config: "T5ForConditionalGeneration",
     classes={"T5ForConditionalGeneration": "t5"},

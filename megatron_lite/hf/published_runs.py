@@ -75,8 +75,8 @@ _KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("
           ("tokenizer.json", "hf_json"))  # fmt: skip
 # Options that a user may change: they do not alter what the imported weights compute.
 _FREE = frozenset(
-    ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "init", "init_std",
-     "embedding_gradient_shrink", "span_boundary_places", "system")
+    ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
+     "init", "init_std", "embedding_gradient_shrink", "span_boundary_places", "system")
 )  # fmt: skip
 EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has

@@ -54,6 +54,7 @@ XLNET = System(
         Field("dropout", "embedding_dropout"),
         Field("dropout", "attention_dropout"),
         Field("dropout", "activation_dropout"),
+        Field("dropout", "final_dropout"),
         Field("initializer_range", "init_std"),
     ),
     class_of=lambda config: "XLNetLMHeadModel",

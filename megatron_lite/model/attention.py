@@ -62,6 +62,8 @@ class AttentionPlan(Protocol):
 class BiasedPlan(AttentionPlan, Protocol):
     """A plan that adds a bias to the scores."""
 
+    row_length: int  # S of the batch
+
     def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The calls: queries [..., Q] and keys [..., K] of each, int64, in the order of the plan."""
         ...
@@ -105,6 +107,7 @@ class CallPlan:
         self.order = padded_order(layout, length)
         self.units = units
         self.tokens, self.length = len(layout.rows), length
+        self.row_length = layout.shape[1]
         self._joins_documents = any(
             layout.document[unit.start] != layout.document[unit.stop - 1] for unit in units
         )

@@ -92,6 +92,11 @@ class Flow:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
         return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
 
+    def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
+        """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
+        dropout = self.features(p, layer, "final")
+        return x if dropout is None else add(None, Biased(x), dropout)
+
 
 class Stream(NamedTuple):
     """The hidden state between blocks: hidden + dropout(x), [T, D]. The next norm's kernel makes the sum.
@@ -185,7 +190,8 @@ class PositionEmbeddings(nn.Module):
     def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
         """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
-        for table, plane in zip((own.position_embeddings, *shared), ids, strict=False):
+        tables = (own.position_embeddings, *shared)
+        for table, plane in zip(tables, ids[: len(tables)], strict=True):
             if table is not None:
                 hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
         return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numba import njit
 
-PLACES = ("embedding", "attention", "attended", "expanded", "activated")
+PLACES = ("embedding", "attention", "attended", "expanded", "activated", "final")
 _FIRST_PLACES = 4  # those of the first version: the numbers of their salts do not depend on the others
 
 _GOLDEN = np.uint32(
@@ -127,6 +127,10 @@ class FeatureDropout(NamedTuple):
     keys: torch.Tensor  # int32 [T]
     salt: int  # an int32
     p: float
+
+    def of_rows(self, rows: torch.Tensor) -> FeatureDropout:
+        """The same of some of the tokens. Args: rows: int [K]."""
+        return FeatureDropout(self.keys.index_select(0, rows), self.salt, self.p)
 
     def from_feature(self, first: int) -> FeatureDropout:
         """The same of hidden states of which this rank holds the features from `first` on."""

@@ -93,7 +93,7 @@ class GLM(nn.Module):
         dropout: Dropout | None,
     ) -> torch.Tensor:
         rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), getattr(plan, "row_length", 0))
+        distances = Distances.of(self.config, ids.flatten(1), plan)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
@@ -138,6 +138,7 @@ class GLM(nn.Module):
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
+        encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
         for layer in range(self.config.num_layers, len(self.layers)):
             decoded = self._block(layer)(decoded, encoded, decoder, layer)
         return Stream(decoded)
@@ -163,7 +164,10 @@ class GLM(nn.Module):
         """
         hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         words = self.embedding.word_embeddings
-        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm)
+        dropout = batch.dropout
+        if dropout is not None and isinstance(batch.plan, PartsPlan):
+            dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
+        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         logits = self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders))
         losses = row_losses(logits, classes, batch.targets, words)
         return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)

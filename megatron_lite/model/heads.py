@@ -29,6 +29,7 @@ from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
+from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.fused import Biased
 from megatron_lite.model.tensor_parallel import (
     Partition,
@@ -179,6 +180,7 @@ class Heads(nn.Module):
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
+        self.dropout = config.final_dropout
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
@@ -187,12 +189,22 @@ class Heads(nn.Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, loss_rows: LossRows, final_layernorm: nn.Module
+        self,
+        hidden: torch.Tensor,
+        loss_rows: LossRows,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2]."""
+        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2].
+
+        Args: dropout: of all rows of `hidden`.
+        """
         if self.parallel.sequence_parallel:
             hidden = gather_tokens(hidden, self.parallel.group)
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
+        last = None if dropout is None else dropout.features(self.dropout, -1, "final")
+        if last is not None:
+            rows = fused.add(None, Biased(rows), last.of_rows(loss_rows.tokens))
         if self.projection is not None:
             rows = self.projection(rows)
         if self.span_boundary is not None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -92,13 +92,13 @@ class Distances:
     sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
 
     @staticmethod
-    def of(config: ModelConfig, ids: torch.Tensor, row_length: int) -> Distances | None:
-        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. row_length: S."""
+    def of(config: ModelConfig, ids: torch.Tensor, plan: Any) -> Distances | None:
+        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan."""
         if config.relative != "xlnet":
             return None
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
         # On a GPU the largest position would be waited for.
-        longest = row_length if positions.is_cuda else int(positions.max())
+        longest = plan.row_length if positions.is_cuda else int(positions.max())
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         line = torch.arange(-longest, longest + 1.0, device=ids.device)
         angles = line[:, None] / 10000.0**steps

@@ -67,7 +67,7 @@ class _Feed:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
-        distances = Distances.of(self.config, data.ids, getattr(data.plan, "row_length", 0))
+        distances = Distances.of(self.config, data.ids, data.plan)
         flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
         self.current = _Current(
             data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
@@ -142,6 +142,7 @@ class _DecoderBlock(DecoderBlock):
         super().__init__(config, parallel, recompute)
         is_first = layer == config.num_layers
         self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
+        self.encoder_dropout = config.final_dropout if is_first else 0.0
         self.layer = layer
         self.feed = feed
 
@@ -150,6 +151,7 @@ class _DecoderBlock(DecoderBlock):
         encoded, decoded = parts
         if self.encoder_layernorm is not None:
             encoded = self.encoder_layernorm(encoded)
+        encoded = self.feed.current.parts[0].last(encoded, self.encoder_dropout, self.layer - 1)
         return encoded, super().forward(decoded, encoded, self.feed.current.parts[1], self.layer)
 
 
@@ -165,7 +167,9 @@ class _Readout(nn.Module):
     def forward(self, given: torch.Tensor | Stream | _Parts) -> tuple[Heads, *_Rows]:
         hidden = given.summed() if isinstance(given, Stream) else given
         hidden = hidden[1] if isinstance(hidden, tuple) else hidden  # of encoder and decoder
-        return self.heads, *self.heads(hidden, self.feed.current.input.loss_rows, self.final_layernorm)
+        current = self.feed.current
+        flow = current.flow if current.parts is None else current.parts[1]
+        return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, flow.dropout)
 
 
 class _Project(nn.Module):

@@ -13,6 +13,7 @@ from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.dropout import keep_features
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.model_input import ModelInput
 
@@ -130,6 +131,21 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
         per_objective.sum(0), torch.stack([loss.detach(), torch.tensor(weights.sum())]), rtol=1e-6, atol=0
     )
     assert (per_objective[:2, 1] > 0).all() and per_objective[2].eq(0).all()
+
+
+def test_final_dropout_drops_what_the_head_takes():
+    """After the final norm, by each token's key and place; nothing else changes."""
+    model, batch = make(dataclasses.replace(CONFIG, final_dropout=0.4)), prefix_batch(0)
+    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, dropout_seed=5)
+    loss, _ = model(inputs)
+    rows = inputs.loss_rows.tokens
+    vectors = model.final_layernorm(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[rows])
+    salt = inputs.dropout.features(0.4, -1, "final").salt
+    stays = keep_features(inputs.dropout.keys[rows], salt, 32, 0.4)
+    assert 0.5 < stays.float().mean() < 0.7
+    logits = (vectors * stays / 0.6) @ model.embedding.word_embeddings.weight[:100].T
+    each = torch.nn.functional.cross_entropy(logits, inputs.targets.long(), reduction="none")
+    torch.testing.assert_close(loss, (each * inputs.weights).sum(), rtol=1e-5, atol=0)
 
 
 def test_padding_vocabulary_rows_take_no_part():

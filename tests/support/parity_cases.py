@@ -125,6 +125,7 @@ class Case:
                 "vocab_size": VOCAB_SIZE, "init_std": 0.1, "embedding_dropout": self.dropout,
                 "output_dropout": self.dropout, "attention_dropout": self.attention_dropout,
                 "activation_dropout": self.dropout if self.variant else 0.0,
+                "final_dropout": self.dropout if self.variant else 0.0,
                 **VARIANTS[self.variant],
             },
             "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
