@@ -75,7 +75,6 @@ class System:
     may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
     # Options of heads that a file may lack, and the parameter that tells.
     optional: Mapping[str, str] = field(default_factory=dict)
-    set_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that no option has
 
 
 ACTIVATIONS = {

@@ -100,8 +100,8 @@ def import_published(
     """
     with new_directory(output) as directory:
         source = open_published(path)
-        config = _config(source, output, directory, tree)
         _keep_files(source, directory / KEPT_FILES)
+        config = _config(source, output, directory, tree)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = _with_new_heads(to_ours(source.theirs, source.parts), config)
         write_training_checkpoint(checkpoint, weights, config)
@@ -117,36 +117,27 @@ def import_published(
 
 
 def _config(source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any]) -> Config:
-    given = tree.get("model")
-    given = dict(given) if isinstance(given, Mapping) else {}
-    for name in sorted(given.keys() - _FREE):
-        recorded = source.settings.get(name)
-        if given[name] is None:
-            given.pop(name)
-        elif name in source.settings and given[name] != recorded:
-            raise ConfigError(
-                f"model.{name} is {shown(given[name])}, but {source.path} has {shown(recorded)}; leave it out, or set "
-                "it to that."
-            )
+    model = tree.get("model")
+    given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
     imported = build(ModelConfig, source.settings, "model.")
     rows = source.settings["vocab_size"]
     tokenizer = dict(tree.get("tokenizer") or {})
     brought = "path" not in tokenizer
     if brought:
-        tokenizer = _brought_tokenizer(source.path, directory / "tokenizer", tokenizer)
+        tokenizer = _brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
-    for name in ModelConfig.__dataclass_fields__.keys() - _FREE - {"vocab_size"}:
+    for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
         if getattr(config.model, name) != getattr(imported, name):
             raise ConfigError(
-                f"model.{name} is {shown(getattr(config.model, name))}, but the model of {source.path} has "
-                f"{shown(getattr(imported, name))}; leave it out."
+                f"model.{name} is {shown(getattr(config.model, name))}, but {source.path} has "
+                f"{shown(getattr(imported, name))}; leave it out, or set it to that."
             )
     assert config.tokenizer is not None
     _check_vocabulary(load_tokenizer(config.tokenizer), rows, source.path)
     if brought:
-        path = str(output / "tokenizer" / Path(config.tokenizer.path).relative_to(directory / "tokenizer"))
+        path = str(output / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
 
@@ -160,24 +151,20 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
 
 
 def _brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer section of files that lie beside the weights, copied to the run."""
-    directory.mkdir()
-    for name in _TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, directory / name)
+    """The tokenizer section of the files that came with the weights, and were copied to the directory."""
     for name, kind in _KINDS:
         if (directory / name).exists():
             described = directory / "tokenizer_config.json"
             more: dict[str, Any] = {}
             if kind == "bert_wordpiece" and described.exists():
                 more["lowercase"] = bool(read_json(described).get("do_lower_case", True))
-            if kind == "gpt2_bpe" and read_json(source / "config.json").get("model_type") == "openai-gpt":
+            if kind == "gpt2_bpe" and read_json(directory / "config.json").get("model_type") == "openai-gpt":
                 kind = "gpt_bpe"
             path = directory if kind.endswith("_bpe") else directory / name
             return {"kind": kind, "path": str(path), **more, **options}
     raise ConfigError(
-        f"{source} has no tokenizer of a known kind ({', '.join(name for name, _ in _KINDS)}); set tokenizer.kind and "
-        "tokenizer.path."
+        f"{source} has no tokenizer of a known kind ({', '.join(name for name, _ in _KINDS)}); set "
+        "tokenizer.kind and tokenizer.path."
     )
 
 

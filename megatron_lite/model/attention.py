@@ -8,7 +8,7 @@ runs all layers in this order, so no layer moves tokens. The plans:
                so memory grows linearly with the row length. Short documents of similar length share one masked call.
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
-  FlexPlan     CUDA, the rest: FlexAttention with the rule as its mask function (flex.py).
+  FlexPlan     CUDA, UniLMv2's structure: FlexAttention with the rule as its mask function (flex.py).
   DensePlan    the reference: one masked call, B x S x S booleans (dense.py). On CUDA it serves models with relative
                positions.
 

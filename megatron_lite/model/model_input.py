@@ -122,6 +122,16 @@ def few_lengths(places: int, device: torch.device, dtype: torch.dtype) -> int:
     return -(-places // (LENGTHS * 64)) * 64 if is_few else 1
 
 
+def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
+    """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
+    if config.relative == "none" or device.type != "cuda":
+        return None
+    return (
+        f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
+        "number for each, since no faster kernel here takes a bias of the scores and returns its gradient."
+    )
+
+
 def prepare(
     batch: Batch,
     device: torch.device,
@@ -145,8 +155,8 @@ def prepare(
         has_one_length: T is the same for all batches of a shape.
     """
     places, first = batch.planes[:, TOKENS].size, 0
-    if config.relative != "none" and device.type == "cuda" and kernel == "auto":
-        kernel = "dense"  # its kernel takes a bias, and returns the bias's gradient
+    if kernel == "auto" and dense_reason(config, device) is not None:
+        kernel = "dense"
     plan: HostPlan | PartsPlan
     if config.decoder_layers:
         length = constant_length(places, multiple) if has_one_length else None

@@ -27,7 +27,14 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config, OptimizerConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings
-from megatron_lite.model.model_input import HostInput, MicroBatch, builds_kernels, few_lengths, prepare
+from megatron_lite.model.model_input import (
+    HostInput,
+    MicroBatch,
+    builds_kernels,
+    dense_reason,
+    few_lengths,
+    prepare,
+)
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -124,6 +131,13 @@ class StepResult:
 GradientObserver = Callable[[Fragment, torch.Tensor], None]
 
 
+def say_slow_attention(config: Config, context: ParallelContext) -> None:
+    """Tell of attention under a mask of all pairs, once for each start."""
+    reason = dense_reason(config.model, context.device)
+    if reason is not None and context.is_main:
+        log.warning("%s", reason)
+
+
 class Engine(ABC):
     """A model under DeepSpeed in any layout."""
 
@@ -145,6 +159,7 @@ class Engine(ABC):
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
             nvidia_apex.use_layernorm(module, context.device)
+        say_slow_attention(config, context)
         self.context = context
         self._config = config
         self._named = named

@@ -221,6 +221,16 @@ def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, change, tree, 
     assert not (tmp_path / "run").exists()
 
 
+def test_unilm_begins_with_a_bert_of_six_segments(tmp_path):
+    write_directory("unilm", tmp_path / "original")
+    tree = TREE | OBJECTIVE["unilm"] | {"model": {"system": "unilm"}}
+    import_directory(tmp_path / "original", tmp_path / "run", tree)
+    assert open_run(tmp_path / "run").config.model.system == "unilm"
+    write_directory("bert, masked LM", tmp_path / "bert")
+    with pytest.raises(ConfigError, match=r"model\.segments is 2, but the objectives use 6"):
+        import_directory(tmp_path / "bert", tmp_path / "other", tree)
+
+
 def test_spanbert_begins_with_a_bert(tmp_path):
     """Its boundary head is new, is trained, and is written beside the class that transformers has."""
     write_directory("bert, masked LM", tmp_path / "bert")

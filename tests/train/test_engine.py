@@ -1,10 +1,13 @@
 """Skipped steps and the derived DeepSpeed dictionary. That layouts compute the same: test_parity.py."""
 
+from types import SimpleNamespace
+
 import deepspeed
 import pytest
 import torch
 from support import parity
 from support.batches import prefix_batch
+from support.configs import tiny
 from support.distributed import run_ranks
 from support.engines import SAMPLES, tree
 
@@ -15,6 +18,7 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.train.engine import say_slow_attention
 from megatron_lite.train.plain import make_engine
 
 
@@ -125,3 +129,15 @@ def test_a_run_continues_with_or_without_offloading(tmp_path, before, after):
     run(train_and_save, before)
     record = parity.reference_of(after)
     assert run(continue_and_compare, after, record) == [[]] * after.ranks
+
+
+@pytest.mark.parametrize(
+    ("relative", "device", "is_main", "said"),
+    [("buckets", "cuda", True, 1), ("buckets", "cuda", False, 0), ("none", "cuda", True, 0), ("xlnet", "cpu", True, 0)],
+)  # fmt: skip
+def test_attention_under_a_mask_is_never_silent_on_gpus(caplog, relative, device, is_main, said):
+    config = tiny(f"model.relative={relative}")
+    context = SimpleNamespace(device=torch.device(device), is_main=is_main)
+    say_slow_attention(config, context)
+    assert len(caplog.records) == said
+    assert not said or "model.relative is buckets: on GPUs attention computes all pairs" in caplog.text
