@@ -29,10 +29,10 @@ from megatron_lite.model.attention import (
     PaddedRows,
     plan_attention,
 )
-from megatron_lite.model.batch import Layout, may_see
+from megatron_lite.model.batch import Layout
 from megatron_lite.model.compat import varlen_kernel
 from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
-from megatron_lite.model.dense import DenseMask
+from megatron_lite.model.dense import DenseMask, columns_in_place, seen_pairs
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.varlen import VarlenCall
 
@@ -164,19 +164,21 @@ def _stretches(document: np.ndarray) -> Iterator[tuple[int, int, int]]:
 class CrossDense:
     """One masked call over all tokens: the reference. Both parts have the rows of the whole batch."""
 
+    _masked: DenseMask
+
     def __init__(self, layout: Layout):
-        columns = layout.in_place()
-        is_target = np.zeros(columns[0].size, bool)
-        is_target[layout.rows[layout.is_target]] = True
-        is_target = is_target.reshape(layout.shape)
-        seen = may_see(columns[..., None], columns[..., None, :])
-        self._masked = DenseMask(seen & is_target[..., None] & ~is_target[..., None, :])
+        is_target = np.zeros(layout.shape[0] * layout.shape[1], np.int32)
+        is_target[layout.rows[layout.is_target]] = 1
+        self.columns = np.concatenate([columns_in_place(layout), is_target.reshape(1, *layout.shape)])
 
     def arrays(self) -> list[np.ndarray]:
-        return []
+        return [self.columns]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> CrossDense:
-        self._masked.to(device)
+        (columns,) = arrays
+        is_target = columns[4] != 0
+        seen = seen_pairs(columns[:4])
+        self._masked = DenseMask(seen & is_target[..., None] & ~is_target[..., None, :])
         return self
 
     def attend(

@@ -15,16 +15,13 @@ from megatron_lite.model.relative import ScoreBias
 
 
 class DenseMask:
-    """Attention under a mask of all pairs, bool [B, S, S], which is changed here."""
+    """Attention under a mask of all pairs, which keys a query sees: bool [B, S, S]."""
 
-    def __init__(self, mask: np.ndarray):
-        sees_nothing = np.asarray(~mask.any(-1))
+    def __init__(self, seen: torch.Tensor):
+        self.sees_nothing = ~seen.any(-1)
         # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
-        mask |= sees_nothing[..., None] & np.eye(mask.shape[1], dtype=bool)
-        self.mask, self.sees_nothing = torch.from_numpy(mask).unsqueeze(1), torch.from_numpy(sees_nothing)
-
-    def to(self, device: torch.device) -> None:
-        self.mask, self.sees_nothing = self.mask.to(device), self.sees_nothing.to(device)
+        itself = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)
+        self.mask = (seen | (self.sees_nothing[..., None] & itself)).unsqueeze(1)
 
     def attend(
         self,
@@ -60,27 +57,39 @@ class DenseMask:
         return out.masked_fill(self.sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
 
 
+def columns_in_place(layout: Layout) -> np.ndarray:
+    """What `may_see` compares, in the order of the batch: int32 [4, B, S]. The device makes the mask of it."""
+    return np.minimum(layout.in_place(), np.iinfo(np.int32).max).astype(np.int32)
+
+
+def seen_pairs(columns: torch.Tensor) -> torch.Tensor:
+    """int32 [4, B, S] -> bool [B, S queries, S keys]."""
+    return may_see(columns[..., None], columns[..., None, :])
+
+
 class DensePlan:
     """One masked call over all tokens. Memory: B x S x S booleans."""
 
+    _masked: DenseMask
+    _places: torch.Tensor  # int64 [B, S]
+
     def __init__(self, layout: Layout):
+        self.shape = layout.shape
         self.order = np.arange(layout.shape[0] * layout.shape[1])
-        columns = layout.in_place()
-        self._masked = DenseMask(may_see(columns[..., None], columns[..., None, :]))
-        self._places: torch.Tensor | None = None
+        self.columns = columns_in_place(layout)
         self.row_length = layout.shape[1]
 
     def arrays(self) -> list[np.ndarray]:
-        return []
+        return [self.columns]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> DensePlan:
-        self._masked.to(device)
+        (columns,) = arrays
+        self._masked = DenseMask(seen_pairs(columns))
+        self._places = torch.arange(len(self.order), device=device).view(self.shape)
         return self
 
     def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys of the one call: int64 [B, S]."""
-        if self._places is None:
-            self._places = torch.arange(len(self.order), device=device).view(len(self._masked.mask), -1)
         return [(self._places, self._places)]
 
     def attend(

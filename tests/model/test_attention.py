@@ -228,7 +228,7 @@ def test_a_batch_of_padding_gives_zeros(dropout):
     for kernel in ("auto", "dense"):
         plan = plan_attention(make_layout(*arrays), CPU, kernel, multiple=10)
         qkv = torch.stack(draw((10, 2, 8), count=3), dim=1)
-        out = plan.on_device([], CPU).attend(
+        out = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], CPU).attend(
             0, qkv, dropout_of(arrays, dropout, plan=plan) if dropout else None
         )
         assert out.shape == (10, 2, 8) and not out.any()

@@ -26,6 +26,17 @@ CEILINGS = {
     "sequence parallel": (2, 11, 18, 0, 0, 1, 0, 0, 1),
     "pipeline": (2, 11, 15, 0, 0, 1, 0, 0, 2),
     "unilmv2": (2, 17, 34, 0, 0, 1, 0, 0, 1),
+    "t5": (
+        1.5,
+        39,
+        70,
+        0.25,
+        0,
+        1,
+        0,
+        0,
+        1,
+    ),  # an encoder's and a decoder's layer on average, all pairs of a row
     "bert": (1, 8, 20, 0, 0, 1, 0, 3, 1),  # the sentence head has two classes
 }
 

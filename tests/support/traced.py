@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
-BERT, UNILMV2 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",)
+BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
 TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SHORT = "model.num_layers=5"
 
@@ -25,6 +25,7 @@ CASES = {
     "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
+    "t5": (T5, 64, 1, (), None, 1),
     "bert": (BERT, 64, 2, (), None, 1),
     "bert, an item()": (BERT, 64, 1, (), "wait", 1),
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
