@@ -109,7 +109,7 @@ class Step:
 
     def plan(self) -> None:
         plan = plan_attention(Batch(self.batch).layout, torch.device("cpu"), self.kernel)
-        self.made = plan.on_device([], torch.device("cpu"))
+        self.made = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], torch.device("cpu"))
 
     def run(self) -> None:
         out = self.made.attend(0, self.qkv, None)
