@@ -17,6 +17,7 @@ ROOMS = (
     "data_utils.base",
     "data_utils.text",
     "data_utils.objectives",
+    "data_utils.tasks",
     "data_utils.dataset",
     "data_utils.build",
     "data_utils.samples",
@@ -29,6 +30,7 @@ ROOMS = (
     "megatron_lite.profile",
     "megatron_lite.generate",
     "megatron_lite.hf",
+    "megatron_lite.finetune",
     "pretrain_glm",
     "scripts",
 )
