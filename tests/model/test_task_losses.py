@@ -204,7 +204,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_layout_equals_one_process(head):
-    """Dropout included. fp32: only the order of sums differs; Adam's first steps amplify that where gradients vanish."""
+    """Dropout included. fp32: only the order of sums differs; Adam amplifies that where gradients vanish."""
     pooled = head == "values"
     records, outputs = run_ranks(train, 1, head, {}, pooled)[0]
     for world, parallel in LAYOUTS:
