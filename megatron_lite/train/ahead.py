@@ -139,6 +139,16 @@ def read(data: Samples, samples: np.ndarray) -> Batch:
         raise
 
 
+def same_passes(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
+    """This rank's batches of the first `count` samples. All ranks get the same number, of `size` rows each."""
+    samples, dp = np.arange(count), context.dp
+    per_pass = size * dp.size
+    return [
+        read(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
+        for start in range(0, count, per_pass)
+    ]
+
+
 class Ahead:
     """Makes one step at a time in a thread."""
 
