@@ -54,7 +54,7 @@ def measure(
     references: Sequence[Any],
     *,
     groups: Sequence[Any] | None = None,
-    positive: Any = 1,
+    positive: Any = "1",
 ) -> dict[str, float]:
     """The metrics of these names, in their order.
 
@@ -120,7 +120,7 @@ def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     return _mean(p == r for p, r in zip(predictions, references, strict=True))
 
 
-def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = 1) -> float:
+def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = "1") -> float:
     """2 tp / (predicted + there) of one class; 0 where it is neither predicted nor there."""
     labels = {*predictions, *references}
     if positive not in labels and any(

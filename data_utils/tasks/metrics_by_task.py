@@ -48,11 +48,11 @@ _LAMBADA = Metrics(("accuracy", "word_perplexity"), ("accuracy",))
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 BY_TASK = {
-    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "qnli", "wnli"), _ACCURACY),
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), _ACCURACY),
     "cb": Metrics(("accuracy", "macro_f1")),
     "multirc": Metrics(("f1a", "group_em")),
     "record": Metrics(("answer_f1", "answer_em")),
-    **dict.fromkeys(("cola", "axb"), Metrics(("matthews",))),
+    **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
     **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
     "stsb": Metrics(("pearson", "spearman")),
     **dict.fromkeys(("squad", "squadv1", "squad11"), Metrics(_ANSWERS.names, ("answer_f1",))),

@@ -42,7 +42,9 @@ def test_scores_of_labels_are_those_of_sklearn(cases):
         assert measure(expected, p, r) == pytest.approx(expected, abs=1e-12)
         p, r = random_labels(rng, classes=2)
         expected = metrics.f1_score(r, p, average="binary", pos_label=1, zero_division=0.0)
-        assert one("f1", p, r) == one("f1a", p, r) == pytest.approx(expected, abs=1e-12)
+        assert (
+            one("f1", p, r, positive=1) == one("f1a", p, r, positive=1) == pytest.approx(expected, abs=1e-12)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # scipy warns of constant values
@@ -244,7 +246,10 @@ def test_bad_input_is_one_line(monkeypatch):
     with pytest.raises(DataError, match="sentence 0 has 1 tags for 2 words"):
         one("entity_f1", [["O"]], [["O", "O"]])
     with pytest.raises(DataError, match=r"f1 is of the class 1, but labels are 'no', 'yes'; say which"):
-        one("f1", ["no", "yes"], ["no", "no"])
+        one("f1", ["no", "yes"], ["no", "no"], positive=1)
+    with pytest.raises(DataError, match=r"f1 is of the class '1', but labels are 0, 1; say which"):
+        one("f1", [0, 1], [0, 1])
+    assert one("f1", ["0"], ["0"]) == 0.0
     assert one("f1", ["no", "yes"], ["no", "yes"], positive="yes") == 1.0
     with pytest.raises(ConfigError, match=r"unknown metric 'acuracy'; the nearest is accuracy"):
         require_metrics(["acuracy"])
