@@ -8,7 +8,10 @@ from typing import Protocol
 class Judge(Protocol):
     """Called by every rank at the same point; every rank gets the same answers."""
 
-    ends_training: bool  # no better score is to be expected
+    @property
+    def ends_training(self) -> bool:
+        """Whether no better score is to be expected."""
+        ...
 
     def resume(self, step: int) -> None:
         """The run goes on after this step: what was found later is forgotten."""
