@@ -9,11 +9,16 @@ from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.cloze import Cloze
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import Form
+from data_utils.tasks.heads_input import Spans, Tagging, TextHead
 from data_utils.tasks.inputs import Inputs, Kind
 from data_utils.text.tokenizers import Tokenizer
 
 KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
     "cloze": Cloze,
+    "classification": TextHead,
+    "regression": TextHead,
+    "tagging": Tagging,
+    "spans": Spans,
 }
 
 
