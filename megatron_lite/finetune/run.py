@@ -48,20 +48,27 @@ def finetune(
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
     for seed in seeds:
         directory = run_directory(output, seed)
-        if (directory / RESULTS).exists():
+        if _is_done(directory, context):
             continue
         config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
         status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
-        if status is not ExitStatus.FINISHED:
+        if status is not None:
             return status
     if context.is_main:
         _sum_up(task, output, seeds)
     return ExitStatus.FINISHED
 
 
+def _is_done(directory: Path, context: ParallelContext) -> bool:
+    """Whether a seed has its results: what the main rank sees counts, since other nodes may see it later."""
+    (done,) = context.sum_of_hosts([float(context.is_main and (directory / RESULTS).exists())])
+    return done > 0
+
+
 def _one_seed(
     task: Task, context: ParallelContext, control: RunControl | None, watchdog: Watchdog | None
-) -> ExitStatus:
+) -> ExitStatus | None:
+    """Train and measure. Returns why it ended before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
     size = config.batch.micro_batch_size
     validation, test = (
@@ -79,7 +86,7 @@ def _one_seed(
             judge = TaskJudge(
                 validation, metrics, engine.answers, context, directory, config.finetune.patience
             )
-        status = Trainer(
+        trainer = Trainer(
             config=config,
             context=context,
             engine=engine,
@@ -89,8 +96,9 @@ def _one_seed(
             control=control,
             watchdog=watchdog,
             judge=judge,
-        ).fit()
-    if status is not ExitStatus.FINISHED:
+        )
+        status = trainer.fit()
+    if not trainer.is_over:
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
     chosen = directory / (BEST if validation else "checkpoints")
@@ -100,7 +108,7 @@ def _one_seed(
     if context.is_main:
         _write_seed(task, directory, checkpoint.step, evaluated)
     context.barrier()
-    return status
+    return None
 
 
 def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
