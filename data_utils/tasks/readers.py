@@ -44,6 +44,7 @@ from data_utils.tasks.files import BadLine, Intake, Records, label_name, plain_n
 from data_utils.tasks.json_lines import read_json_lines
 from data_utils.tasks.pairs import read_pairs
 from data_utils.tasks.questions import read_squad
+from data_utils.tasks.synthetic import labels_of_synthetic, read_synthetic
 from data_utils.tasks.texts import read_texts
 
 _READERS: dict[str, Callable[[Intake], Records]] = {
@@ -54,6 +55,7 @@ _READERS: dict[str, Callable[[Intake], Records]] = {
     "conll": conll.read_conll,
     "pairs": read_pairs,
     "text": read_texts,
+    "synthetic": read_synthetic,
 }
 _LABELS = {
     **glue.LABELS,
@@ -101,4 +103,7 @@ def labels_of(config: TaskConfig) -> tuple[str, ...]:
         raise ConfigError(f"task.labels has a name twice ({', '.join(names)}); each class has one number.")
     if names:
         return names
+    if config.reader == "synthetic":
+        paths = [path for path in (config.train, *config.validation, *config.test) if path is not None]
+        return labels_of_synthetic((*paths, config.name)[0])
     return _LABELS.get(plain_name(config.name), ())
