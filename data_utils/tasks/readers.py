@@ -21,7 +21,8 @@ Fields of a Record, and its label. Names of the format stay where patterns use t
     jsonl                  see json_lines.py: every text of the line       a class; a number
       choices              inputs, choices                                 the number of the right one
       race                 context, question, choices                      the number of the right one
-    squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none
+    squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none;
+                                                                           squad_questions: the question
     conll, jsonl tagging   words                                           tags, entities as BIO
     pairs, jsonl seq2seq   source, target (missing without a label)        the target; of summaries a sentence in each
                                                                            line
