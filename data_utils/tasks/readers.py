@@ -18,7 +18,8 @@ Fields of a Record, and its label. Names of the format stay where patterns use t
                            question, answer), group (passage, question)
     record                 passage, query, entities (distinct, sorted)     the right answers, distinct
     glue                   text_a and, for pairs, text_b                   a class; stsb: a number
-    jsonl                  see json_lines.py: every text of the line       a class; a number
+    jsonl                  text, or text_a and text_b, or what             a class; a number
+                           task.text_fields and task.template name
       choices              inputs, choices                                 the number of the right one
       race                 context, question, choices                      the number of the right one
     squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none;
