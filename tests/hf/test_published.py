@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.published import CASES, write_random
+from support.published import CASES, write_random, xlnet_logits
+from support.recipes import collate, make, windows
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from data_utils.base.settings import build
@@ -136,6 +137,25 @@ def test_both_streams_of_xlnet(tmp_path):
         ours = logits.new_empty(logits.shape).index_copy(0, torch.from_numpy(prepared.plan.order), logits)
         ours = ours.view(2, length + 4, -1)[:, length:]
         assert (ours - out).abs().max() <= TOLERANCE * max(1.0, out.abs().max()), kernel
+
+
+def test_rows_of_the_xlnet_objective_are_what_the_class_pretrains_on(tmp_path):
+    """Several documents in a row, with SEP and CLS within the order, segments 0 to 2 and texts from elsewhere."""
+    theirs = write_random("xlnet", tmp_path)
+    model = loaded(conversion.open_published(tmp_path))
+    rows = collate(make("xlnet", 60, tokens_per_target=3), windows(6, 60, seed=1))
+    rows[:, TOKENS] %= 97
+    is_query = torch.from_numpy((rows[:, DOC] >= 0) & (rows[:, ORD] < 0))
+    assert {0, 1, 2} == set(rows[:, SEGMENT_IDS][is_query.logical_not().numpy()]) and is_query.sum() > 50
+    # The first of all ranks in a document of targets sees nothing; the class then sees everything.
+    is_query &= torch.from_numpy(allowed(rows[:, DOC], rows[:, ORD], rows[:, GRP]).any(-1))
+    _, logits = our_output(model, rows)
+    expected = xlnet_logits(theirs, rows)
+    difference = (logits - expected)[is_query].abs().max()
+    assert difference <= TOLERANCE * max(1.0, expected.abs().max())
+    no_segments = rows.copy()
+    no_segments[:, SEGMENT_IDS] = 0
+    assert (our_output(model, no_segments)[1] - expected)[is_query].abs().max() > 0.1
 
 
 def test_unilmv2_is_bert_with_a_bias_of_distances(tmp_path):
