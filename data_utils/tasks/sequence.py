@@ -23,8 +23,9 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.examples import Draws, after_prefix, blanks_filled, document, left_to_right
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.inputs import Inputs, Tokens, flat
-from data_utils.tasks.patterns import MARK, Piece, Slot, plain_name, rendered, require_one_blank, slots_of
+from data_utils.tasks.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
 from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.vocabulary import vocabulary_of
 
