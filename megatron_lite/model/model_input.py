@@ -29,6 +29,8 @@ from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
+from megatron_lite.model.task_batch import HostParts, TaskBatch
+from megatron_lite.model.task_losses import Parts
 
 LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
@@ -54,6 +56,7 @@ class ModelInput:
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
+    parts: Parts | None = None  # of a task: what its loss reads instead
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
@@ -73,6 +76,7 @@ class HostInput:
     weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
+    parts: HostParts | None = None  # of a task
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
@@ -89,14 +93,16 @@ class HostInput:
         dropout = None
         if self.kernel_seed is not None:
             dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head)
+        first = 10 if self.parts is None else 10 + HostParts.ARRAYS  # of the plan's
         return ModelInput(
             tokens=tokens,
             ids=ids,
-            plan=self.plan.on_device(arrays[10:], device),
+            plan=self.plan.on_device(arrays[first:], device),
             loss_rows=LossRows(*loss_rows),
             targets=targets,
             weights=weights.view(torch.float32),
             dropout=dropout,
+            parts=None if self.parts is None else self.parts.on_device(arrays[10:first]),
         )
 
 
@@ -175,6 +181,11 @@ def prepare(
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
     loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config, few_counts=few_counts)
     labelled = np.where(labelled < 0, -1, labelled + first)
+    targets, parts = np.where(labelled < 0, 0, planes[-1][labelled]), None
+    if isinstance(batch, TaskBatch) and batch.head != "tokens":
+        parts = HostParts(batch, plan.order, first)
+        if batch.head == "choices":  # their rows are those with loss
+            loss_rows, targets = parts.loss_rows(), parts.targets
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
     kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
     if dropout_seed is not None:
@@ -184,8 +195,9 @@ def prepare(
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
         np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),
-        np.where(labelled < 0, 0, planes[-1][labelled]),
+        targets,
         *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
+        *([] if parts is None else parts.arrays()),
         *plan.arrays(),
     ]
     joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
@@ -193,4 +205,4 @@ def prepare(
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes = [array.shape for array in arrays]
-    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head)
+    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, parts)

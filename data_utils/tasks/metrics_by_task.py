@@ -1,0 +1,121 @@
+"""Which metrics a task has, and the one number by which evaluations of it are compared.
+
+Tasks are found by their name without case and signs: `SST-2`, `sst2` and `sst_2` are one. A task that is not in the
+table has the metrics of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from data_utils.base.errors import ConfigError
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.metrics import require_metrics
+
+# Metrics that follow from a text's log probability (`perplexities`), not from predictions.
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured of a task.
+
+    Args:
+        names: in the order in which they are shown.
+        compared: those whose mean says which of two evaluations is better; () = all.
+    """
+
+    names: tuple[str, ...]
+    compared: tuple[str, ...] = ()
+
+    def score(self, measured: Mapping[str, float]) -> float:
+        """The number by which evaluations are compared: the higher, the better. Perplexities count negative."""
+        numbers = [
+            -measured[name] if name in PERPLEXITIES else measured[name]
+            for name in self.compared or self.names
+        ]
+        return sum(numbers) / len(numbers)
+
+
+_ACCURACY = Metrics(("accuracy",))
+_ACCURACY_F1 = Metrics(("accuracy", "f1"))
+_ANSWERS = Metrics(("answer_em", "answer_f1"))
+_SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
+_PERPLEXITY = Metrics(PERPLEXITIES, ("token_perplexity",))
+_LAMBADA = Metrics(("accuracy", "word_perplexity"), ("accuracy",))
+
+SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
+BY_TASK = {
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), _ACCURACY),
+    "cb": Metrics(("accuracy", "macro_f1")),
+    "multirc": Metrics(("f1a", "group_em")),
+    "record": Metrics(("answer_f1", "answer_em")),
+    **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
+    **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
+    "stsb": Metrics(("pearson", "spearman")),
+    **dict.fromkeys(("squad", "squadv1", "squad11"), Metrics(_ANSWERS.names, ("answer_f1",))),
+    **dict.fromkeys(("squad2", "squadv2", "squad20"), Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))),
+    **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
+    "squadquestions": Metrics(("bleu", "rougeL")),
+}  # fmt: skip
+BY_KIND = {
+    "cloze": _ACCURACY,
+    "classification": _ACCURACY,
+    "regression": BY_TASK["stsb"],
+    "seq2seq": Metrics(("exact_match",)),
+    "blanks": Metrics(("bleu",)),
+    "language_modelling": _PERPLEXITY,
+    "lambada": _LAMBADA,
+    "spans": BY_TASK["squad"],
+    "tagging": Metrics(("entity_f1",)),
+}
+
+
+def plain_name(task: str) -> str:
+    """The name by which the table knows a task."""
+    return "".join(letter for letter in task.lower() if letter.isalnum())
+
+
+def metrics_of(task: TaskConfig) -> Metrics:
+    """What the configuration names, else what the task has, else its kind.
+
+    Raises: ConfigError for a metric that is unknown, cannot be had from this kind, or whose package is not installed.
+    """
+    found = Metrics(task.metrics) if task.metrics else BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
+    for name in found.names:
+        if name in PERPLEXITIES and task.kind not in ("language_modelling", "lambada"):
+            raise ConfigError(
+                f"task.metrics names {name}, which needs task.kind language_modelling or lambada, not {task.kind}; "
+                "leave it out."
+            )
+    require_metrics(name for name in found.names if name not in PERPLEXITIES)
+    return found
+
+
+def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, float]:
+    """exp of the mean over tokens, and over words; and bits for each byte.
+
+    Args:
+        nll: sum of the negative log probabilities of all predicted tokens, nats.
+        tokens, words, size: how many tokens are predicted, and how many words and UTF-8 bytes they are.
+    """
+    return {
+        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no room
+        "word_perplexity": math.exp(min(nll / words, 700.0)),
+        "bits_per_byte": nll / size / math.log(2.0),
+    }
+
+
+def superglue_average(scores: Mapping[str, Mapping[str, float]]) -> float:
+    """The benchmark's number: the mean over its 8 tasks, each of which counts the mean of its metrics.
+
+    Args: scores: task -> what was measured.
+    Raises: ConfigError unless all 8 tasks are there.
+    """
+    by_name = {plain_name(task): measured for task, measured in scores.items()}
+    missing: Sequence[str] = [task for task in SUPERGLUE if task not in by_name]
+    if missing:
+        raise ConfigError(f"the average of SuperGLUE needs all its tasks; give {', '.join(missing)} too.")
+    return sum(BY_TASK[task].score(by_name[task]) for task in SUPERGLUE) / len(SUPERGLUE)

@@ -1,0 +1,264 @@
+"""Every metric against the library or script that published figures are made with, on 1,000 random cases."""
+
+import re
+import string
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.tasks.metrics import KNOWN, entities, measure, require_metrics
+
+CASES = 1000
+# sklearn, scipy and sacrebleu take milliseconds for a case.
+FEW = pytest.mark.parametrize("cases", [100, pytest.param(CASES, marks=pytest.mark.slow)])
+
+
+def one(name, predictions, references, **options):
+    return measure([name], predictions, references, **options)[name]
+
+
+def random_labels(rng, classes=None):
+    """Predictions and references of 1 to 20 samples; one class alone, and predictions of constants, do occur."""
+    size, classes = int(rng.integers(1, 21)), classes or int(rng.integers(1, 5))
+    references = rng.integers(0, classes, size)
+    predictions = np.where(rng.random(size) < 0.5, references, rng.integers(0, classes, size))
+    return predictions.tolist(), references.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")  # sklearn warns of classes that do not occur
+@FEW
+def test_scores_of_labels_are_those_of_sklearn(cases):
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(1)
+    for _ in range(cases):
+        p, r = random_labels(rng)
+        expected = {
+            "accuracy": metrics.accuracy_score(r, p),
+            "macro_f1": metrics.f1_score(r, p, average="macro"),
+            "matthews": metrics.matthews_corrcoef(r, p),
+        }
+        assert measure(expected, p, r) == pytest.approx(expected, abs=1e-12)
+        p, r = random_labels(rng, classes=2)
+        expected = metrics.f1_score(r, p, average="binary", pos_label=1, zero_division=0.0)
+        assert (
+            one("f1", p, r, positive=1) == one("f1a", p, r, positive=1) == pytest.approx(expected, abs=1e-12)
+        )
+
+
+@pytest.mark.filterwarnings("ignore")  # scipy warns of constant values
+@FEW
+def test_correlations_are_those_of_scipy(cases):
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(2)
+    for case in range(cases):
+        size = int(rng.integers(2, 30))
+        p, r = rng.normal(size=(2, size)) * 10.0 ** rng.integers(-3, 4) + rng.integers(-5, 6)
+        if case % 2:  # equal values share a rank
+            p, r = np.round(p), np.round(r)
+        if case % 50 == 0:
+            p = np.full(size, 0.1)
+        expected = {
+            "pearson": np.nan_to_num(stats.pearsonr(p, r).statistic),
+            "spearman": np.nan_to_num(stats.spearmanr(p, r).statistic),
+        }
+        assert measure(expected, p, r) == pytest.approx(expected, abs=1e-9)
+
+
+def test_groups_are_right_as_a_whole():
+    rng = np.random.default_rng(3)
+    for _ in range(CASES):
+        p, r = random_labels(rng, classes=2)
+        groups = rng.integers(0, 6, len(r)).tolist()
+        whole = [
+            all(p[i] == r[i] for i in range(len(r)) if groups[i] == group) for group in sorted(set(groups))
+        ]
+        assert one("group_em", p, r, groups=groups) == pytest.approx(sum(whole) / len(whole))
+        assert one("group_em", p, r) == one("group_em", p, r, groups=[None] * len(r)) == one("accuracy", p, r)
+    # A sample without a group is none of another's, whatever its number.
+    assert one("group_em", [1, 0, 1], [1, 1, 1], groups=[0, None, 0]) == 0.5
+
+
+TYPES = ("PER", "LOC", "MISC-X")
+
+
+def test_entity_f1_is_that_of_seqeval():
+    """Tags at random, so most sentences break the rules of BIO: I- after O, or after another type."""
+    seqeval = pytest.importorskip("seqeval.metrics")
+    rng = np.random.default_rng(4)
+    tags = ["O", *(f"{prefix}-{kind}" for prefix in "BI" for kind in TYPES)]
+    for _ in range(CASES):
+        lengths = rng.integers(1, 9, int(rng.integers(1, 6)))
+        r = [[tags[i] for i in rng.integers(0, len(tags), n)] for n in lengths]
+        p = [[tag if rng.random() < 0.7 else tags[rng.integers(0, len(tags))] for tag in each] for each in r]
+        assert one("entity_f1", p, r) == pytest.approx(seqeval.f1_score(r, p, zero_division=0), abs=1e-12)
+
+
+def test_entities_by_hand():
+    tags = ["B-A", "I-A", "O", "I-B", "I-A", "B-A", "B-A", "O"]
+    assert entities(tags) == {("A", 0, 1), ("B", 3, 3), ("A", 4, 4), ("A", 5, 5), ("A", 6, 6)}
+    assert entities([]) == set() and one("entity_f1", [["O"]], [["O"]]) == 0.0
+
+
+PIECES = [
+    "The",
+    "cat",
+    "a",
+    "an",
+    "theatre",
+    "Cat's",
+    "--",
+    "x-ray",
+    "12",
+    "the",
+    "Ünder",
+    "…",
+    ".",
+    "I.B.M.",
+    "\n",
+]
+
+
+def random_answer(rng, longest=6):
+    return " ".join(rng.choice(PIECES, int(rng.integers(0, longest))))
+
+
+def words_of(text):
+    """SQuAD's words, said another way: cut at white space and articles after punctuation is gone."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in re.split(r"\s+|\b(?:a|an|the)\b", text) if word]
+
+
+def answer_scores(prediction, answers, is_v2):
+    answers = [words_of(answer) for answer in answers]
+    if is_v2:
+        answers = [words for words in answers if words] or [[]]
+    words = words_of(prediction)
+    exact = float(words in answers)
+    best = 0.0
+    for gold in answers:
+        left, shared = Counter(gold), 0
+        for word in words:
+            shared, left[word] = shared + (left[word] > 0), left[word] - 1
+        if is_v2 and not (gold and words):
+            best = max(best, float(gold == words))
+        elif shared:
+            precision, recall = shared / len(words), shared / len(gold)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return exact, best
+
+
+@pytest.mark.parametrize("suffix", ["", "_v2"])
+def test_answers_are_scored_as_by_squads_script(suffix):
+    rng = np.random.default_rng(5)
+    partial = 0
+    for _ in range(CASES):
+        prediction = random_answer(rng)
+        answers = [random_answer(rng) for _ in range(int(rng.integers(0 if suffix else 1, 4)))]
+        if rng.random() < 0.3 and answers:
+            prediction = answers[0].upper().replace(" ", "  ")
+        exact, best = answer_scores(prediction, answers, bool(suffix))
+        found = measure([f"answer_em{suffix}", f"answer_f1{suffix}"], [prediction], [answers])
+        assert list(found.values()) == pytest.approx([exact, best], abs=1e-12)
+        partial += 0.0 < best < 1.0
+    assert partial > CASES / 10
+
+
+def test_an_article_alone_is_no_answer():
+    """The two scripts differ: the first compares the words that are left, of which there are none."""
+    assert measure(["answer_em", "answer_f1"], ["The"], [["an"]]) == {"answer_em": 1.0, "answer_f1": 0.0}
+    found = measure(["answer_em_v2", "answer_f1_v2"], ["", "no", ""], [[], [], ["yes"]])
+    assert found == pytest.approx({"answer_em_v2": 1 / 3, "answer_f1_v2": 1 / 3})
+    with pytest.raises(DataError, match="sample 1 has no reference"):
+        one("answer_em", ["a b", "c"], [["b"], []])
+
+
+def test_exact_match_forgives_white_space_only():
+    assert one("exact_match", ["a  b\n", "a b.", "A"], ["a b", ["x", "a b."], "a"]) == pytest.approx(2 / 3)
+
+
+WORDS = ["the", "cat", "sat", "sitting,", "on", "a", "mat.", "dogs", "running;", "U.S.", "3.5%", "don't"]
+
+
+def random_texts(rng, count):
+    return [" ".join(rng.choice(WORDS, int(rng.integers(1, 12)))) for _ in range(count)]
+
+
+@FEW
+def test_bleu_is_that_of_sacrebleu(cases):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    rng = np.random.default_rng(6)
+    options = {"bleu": {}, "bleu_char": {"tokenize": "char"}, "bleu_zh": {"tokenize": "zh"},
+               "multi_bleu": {"tokenize": "none", "smooth_method": "none", "force": True}}  # fmt: skip
+    for _ in range(cases):
+        references = random_texts(rng, int(rng.integers(1, 5)))
+        others = random_texts(rng, len(references))
+        predictions = [r if rng.random() < 0.3 else t for r, t in zip(references, others, strict=True)]
+        for name, option in options.items():
+            expected = sacrebleu.corpus_bleu(predictions, [references], **option).score
+            assert one(name, predictions, references) == expected
+    # Several references, and not the same number of them for each sample.
+    several = [["the cat sat on the mat", "a cat sat on a mat"], ["dogs run on the mat today"]]
+    expected = sacrebleu.corpus_bleu(
+        ["a cat sat on the mat", "dogs run on a mat"],
+        [[several[0][0], several[1][0]], [several[0][1], None]],
+    ).score
+    assert one("bleu", ["a cat sat on the mat", "dogs run on a mat"], several) == expected > 0
+
+
+def test_rouge_is_that_of_rouge_score():
+    scorer = pytest.importorskip("rouge_score.rouge_scorer")
+    rng = np.random.default_rng(7)
+    names = ["rouge1", "rougeLsum", "rougeL", "rouge2"]
+    theirs = scorer.RougeScorer(names, use_stemmer=True)
+    predictions, references = (
+        ["\n".join(random_texts(rng, int(rng.integers(1, 4)))) for _ in range(CASES)] for _ in range(2)
+    )
+    single = [theirs.score(r, p) for p, r in zip(predictions, references, strict=True)]
+    expected = {name: np.mean([score[name].fmeasure for score in single]) for name in names}
+    found = measure(names, predictions, references)
+    assert list(found) == names and found == pytest.approx(expected, abs=1e-12)
+    for p, r, score in list(zip(predictions, references, single, strict=True))[:50]:
+        assert one("rougeLsum", [p], [[r, p]]) == 1.0
+        assert one("rouge2", [p], [r]) == pytest.approx(score["rouge2"].fmeasure, abs=1e-12)
+
+
+def test_sentences_are_lines():
+    """Two sentences in exchanged order, by hand: half of the words are in order, all are in a sentence."""
+    found = measure(["rougeL", "rougeLsum"], ["c d\na b"], ["a b\nc d"])
+    assert found == pytest.approx({"rougeL": 0.5, "rougeLsum": 1.0})
+
+
+def test_texts_without_latin_letters_have_scores_of_characters():
+    pytest.importorskip("rouge_score")
+    found = measure(["rouge1_char", "rouge2_char"], ["北京 天气"], ["北京天汽"])
+    assert found == pytest.approx({"rouge1_char": 3 / 4, "rouge2_char": 2 / 3})
+    with pytest.raises(DataError, match=r"reference 1, '北京', has no ASCII letters .* use rouge1_char\."):
+        one("rouge1", ["a", "b"], ["a", "北京"])
+
+
+def test_bad_input_is_one_line(monkeypatch):
+    with pytest.raises(DataError, match="2 predictions for 1 references"):
+        one("accuracy", [1, 1], [1])
+    with pytest.raises(DataError, match="no samples"):
+        one("accuracy", [], [])
+    with pytest.raises(DataError, match="sentence 0 has 1 tags for 2 words"):
+        one("entity_f1", [["O"]], [["O", "O"]])
+    with pytest.raises(DataError, match=r"f1 is of the class 1, but labels are 'no', 'yes'; say which"):
+        one("f1", ["no", "yes"], ["no", "no"], positive=1)
+    with pytest.raises(DataError, match=r"f1 is of the class '1', but labels are 0, 1; say which"):
+        one("f1", [0, 1], [0, 1])
+    assert one("f1", ["0"], ["0"]) == 0.0
+    assert one("f1", ["no", "yes"], ["no", "yes"], positive="yes") == 1.0
+    with pytest.raises(ConfigError, match=r"unknown metric 'acuracy'; the nearest is accuracy"):
+        require_metrics(["acuracy"])
+    with pytest.raises(ConfigError, match=r"unknown metric 'zzz'; there are accuracy, .*spearman"):
+        require_metrics(["zzz"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    require_metrics(name for name in KNOWN if "bleu" not in name and "rouge" not in name)
+    for name, package in {"multi_bleu": "sacrebleu", "rougeL_char": "rouge-score"}.items():
+        with pytest.raises(
+            ConfigError, match=f"{name} needs the package {package}, .* pip install {package}"
+        ):
+            one(name, ["a"], ["a"])

@@ -1,0 +1,79 @@
+import math
+
+import pytest
+
+from data_utils.base.errors import ConfigError
+from data_utils.tasks.config import KINDS, TaskConfig
+from data_utils.tasks.metrics import require_metrics
+from data_utils.tasks.metrics_by_task import (
+    BY_KIND,
+    BY_TASK,
+    PERPLEXITIES,
+    SUPERGLUE,
+    metrics_of,
+    perplexities,
+    plain_name,
+    superglue_average,
+)
+
+
+def task(name="mine", kind="cloze", **more):
+    return TaskConfig(name=name, kind=kind, reader="jsonl", **more)
+
+
+def test_tables_hold_known_names_only():
+    assert tuple(BY_KIND) == KINDS
+    assert all(plain_name(name) == name for name in BY_TASK)
+    for metrics in [*BY_TASK.values(), *BY_KIND.values()]:
+        require_metrics(set(metrics.names) - set(PERPLEXITIES))
+        assert set(metrics.compared) <= set(metrics.names)
+
+
+def test_a_task_has_what_is_said_then_its_own_then_its_kinds():
+    assert metrics_of(task("AX-b")).names == metrics_of(task("ax_b")).names == ("matthews",)
+    assert metrics_of(task("SST-2", "classification")).names == ("accuracy",)
+    assert metrics_of(task("mine", "tagging")).names == ("entity_f1",)
+    assert metrics_of(task("CoLA", metrics=("accuracy", "f1"))).names == ("accuracy", "f1")
+    with pytest.raises(ConfigError, match="unknown metric 'matthew'; the nearest is matthews"):
+        metrics_of(task(metrics=("matthew",)))
+    with pytest.raises(
+        ConfigError, match=r"token_perplexity, which needs task.kind language_modelling .* not cloze"
+    ):
+        metrics_of(task(metrics=("token_perplexity",)))
+    assert (
+        metrics_of(task(kind="lambada", metrics=("token_perplexity",))).score({"token_perplexity": 2.0})
+        == -2.0
+    )
+
+
+def test_the_higher_score_is_the_better_one():
+    squad = metrics_of(task("SQuAD", "spans"))
+    assert squad.score({"answer_em": 0.1, "answer_f1": 0.7}) == 0.7
+    assert metrics_of(task("cb")).score({"accuracy": 0.8, "macro_f1": 0.6}) == pytest.approx(0.7)
+    measured = dict.fromkeys(PERPLEXITIES, 30.0)
+    assert metrics_of(task(kind="language_modelling")).score(measured) == -30.0
+    assert metrics_of(task(kind="lambada")).score({"accuracy": 0.6, "word_perplexity": 9.0}) == 0.6
+
+
+def test_perplexities_of_uniform_bytes():
+    """Ten words of four bytes, each byte a token of probability 1/256."""
+    found = perplexities(40 * math.log(256), tokens=40, words=10, size=40)
+    assert found == pytest.approx(
+        {"token_perplexity": 256.0, "word_perplexity": 256.0**4, "bits_per_byte": 8.0}
+    )
+    assert perplexities(1e9, 1, 1, 1)["token_perplexity"] < math.inf
+
+
+def test_the_average_of_superglue():
+    """GLM's 10B model on the development sets, as published: the mean of its eight tasks."""
+    scores = {
+        "COPA": {"accuracy": 98.0}, "WSC": {"accuracy": 95.2}, "RTE": {"accuracy": 93.1}, "WiC": {"accuracy": 75.7},
+        "CB": {"accuracy": 98.7, "macro_f1": 98.2}, "MultiRC": {"f1a": 88.1, "group_em": 63.3},
+        "BoolQ": {"accuracy": 88.7}, "ReCoRD": {"answer_f1": 94.4, "answer_em": 94.0},
+    }  # fmt: skip
+    assert len(SUPERGLUE) == 8
+    expected = (98.0 + 95.2 + 93.1 + 75.7 + 98.45 + 75.7 + 88.7 + 94.2) / 8
+    assert superglue_average(scores) == pytest.approx(expected)
+    scores.pop("WSC")
+    with pytest.raises(ConfigError, match="needs all its tasks; give wsc too"):
+        superglue_average(scores)
