@@ -102,7 +102,7 @@ class GLM(nn.Module):
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), plan)
+        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:

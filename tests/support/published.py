@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "roberta, odd": ("RobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
     "albert": (
         "AlbertForPreTraining",
-        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new", "classifier_dropout_prob": 0.0},
+        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new"},
     ),
     "albert, odd": ("AlbertForMaskedLM", {**ODD_BERT, "embedding_size": 17, "hidden_act": "gelu"}),
     "ernie": ("ErnieForPreTraining", {**BERT, "hidden_act": "relu", "layer_norm_eps": 1e-5}),
