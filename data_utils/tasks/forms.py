@@ -28,16 +28,15 @@ FORM_OF_OBJECTIVE = {
     "bart": "encoder_decoder",
     "mass": "encoder_decoder",
 }
-# Special tokens that a form writes, and that a vocabulary must therefore have.
-ROLES_OF_FORM = {
+ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
     "glm": ("cls", "mask", "sop", "eop", "eos"),
     "causal": (),
     "prefix": ("cls", "sop", "eos"),
     "bert": ("cls", "sep", "mask"),
     "unilm": ("cls", "sep", "mask"),
     "unilmv2": ("cls", "sep", "mask"),
-    "encoder_decoder": (),
 }
+ROLES_OF_ENCODER_DECODER = {"t5": ("eos",), "bart": ("cls", "eos"), "mass": ("cls", "sep")}
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class Form:
     objective: str
     masks: tuple[str, ...] = ("mask",)
     predict_cls: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The special tokens that the layout writes, and that a vocabulary must therefore have."""
+        return ROLES_OF_FORM.get(self.name) or ROLES_OF_ENCODER_DECODER.get(self.objective, ())
 
     def loss(self, number: int = 0) -> int:
         """The number of the objective's loss, for the `objective` plane."""
@@ -104,6 +108,6 @@ def _natural(choice: ObjectiveChoice) -> Form:
     if form is None:
         raise ConfigError(
             f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
-            f"{', '.join(ROLES_OF_FORM)}."
+            f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
         )
     return Form(form, choice.name, predict_cls=choice.name == "bart" and section.predict_cls)

@@ -20,8 +20,9 @@ from data_utils.base.setting_files import shown
 from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import document
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.inputs import Inputs, Tokens
-from data_utils.tasks.patterns import field_text, plain_name
+from data_utils.tasks.patterns import field_text
 from data_utils.text.special_tokens import NO_TOKEN
 
 FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")

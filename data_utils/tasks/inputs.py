@@ -10,7 +10,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.examples import LOSS_OF_MASK
-from data_utils.tasks.forms import ROLES_OF_FORM, Form
+from data_utils.tasks.forms import Form
 from data_utils.tasks.patterns import Piece
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
@@ -98,17 +98,19 @@ class Inputs:
                 f"task.kind is {self.config.kind}, but the run's inputs have the form {name} "
                 f"({self.form.objective}), which {reason}; give a run of the form {' or '.join(allowed)}."
             )
-        lacking = sorted(set(ROLES_OF_FORM[name]) & self.tokenizer.lacking)
+        lacking = sorted(set(self.form.roles) & self.tokenizer.lacking)
         if lacking:
             raise ConfigError(
                 f"inputs of the form {name} need the special tokens {', '.join(lacking)}, which the tokenizer lacks; "
                 "set tokenizer.added_tokens to glm, or choose another task.form."
             )
 
-    def cut(self, pieces: Sequence[Tokens], room: int, record: Record) -> tuple[list[Tokens], int]:
+    def cut(
+        self, pieces: Sequence[Tokens], room: int, record: Record, *, at_start: bool = False
+    ) -> tuple[list[Tokens], int]:
         """The pieces in at most `room` tokens, and how many tokens were cut.
 
-        Tokens go from the ends of shortenable pieces, always of the one that is the longest then.
+        Tokens go from the ends (`at_start`: the beginnings) of shortenable pieces, always of the longest one.
         Raises: DataError if what must not be cut does not fit.
         """
         over = sum(len(piece.ids) for piece in pieces) - room
@@ -124,10 +126,11 @@ class Inputs:
         for _ in range(over):
             longest = max(lengths, key=lambda i: lengths[i])
             lengths[longest] -= 1
-        kept = [
-            Tokens(piece.ids[: lengths.get(i, len(piece.ids))], piece.shortenable)
-            for i, piece in enumerate(pieces)
-        ]
+        kept = []
+        for i, piece in enumerate(pieces):
+            length = lengths.get(i, len(piece.ids))
+            ids = piece.ids[len(piece.ids) - length :] if at_start else piece.ids[:length]
+            kept.append(Tokens(ids, piece.shortenable))
         return kept, over
 
 

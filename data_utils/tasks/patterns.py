@@ -22,6 +22,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shown
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.files import plain_name
 
 MARK = "[MASK]"
 OPTIONS = ("strip", "lower", "fixed", "exact")
@@ -92,11 +93,6 @@ def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.
     blanks = sum(slot.is_blank for slot in slots)
     if blanks != 1:
         raise ConfigError(f"{path} {shown(template)} has {blanks} times {MARK}; it must have one.")
-
-
-def plain_name(task: str) -> str:
-    """A task's name without case and signs: `SST-2`, `sst2` and `sst_2` are one."""
-    return "".join(letter for letter in task.lower() if letter.isalnum())
 
 
 def pattern_of(config: TaskConfig) -> Pattern:
@@ -222,6 +218,11 @@ _MNLI_WORDS = (
     {"contradiction": "Wrong", "entailment": "Right", "neutral": "Maybe"},
     {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
 )
+_MNLI = tuple(
+    Pattern(text, words)
+    for words in _MNLI_WORDS
+    for text in ('"{premise:strip}" ? [MASK], "{hypothesis}"', "{premise:strip}? [MASK], {hypothesis}")
+)
 _OPTIONS_OF_COPA = '"{choice1:strip lower fixed}" or "{choice2:strip lower fixed}"?'
 
 
@@ -320,11 +321,7 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         )
         for text in _TOPIC
     ),
-    "mnli": tuple(
-        Pattern(text, words)
-        for words in _MNLI_WORDS
-        for text in ('"{premise:strip}" ? [MASK], "{hypothesis}"', "{premise:strip}? [MASK], {hypothesis}")
-    ),
+    **dict.fromkeys(("mnli", "mnlimm", "ax"), _MNLI),
     "cola": (Pattern('"{text_a}" This is [MASK].', {"0": "incorrect", "1": "correct"}),),
     "mrpc": (
         Pattern("{text_a} [MASK], {text_b:lower}", _ZERO_ONE),

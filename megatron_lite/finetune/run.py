@@ -19,6 +19,7 @@ from typing import Any
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
+from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune.data import TaskData
@@ -48,20 +49,27 @@ def finetune(
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
     for seed in seeds:
         directory = run_directory(output, seed)
-        if (directory / RESULTS).exists():
+        if _is_done(directory, context):
             continue
         config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
         status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
-        if status is not ExitStatus.FINISHED:
+        if status is not None:
             return status
     if context.is_main:
         _sum_up(task, output, seeds)
     return ExitStatus.FINISHED
 
 
+def _is_done(directory: Path, context: ParallelContext) -> bool:
+    """Whether a seed has its results: what the main rank sees counts, since other nodes may see it later."""
+    (done,) = context.sum_of_hosts([float(context.is_main and (directory / RESULTS).exists())])
+    return done > 0
+
+
 def _one_seed(
     task: Task, context: ParallelContext, control: RunControl | None, watchdog: Watchdog | None
-) -> ExitStatus:
+) -> ExitStatus | None:
+    """Train and measure. Returns why it ended before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
     size = config.batch.micro_batch_size
     validation, test = (
@@ -79,7 +87,7 @@ def _one_seed(
             judge = TaskJudge(
                 validation, metrics, engine.answers, context, directory, config.finetune.patience
             )
-        status = Trainer(
+        trainer = Trainer(
             config=config,
             context=context,
             engine=engine,
@@ -89,8 +97,9 @@ def _one_seed(
             control=control,
             watchdog=watchdog,
             judge=judge,
-        ).fit()
-    if status is not ExitStatus.FINISHED:
+        )
+        status = trainer.fit()
+    if not trainer.is_over:
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
     chosen = directory / (BEST if validation else "checkpoints")
@@ -100,16 +109,11 @@ def _one_seed(
     if context.is_main:
         _write_seed(task, directory, checkpoint.step, evaluated)
     context.barrier()
-    return status
+    return None
 
 
 def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
-    for path, found in evaluated.items():
-        name = file_name(task.settings)
-        if len(evaluated) > 1:
-            name = f"{Path(path.partition(':')[0]).stem}_{name}"
-        indices = [record.index for record in found.records]
-        write_predictions(directory / "predictions" / name, task.settings, indices, found.predictions)
+    write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
     results = {
         "seed": task.config.training.seed,
         "best_step": step,
@@ -118,6 +122,18 @@ def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, 
         "files": {path: described(found) for path, found in evaluated.items()},
     }
     write_json(directory / RESULTS, results)
+
+
+def write_file_predictions(
+    directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
+) -> None:
+    """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
+    for path, found in evaluated.items():
+        name = file_name(task)
+        if len(evaluated) > 1:
+            name = f"{Path(path.partition(':')[0]).stem}_{name}"
+        indices = [record.index for record in found.records]
+        write_predictions(directory / name, task, indices, found.predictions, option)
 
 
 def described(found: Evaluated) -> dict[str, Any]:

@@ -165,7 +165,9 @@ def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
     warmup = given.get("warmup_steps")
     if warmup is None:
         warmup = min(round(finetune.warmup_share * steps), steps - 1)
-    interval = given.get("eval_interval") or max(1, steps // (finetune.epochs * finetune.evaluations_per_epoch))
+    interval = given.get("eval_interval") or max(
+        1, steps // (finetune.epochs * finetune.evaluations_per_epoch)
+    )
     return replace(
         config,
         training=replace(config.training, steps=steps, eval_interval=interval),

@@ -49,7 +49,7 @@ def record_of(task):
     if task in RECORDS:
         return RECORDS[task]
     first = PATTERNS[task][0]
-    has_premise = "{premise" in first.template and task not in ("wnli", "mnli")
+    has_premise = "{premise" in first.template and task not in ("wnli", "mnli", "mnlimm", "ax")
     return record(next(iter(first.verbalizers)), **(NLI if has_premise else PAIR))
 
 
