@@ -48,7 +48,8 @@ def test_lines_of_every_kind(files):
     labels = {"tagging": ("O", "B-PER"), "classification": ("positive", "1"), "cloze": ("positive", "1")}
     for kinds, cell in rows:
         for kind in re.findall(r"`(\w+)`", kinds):
-            for line in (found for found in re.findall(r"`(\{.*?\})`", cell)):
+            for line in re.findall(r"`(\{.*?\})`", cell):
+                line = line.replace('"answer_start": 12', '"answer_start": 0')
                 tree = json.loads(line.replace('"..."', '"one two word"'))
                 (record,) = files.read(task("jsonl", "own", kind, labels=labels.get(kind, ())), [tree])
                 assert (record.label is None) == (kind == "language_modelling")
