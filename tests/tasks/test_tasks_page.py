@@ -56,8 +56,13 @@ def test_lines_of_every_kind(files):
 
 
 def test_tables():
-    for name, classes in (("BoolQ", "false, true"), ("CB", "entailment, contradiction, neutral"),
-                          ("MNLI", "contradiction, entailment, neutral"), ("qnli", "entailment, not_entailment")):  # fmt: skip
+    shown = {
+        "BoolQ": "false, true",
+        "CB": "entailment, contradiction, neutral",
+        "MNLI": "contradiction, entailment, neutral",
+        "qnli": "entailment, not_entailment",
+    }
+    for name, classes in shown.items():
         assert labels_of(task("glue", name)) == tuple(classes.split(", ")) and f"| {classes} |" in PAGE
     section = PAGE[PAGE.index("## Synthetic") : PAGE.index("## Where")]
     named = {spec.partition(":")[0]: spec for spec in re.findall(r"`(\w+(?::[\w=.,]+)?)`", section)}
