@@ -14,7 +14,7 @@ from megatron_lite.config.sections import BatchConfig, OptimizerConfig, Schedule
 FILES = {path.stem: load_yaml(path) for path in sorted((ROOT / "configs/tasks").glob("*.yaml"))}
 TASKS = {name: build(TaskConfig, tree["task"]) for name, tree in FILES.items()}
 TRAINED = [name for name, task in TASKS.items() if task.train is not None]
-NOT_TRAINED = {"axb", "axg", "lambada", "wikitext103"}
+NOT_TRAINED = {"ax", "axb", "axg", "lambada", "wikitext103"}
 
 # GLM-Large on SuperGLUE, and on sequences: file -> epochs, lr, batch, tokens of input (and output), pattern.
 PUBLISHED = {
@@ -69,7 +69,7 @@ def test_patterns_have_words_for_the_classes(name):
 
 def test_every_pattern_and_template_has_a_file():
     names = {plain_name(task.name) for task in TASKS.values()}
-    assert set(PATTERNS) <= names
+    assert set(PATTERNS) - {"mnlimm"} <= names  # mnli.yaml has both of its files
     assert {"cnndmoriginal", "squadquestions", "squadanswers"} <= names
 
 
