@@ -156,6 +156,9 @@ class ModelConfig:
         "classes of a head on CLS, for next-sentence and sentence-order labels: 2 (BERT, ALBERT, UniLM), 0 = no head",
         at_least=0,
     )
+    sentence_dropout: float = setting(
+        0.0, "dropout probability before the classes of the head on CLS (ALBERT: 0.1)", at_least=0, below=1
+    )
     task_head: str = setting(
         "none",
         "a head that fine-tuning adds: classes or values (of a text), tags (of words), spans (first and last token of "
@@ -292,7 +295,7 @@ _OF_GLM = frozenset(
     (
         "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "init", "init_std",
+        "final_dropout", "sentence_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
     )
 )  # fmt: skip

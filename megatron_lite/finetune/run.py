@@ -19,6 +19,7 @@ from typing import Any
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
+from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune.data import TaskData
@@ -112,12 +113,7 @@ def _one_seed(
 
 
 def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
-    for path, found in evaluated.items():
-        name = file_name(task.settings)
-        if len(evaluated) > 1:
-            name = f"{Path(path.partition(':')[0]).stem}_{name}"
-        indices = [record.index for record in found.records]
-        write_predictions(directory / "predictions" / name, task.settings, indices, found.predictions)
+    write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
     results = {
         "seed": task.config.training.seed,
         "best_step": step,
@@ -126,6 +122,18 @@ def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, 
         "files": {path: described(found) for path, found in evaluated.items()},
     }
     write_json(directory / RESULTS, results)
+
+
+def write_file_predictions(
+    directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
+) -> None:
+    """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
+    for path, found in evaluated.items():
+        name = file_name(task)
+        if len(evaluated) > 1:
+            name = f"{Path(path.partition(':')[0]).stem}_{name}"
+        indices = [record.index for record in found.records]
+        write_predictions(directory / name, task, indices, found.predictions, option)
 
 
 def described(found: Evaluated) -> dict[str, Any]:

@@ -45,6 +45,9 @@ from megatron_lite.model.tensor_parallel import (
 )
 from megatron_lite.parallel.collectives import SINGLE
 
+# Number of a block and its input [T, D] -> the input that it takes instead.
+BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
+
 
 class GLM(nn.Module):
     """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
@@ -96,16 +99,19 @@ class GLM(nn.Module):
         ids: torch.Tensor,
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), plan)
+        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
-        run = self._run_parts if self.config.decoder_layers else self._run_blocks
-        stream = run(hidden, flow, ids[0].flatten())
+        if self.config.decoder_layers:
+            stream = self._run_parts(hidden, flow, ids[0].flatten())
+        else:
+            stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -124,11 +130,19 @@ class GLM(nn.Module):
         made = table(pairs, positions)
         return replace(flow, bias=lambda call, queries, keys: made[call])
 
-    def _run_blocks(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+    def _run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
         """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
         flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
             stream = self._block(layer)(stream, flow, layer)
         return stream
 
@@ -149,13 +163,17 @@ class GLM(nn.Module):
         return Stream(decoded)
 
     def hidden_states(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
-        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: see memory.py; not with a decoder.
         """
-        hidden = self._run(tokens, ids, plan, None)
+        hidden = self._run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class _Feed:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
-        distances = Distances.of(self.config, data.ids, data.plan)
+        distances = Distances.of(self.config, data.ids, data.plan, data.dropout)
         flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
         self.current = _Current(
             data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
