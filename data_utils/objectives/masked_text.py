@@ -4,26 +4,23 @@ An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` with some tokens masked
 predicted at its own position. The recipes differ in what is masked together, in the pairs of texts and, for
 UniLM, in who sees whom. All of these are settings of one compiled function.
 
-A pair is one piece (the part of a document that lies in the window) cut in two. For next-sentence prediction, the
-pieces that get a wrong second half exchange their second halves in a circle. If there is only one such piece, its own
-halves change places. So no text is lost or used twice, and no second document is needed. The label is the target of
-CLS, whose entry in the `objective` plane sends it to a two-class head.
+Pairs are made by pairs.py. For next-sentence prediction, the pieces that get a wrong second half exchange them; if
+there is only one such piece, its own halves change places. The label is the target of CLS, whose entry in the
+`objective` plane sends it to a two-class head.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base.random_streams import below, chance, chance_threshold, next_word, open_stream
+from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
-    PLACES,
     STARTS,
     UNIT,
     compiled,
@@ -34,9 +31,19 @@ from data_utils.objectives.masking import (
     masked_target,
     treated,
 )
+from data_utils.objectives.pairs import (
+    A_END,
+    B_END,
+    OWN,
+    WRONG,
+    A,
+    B,
+    PairedRows,
+    exchange_seconds,
+    split_point,
+)
 from data_utils.objectives.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.rows import (
-    RowObjective,
     RowSizes,
     begin_row,
     check_treatment,
@@ -56,8 +63,7 @@ NEXT_SENTENCE_LOSS = Loss("next_sentence", 9, sentence_level=True)
 SENTENCE_ORDER_LOSS = Loss("sentence_order", 10, sentence_level=True)
 _LABELS = {NEXT_SENTENCE: NEXT_SENTENCE_LOSS, SENTENCE_ORDER: SENTENCE_ORDER_LOSS}
 
-# Columns of a pair, int64: kind of language model, whether B is to be wrong, start and end of A and of B.
-KIND, WRONG, A, A_END, B, B_END = range(6)
+KIND = OWN  # column of a pair: the kind of language model
 
 
 @compiled
@@ -71,22 +77,9 @@ def _address(text, start, length, sample, s):
     return np.int64(digest) + ((sample % s.static_copies) << 32)
 
 
-@compiled
-def _split_point(stream, w, text, start, length, sentence_end):
-    """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
-    ends = 0
-    for i in range(length - 1):
-        w[PLACES, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
-        ends += sentence_end[text[start + i]]
-    if ends == 0:
-        return 1 + below(stream, length - 1)
-    return w[PLACES, below(stream, ends)]
-
-
 @inlined
 def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
     """Kind and halves of every piece of a sample, wrong second halves exchanged."""
-    first, last = -1, -1  # pieces that get a wrong B; B of each goes to the one before
     for number in range(len(lengths)):
         length = kept_length(text, start, lengths[number], s)
         pair = pairs[number]
@@ -100,29 +93,20 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
                 kind = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
         split = length
         if s.pairing != NO_PAIR and length > 1:
-            split = _split_point(stream, w, text, start, length, sentence_end)
+            split = split_point(stream, w, text, start, length, sentence_end)
         pair[KIND] = kind
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
         labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER
         wrong = labelled and kind == BIDIRECTIONAL and split < length and chance(stream, s.wrong_below)
         pair[WRONG] = wrong
-        if wrong and s.pairing == NEXT_SENTENCE:
-            if first < 0:
-                first = number
-            else:
-                pairs[last, B], pairs[last, B_END], pair[B], pair[B_END] = (
-                    pair[B],
-                    pair[B_END],
-                    pairs[last, B],
-                    pairs[last, B_END],
-                )
-            last = number
-        elif wrong:
+        if wrong and s.pairing == SENTENCE_ORDER:
             _swap_halves(pair)
         start += lengths[number]
-    if first >= 0 and first == last:
-        _swap_halves(pairs[first])
+    if s.pairing == NEXT_SENTENCE:
+        only = exchange_seconds(pairs, len(lengths))
+        if only >= 0:
+            _swap_halves(pairs[only])
 
 
 @compiled
@@ -275,7 +259,7 @@ class MaskedTextConfig(RowSizes):
         return self.pairing in _LABELS
 
 
-class MaskedText(RowObjective):
+class MaskedText(PairedRows):
     """An objective of this family. Its first losses are those of its kinds of model, with consecutive numbers."""
 
     entry = staticmethod(_fill_rows)
@@ -299,16 +283,3 @@ class MaskedText(RowObjective):
             "treat_spans_alike": bool(config.treat_spans_alike),
             "static_copies": int(config.static_copies),
         }
-
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
-        if not len(batch):
-            return
-        units = self._unit_starts(tokens, piece_lengths)
-        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
-        self.entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
-
-    @functools.cached_property
-    def _sentence_end(self) -> np.ndarray:
-        ends = self.vocabulary.sentence_end
-        return np.zeros(self.vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)

@@ -1,24 +1,32 @@
 """XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
 
-The text is cut in two halves, each with its own order; the second half sees all of the first. In each half 1/6 of the
-tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with probability ~ 1/n, in windows of K n tokens.
-The other tokens come first in the order, and the targets follow in random order. The query stream has a token for each
-target: [MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own
-model (`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
+The text is cut in two halves, each with its own order; the second half sees all of the first. The second half is two
+texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for that of another piece of the
+window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
+probability ~ 1/n, in windows of K n tokens.
 
-Differences: the recurrence over segments belongs to the model and is not there; SEP and CLS are context, where the
-paper's code gives them a random place in the order.
+The other tokens come first in the order, and the targets follow in random order. SEP and CLS have random places among
+the targets: they are seen by what comes later, and are not predicted. The query stream has a token for each target:
+[MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own model
+(`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
+
+Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
+
+Differences: the memory of the text before is not used in training; in a window of one piece B always continues A.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from data_utils.base.random_streams import below, shuffle
+from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
 from data_utils.base.settings import checked, setting
 from data_utils.objectives.masking import (
+    ENDS,
+    FREE,
     PLACES,
     STARTS,
     TAKEN,
@@ -27,30 +35,46 @@ from data_utils.objectives.masking import (
     entry_point,
     inlined,
 )
-from data_utils.objectives.planes import ORD, Loss
+from data_utils.objectives.pairs import (
+    A_END,
+    B_END,
+    OWN,
+    WRONG,
+    A,
+    B,
+    PairedRows,
+    exchange_seconds,
+    split_point,
+)
+from data_utils.objectives.planes import ORD, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
-    RowObjective,
     RowSizes,
-    fill_pieces,
+    begin_row,
+    kept_length,
     mark_document,
-    maskable_length,
     predict,
     put,
 )
+
+LENGTH = OWN  # column of a pair: tokens of the piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("xlnet")
 class XlnetConfig(RowSizes):
-    """How many targets, in which n-grams, and how many orders a piece has."""
+    """How many targets, in which n-grams, how many orders a piece has, and whether it is two texts."""
 
+    segments = 3
     needed_roles = ("cls", "sep", "mask")
 
     tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)", at_least=1)
     max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
     orders: int = setting(
         2, "equal parts of a piece, each with its own order; a part sees those before it", at_least=1
+    )
+    two_texts: bool = setting(
+        True, "the last part is `A SEP B SEP CLS`, as in XLNet's pretraining; false: `text SEP CLS`"
     )
 
     @property
@@ -68,23 +92,25 @@ class XlnetConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS, SEP, and the target that even the shortest piece has."""
-        return 3
+        """CLS, each SEP, and the target that even the shortest piece has."""
+        return 4 if self.two_texts else 3
 
     def max_position_needed(self, sequence_length: int) -> int:
         """Positions count the text with SEP and CLS."""
-        return sequence_length + 1
+        return sequence_length + self.overhead - 2
 
 
 @compiled
-def _draw_targets(stream, w, first, last, goal, cumulative, s):
-    """Mark `goal` of the text positions first..last - 1 in w[TAKEN]: n-grams in windows, then singles."""
-    spare = last - first - goal * s.tokens_per_target  # tokens that no window covers
-    at, chosen = first, 0
+def _draw_targets(stream, w, size, goal, cumulative, s):
+    """Mark `goal` of `size` tokens in w[TAKEN]: n-grams in windows, then singles."""
+    for i in range(size):
+        w[TAKEN, i] = 0
+    spare = size - goal * s.tokens_per_target  # tokens that no window covers
+    at, chosen = 0, 0
     if spare > 0:
         at += below(stream, spare + 1)
     while chosen < goal:
-        longest = min(cumulative.shape[0] - 1, goal - chosen, (last - at) // s.tokens_per_target)
+        longest = min(cumulative.shape[0] - 1, goal - chosen, (size - at) // s.tokens_per_target)
         if longest < 1:
             break
         ngram = draw_length(stream, longest, cumulative)
@@ -95,63 +121,145 @@ def _draw_targets(stream, w, first, last, goal, cumulative, s):
         chosen += ngram
         at += window
     while chosen < goal:
-        i = first + below(stream, last - first)
+        i = below(stream, size)
         if not w[TAKEN, i]:
             w[TAKEN, i] = 1
             chosen += 1
 
 
+@compiled
+def _put_text(row, used, place, text, first, end, order, segment, w, free, s):
+    """Text at row[used + place:]. Its tokens but eos may be targets: their places go to w[FREE, free:].
+
+    Returns: how many are in w[FREE] then.
+    """
+    for i in range(first, end):
+        at = place + i - first
+        put(row, used + at, text[i], at, order)
+        row[SEGMENT_IDS, used + at] = segment
+        w[FREE, free] = at  # overwritten unless the next line counts it
+        free += text[i] != s.eos
+    return free
+
+
+@compiled
+def _put_mark(row, used, place, token, segment, w, marks):
+    """SEP or CLS at row[used + place]. Its place goes to w[ENDS, marks]. Returns: how many are there then."""
+    put(row, used + place, token, place, 0)
+    row[SEGMENT_IDS, used + place] = segment
+    w[ENDS, marks] = place
+    return marks + 1
+
+
+@compiled
+def _put_order(row, used, query, order, count, marks, stream, w, s):
+    """Ranks for the targets in w[PLACES, :count] and the marks in w[ENDS, :marks], and the queries of the targets."""
+    for i in range(count + marks):
+        w[STARTS, i] = i + 1
+    shuffle(stream, w[STARTS], count + marks)
+    for i in range(marks):
+        row[ORD, used + w[ENDS, i]] = order + w[STARTS, count + i]
+    for i in range(count):
+        at = w[PLACES, i]
+        rank = order + w[STARTS, i]
+        row[ORD, used + at] = rank
+        put(row, query + i, s.mask, at, -rank)
+        row[SEGMENT_IDS, query + i] = row[SEGMENT_IDS, used + at]
+        predict(row, query + i, row[TOKENS, used + at])
+
+
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
-    maskable = maskable_length(text, start, length, s)
-    size = length + 2  # the text, then SEP and CLS, as in XLNet
-    for i in range(length):
-        put(row, used + i, text[start + i], i, 0)
-        w[TAKEN, i] = 0
-    put(row, used + length, s.sep, length, 0)
-    put(row, used + length + 1, s.cls, length + 1, 0)
-    goal = min(max(1, length // s.tokens_per_target), maskable)
-    query, done, order, begin = used + size, 0, 0, 0
+def _fill_piece(row, used, document, text, pair, goal, stream, w, cumulative, s):
+    """Write the Example of a piece with at most `goal` targets at `used`. Returns: its end."""
+    second = pair[B_END] - pair[B]
+    query = used + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
+    place, done, order, first = 0, 0, 0, pair[A]
     for part in range(s.orders):
-        last_part = part == s.orders - 1
-        end = length * (part + 1) // s.orders
-        last = min(end, maskable)
+        is_last = part == s.orders - 1
+        end = pair[A_END] if is_last else pair[A] + pair[LENGTH] * (part + 1) // s.orders
+        free = _put_text(row, used, place, text, first, end, order, 0, w, 0, s)
+        place += end - first
+        first = end
+        marks = 0
+        if is_last:
+            marks = _put_mark(row, used, place, s.sep, 0, w, marks)
+            place += 1
+            if second > 0:
+                free = _put_text(row, used, place, text, pair[B], pair[B_END], order, 1, w, free, s)
+                place += second
+                marks = _put_mark(row, used, place, s.sep, 1, w, marks)
+                place += 1
+            marks = _put_mark(row, used, place, s.cls, 2, w, marks)
         shared = (goal * (part + 1) + s.orders - 1) // s.orders - done
-        goal_here = min(shared, max(0, last - begin))
-        _draw_targets(stream, w, begin, last, goal_here, cumulative, s)
-        for i in range(begin, size if last_part else end):
-            row[ORD, used + i] = order
+        _draw_targets(stream, w, free, min(shared, free), cumulative, s)
         count = 0
-        for i in range(begin, last):
+        for i in range(free):
             if w[TAKEN, i]:
-                w[PLACES, count] = i
+                w[PLACES, count] = w[FREE, i]
                 count += 1
-        for i in range(count):
-            w[STARTS, i] = i + 1
-        shuffle(stream, w[STARTS], count)
-        for i in range(count):
-            at = w[PLACES, i]
-            rank = order + w[STARTS, i]
-            row[ORD, used + at] = rank
-            put(row, query + i, s.mask, at, -rank)
-            predict(row, query + i, text[start + at])
+        _put_order(row, used, query, order, count, marks, stream, w, s)
         query += count
         done += count
-        order += count + 1
-        begin = end
+        order += count + 1  # marks are in the last part only
     mark_document(row, used, query, document, s.loss)
     return query
 
 
+@inlined
+def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
+    """Cut the last part of every piece of a sample in two. Returns: for how many targets their row has room."""
+    room = len(lengths)
+    for number in range(len(lengths)):
+        room += np.int64(s.growth * lengths[number] + 1e-9) - lengths[number]
+        length = kept_length(text, start, lengths[number], s)
+        first = start + length * (s.orders - 1) // s.orders
+        split, end = start + length, start + length
+        pair = pairs[number]
+        pair[WRONG] = False
+        if s.two_texts and end - first > 1:
+            open_stream(stream, s.key, sample, first_piece + number, 0)
+            split = first + split_point(stream, w, text, first, end - first, sentence_end)
+            pair[WRONG] = chance(stream, s.wrong_below)
+        pair[LENGTH] = length
+        pair[A], pair[A_END], pair[B], pair[B_END] = start, split, split, end
+        start += lengths[number]
+    exchange_seconds(pairs, len(lengths))
+    return room
+
+
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
+    text, _, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    cumulative, stream, w = tables
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(batch)):
+        row, used, sample = batch[i], 0, sample_indices[i]
+        begin_row(row, s.pad)
+        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+        room = _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        for number in range(len(lengths)):
+            pair = pairs[number]
+            length = pair[A_END] - pair[A] + pair[B_END] - pair[B]
+            # The bound is of the pieces as they were cut, and B may be a longer one's: each later piece keeps a target.
+            goal = min(max(1, length // s.tokens_per_target), room - (len(lengths) - number - 1))
+            room -= goal
+            if length > 0:
+                open_stream(stream, s.key, sample, first_piece + number, 1)
+                used = _fill_piece(
+                    row, used, first_piece + number, text, pair, goal, stream, w, cumulative, s
+                )
+            start += lengths[number]
+        piece += len(lengths)
 
 
 @register
-class Xlnet(RowObjective):
+class Xlnet(PairedRows):
     name = "xlnet"
     config_class = XlnetConfig
     losses = (Loss("permutation", 20),)
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
+
+    def values(self) -> dict[str, Any]:
+        return super().values() | {"wrong_below": chance_threshold(0.5)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from data_utils.base.errors import ConfigError
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.metrics import require_metrics
 
 # Metrics that follow from a text's log probability (`perplexities`), not from predictions.
@@ -71,11 +72,6 @@ BY_KIND = {
     "spans": BY_TASK["squad"],
     "tagging": Metrics(("entity_f1",)),
 }
-
-
-def plain_name(task: str) -> str:
-    """The name by which the table knows a task."""
-    return "".join(letter for letter in task.lower() if letter.isalnum())
 
 
 def metrics_of(task: TaskConfig) -> Metrics:

@@ -1,4 +1,4 @@
-"""The text of a JSON line, or the reason why it cannot be used."""
+"""The object or the text of a JSON line, or the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class UnusableRecord(Exception):
         self.kind = kind
 
 
-def parse_json_line(line: bytes, text_key: str) -> str:
-    """The text of a line that holds a JSON object. Raises UnusableRecord; MemoryError."""
+def parse_json_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises UnusableRecord; MemoryError."""
     if len(line) > _LARGE_RECORD_BYTES:
         bytearray(_JSON_MEMORY * len(line))  # raises MemoryError where orjson would end the process
     try:
@@ -32,7 +32,13 @@ def parse_json_line(line: bytes, text_key: str) -> str:
         raise_if_out_of_memory(error)
         raise _why_not_json(line, error) from None
     if not isinstance(tree, dict):
-        raise UnusableRecord("not_an_object", f"the line holds {_json_type(tree)}, not an object")
+        raise UnusableRecord("not_an_object", f"the line holds {json_type(tree)}, not an object")
+    return tree
+
+
+def parse_json_line(line: bytes, text_key: str) -> str:
+    """The text of a line that holds a JSON object. Raises UnusableRecord; MemoryError."""
+    tree = parse_json_object(line)
     if text_key not in tree:
         fields = ", ".join(list(tree)[:10]) or "none"
         problem = (
@@ -41,7 +47,7 @@ def parse_json_line(line: bytes, text_key: str) -> str:
         raise UnusableRecord("missing_field", problem)
     text = tree[text_key]
     if not isinstance(text, str):
-        raise UnusableRecord("field_not_text", f"field {text_key!r} holds {_json_type(text)}, not text")
+        raise UnusableRecord("field_not_text", f"field {text_key!r} holds {json_type(text)}, not text")
     return text
 
 
@@ -69,6 +75,7 @@ def not_utf8(error: UnicodeDecodeError) -> UnusableRecord:
     return UnusableRecord("invalid_utf8", f"invalid UTF-8: byte 0x{byte:02x} at position {error.start + 1}")
 
 
-def _json_type(value: Any) -> str:
+def json_type(value: Any) -> str:
+    """What a value of JSON is, in words."""
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

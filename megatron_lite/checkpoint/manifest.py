@@ -15,6 +15,7 @@ right. All ranks decide together whether a save or load succeeded.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -34,6 +35,7 @@ FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
+TASK_HEAD = "heads.task."  # names of what fine-tuning adds to a model
 _MAX_MANIFEST_BYTES = 1 << 30
 
 
@@ -328,6 +330,19 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
     check_same_number(checkpoint, len(shapes))
     for name, shape in shapes.items():
         check_same_shape(checkpoint, name, shape)
+
+
+def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """The parameters of a task's head, if a checkpoint to begin with does not hold just these. All others it must hold.
+
+    Raises: CheckpointError if it holds another model.
+    """
+    ours = {name for name in shapes if name.startswith(TASK_HEAD)}
+    holds_head = bool(ours) and all(checkpoint.shapes.get(name) == shapes[name] for name in ours)
+    theirs = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith(TASK_HEAD)}
+    without_head = dataclasses.replace(checkpoint, shapes=theirs)
+    check_model(without_head, {name: shape for name, shape in shapes.items() if name not in ours})
+    return frozenset() if holds_head else frozenset(ours)
 
 
 def check_same_number(checkpoint: Checkpoint, count: int) -> None:

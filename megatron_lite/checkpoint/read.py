@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -125,20 +125,32 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
 
 
 @torch.no_grad()
-def load_weights_only(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
-    """As `load_checkpoint`, but the optimizer stays as it is."""
-    _load_fragments(checkpoint, engine, context, ("weight",))
+def load_weights_only(
+    checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, new: Collection[str] = ()
+) -> None:
+    """As `load_checkpoint`, but the optimizer stays as it is.
+
+    Args: new: parameters that stay as they are too, see `new_parameters`.
+    """
+    _load_fragments(checkpoint, engine, context, ("weight",), new)
     engine.publish_weights()
 
 
 def _load_fragments(
-    checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, kinds: Iterable[str]
+    checkpoint: Checkpoint,
+    engine: StateOwner,
+    context: ParallelContext,
+    kinds: Iterable[str],
+    new: Collection[str] | None = None,
 ) -> None:
+    """Args: new: of `load_weights_only`; None: the checkpoint must hold every parameter and no other."""
     count = engine.count_parameters()
     with agreement(context, f"loading {checkpoint.path}"):
-        check_same_number(checkpoint, count)
+        if new is None:
+            check_same_number(checkpoint, count)
         reader = _Reader(checkpoint)
-        for fragment in _shown(list(engine.fragments()), f"loading {checkpoint.path.name}", context):
+        fragments = [fragment for fragment in engine.fragments() if fragment.name not in (new or ())]
+        for fragment in _shown(fragments, f"loading {checkpoint.path.name}", context):
             shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
             check_same_shape(checkpoint, fragment.name, shape)
             for run in fragment.runs():

@@ -18,6 +18,7 @@ POSITIONS = ("learned_blocks", "learned", "rotary", "none")
 RELATIVE = ("none", "buckets", "xlnet")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
+TASK_HEADS = ("none", "classes", "values", "tags", "spans")
 INITS = ("gpt2", "plain", "t5", "deepnorm")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
@@ -155,6 +156,22 @@ class ModelConfig:
         "classes of a head on CLS, for next-sentence and sentence-order labels: 2 (BERT, ALBERT, UniLM), 0 = no head",
         at_least=0,
     )
+    sentence_dropout: float = setting(
+        0.0, "dropout probability before the classes of the head on CLS (ALBERT: 0.1)", at_least=0, below=1
+    )
+    task_head: str = setting(
+        "none",
+        "a head that fine-tuning adds: classes or values (of a text), tags (of words), spans (first and last token of "
+        "an answer); none = tasks are solved by predicting tokens",
+        one_of=TASK_HEADS,
+    )
+    task_classes: int = setting(0, "classes or tags of the task's head", at_least=0)
+    task_pooler: bool | None = setting(
+        None,
+        "a layer with tanh before the head of classes or values: that of the head on CLS where the model has one, else "
+        "a new one; null = where the model has one",
+    )
+    task_dropout: float = setting(0.1, "dropout probability before the task's head", at_least=0, below=1)
     span_boundary_places: int = setting(
         0,
         "places of SpanBERT's head that predicts a span from the tokens around it; 0 = no such head",
@@ -202,6 +219,29 @@ class ModelConfig:
             self.sentence_classes != 1,
             "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
         )
+
+        has_classes = self.task_head in ("classes", "tags")
+        check(
+            has_classes == (self.task_classes > 0),
+            f"model.task_classes is {self.task_classes} with model.task_head {self.task_head}; "
+            + ("set it to the number of classes, 2 or more." if has_classes else "set it to 0."),
+        )
+        check(
+            self.task_head == "none" or not self.decoder_layers,
+            f"model.task_head is {self.task_head} with model.decoder_layers ({self.decoder_layers}), whose tokens are "
+            "of two stacks; solve the task by predicting tokens, and leave task_head out.",
+        )
+
+    @property
+    def task_outputs(self) -> int:
+        """Numbers that the task's head computes for a row; 0 = there is no head."""
+        return {"none": 0, "values": 1, "spans": 2}.get(self.task_head, self.task_classes)
+
+    @property
+    def has_task_pooler(self) -> bool:
+        """Whether a layer with tanh comes before the task's head."""
+        chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
+        return chosen and self.task_head in ("classes", "values")
 
     @property
     def is_plain(self) -> bool:
@@ -255,7 +295,7 @@ _OF_GLM = frozenset(
     (
         "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "init", "init_std",
+        "final_dropout", "sentence_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
     )
 )  # fmt: skip

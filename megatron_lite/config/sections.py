@@ -135,6 +135,12 @@ class TrainingConfig:
     loss_weights: dict[str, Any] = setting_mapping(
         "per_objective only: loss -> factor of its mean, 1 if not named; names as in the log line, loss/NAME"
     )
+    label_smoothing: float = setting(
+        0.0,
+        "part of a predicted token's probability that is spread over the whole vocabulary",
+        at_least=0,
+        below=1,
+    )
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
     )

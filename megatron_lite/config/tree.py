@@ -28,9 +28,11 @@ from data_utils.base.settings import (
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.samples.config import DataConfig
+from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
+from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -67,6 +69,10 @@ class Config:
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(
         {name: objective.config_class for name, objective in OBJECTIVES.items()}
     )
+    task: TaskConfig | None = setting(
+        None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
+    )
+    finetune: FinetuneConfig = section(FinetuneConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
@@ -107,6 +113,7 @@ class Config:
         self._check_fillings()
         self._check_layout()
         self._check_decoder()
+        self._check_task()
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -264,6 +271,26 @@ class Config:
             not parallel.sequence_parallel or tokens % tp == 0,
             f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
             f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
+        )
+
+    def _check_task(self) -> None:
+        task, head = self.task, self.model.task_head
+        check(
+            task is not None or head == "none",
+            f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",
+        )
+        if task is None:
+            return
+        stages, normalization = self.parallel.pipeline_parallel_size, self.training.loss_normalization
+        check(
+            stages == 1,
+            f"parallel.pipeline_parallel_size is {stages} with a task, whose losses read several tokens together; set "
+            "it to 1 and use tensor parallelism: checkpoints of any layout can be fine-tuned.",
+        )
+        check(
+            normalization == "global_tokens",
+            f"training.loss_normalization is {normalization} with a task, whose loss is divided by what has a label in "
+            "the step; set it to global_tokens.",
         )
 
     def _check_decoder(self) -> None:

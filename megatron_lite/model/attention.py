@@ -43,8 +43,8 @@ from megatron_lite.model.dense import DensePlan
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.relative import ScoreBias
 
-# CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 4; UniLMv2 would take 35.
-_MOST_KEYS = 6
+# CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 5 to 6; UniLMv2 would take 35.
+_MOST_KEYS = 8
 # CPU: units are computed in groups, of lengths that differ by less than SIMILAR_ROWS, up to so many products of query
 # and key: tokens^2 x heads x head size. Measured at 1 to 4 million: 1.1 to 2.8 times as fast as calls for each unit. At
 # 8 to 16 million 0.8 to 0.9 times, since the pairs that are masked cost more than calls.

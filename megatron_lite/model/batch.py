@@ -270,6 +270,11 @@ class Batch:
     def loss_rows(self) -> int:
         return int(np.count_nonzero(self.weights))
 
+    @property
+    def loss_weight(self) -> float:
+        """The weight of all losses."""
+        return float(self.weights.sum())
+
     def loss_weights(self, num_losses: int) -> np.ndarray:
         """The weight of each loss, float64 [num_losses]."""
         return np.bincount(self.planes[:, OBJECTIVE].ravel(), self.weights.ravel(), minlength=num_losses)

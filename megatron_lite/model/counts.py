@@ -72,7 +72,8 @@ def _head_products(model: ModelConfig) -> int:
     # An untied matrix is among the heads' products already, once.
     times = (2 if model.span_boundary_places else 1) - (not model.tie_word_embeddings)
     vocabulary = math.prod(_shapes(model)[1][WORDS]) * times
-    return vocabulary + _products(model, "heads.") - _products(model, "heads.sentence.")
+    others = _products(model, "heads.sentence.") + _products(model, "heads.task.")
+    return vocabulary + _products(model, "heads.") - others
 
 
 def step_flops(

@@ -30,10 +30,11 @@ from megatron_lite.model.encoder_decoder import (
     encoder_layernorm,
     part_flows,
 )
-from megatron_lite.model.heads import Heads, row_losses, sum_losses
+from megatron_lite.model.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.relative import Distances, RelativeBuckets
 from megatron_lite.model.rotary import Rotary
+from megatron_lite.model.task_losses import Parts, choice_scores, sums_of_task, task_loss
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
     RMSNorm,
@@ -44,11 +45,16 @@ from megatron_lite.model.tensor_parallel import (
 )
 from megatron_lite.parallel.collectives import SINGLE
 
+# Number of a block and its input [T, D] -> the input that it takes instead.
+BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
+
 
 class GLM(nn.Module):
     """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
 
-    Args: parallel: None = one process holds every layer whole.
+    Args:
+        parallel: None = one process holds every layer whole.
+        label_smoothing: part of the targets' probability that training spreads over the vocabulary.
     """
 
     def __init__(
@@ -58,10 +64,12 @@ class GLM(nn.Module):
         recompute: str = "none",
         num_losses: int = 1,
         parallel: TensorParallel | None = None,
+        label_smoothing: float = 0.0,
     ):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
+        self.label_smoothing = label_smoothing
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
@@ -91,16 +99,19 @@ class GLM(nn.Module):
         ids: torch.Tensor,
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), plan)
+        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
-        run = self._run_parts if self.config.decoder_layers else self._run_blocks
-        stream = run(hidden, flow, ids[0].flatten())
+        if self.config.decoder_layers:
+            stream = self._run_parts(hidden, flow, ids[0].flatten())
+        else:
+            stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -119,11 +130,19 @@ class GLM(nn.Module):
         made = table(pairs, positions)
         return replace(flow, bias=lambda call, queries, keys: made[call])
 
-    def _run_blocks(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+    def _run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
         """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
         flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
             stream = self._block(layer)(stream, flow, layer)
         return stream
 
@@ -144,39 +163,88 @@ class GLM(nn.Module):
         return Stream(decoded)
 
     def hidden_states(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
-        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: see memory.py; not with a decoder.
         """
-        hidden = self._run(tokens, ids, plan, None)
+        hidden = self._run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]. One process only."""
         return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
 
-    def forward(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2]: loss sum and weight of each.
 
-        Both are equal on all tensor-parallel ranks.
+        Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
+
+        Args: answers: what a task's parts are answered with instead, see `_answers`.
         """
+        if answers:
+            return self._answers(batch)
+        if batch.parts is None:
+            losses = self._row_losses(batch, self.label_smoothing)
+            return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+        if batch.parts.head == "choices":
+            outputs = choice_scores(self._row_losses(batch, 0.0), batch.parts)
+        else:
+            outputs = self._head_outputs(batch, batch.parts)
+        loss = task_loss(outputs, batch.parts)
+        return loss, sums_of_task(loss, batch.parts.weight, self.num_losses)
+
+    def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of choices: log probability of each part's targets, fp32 [P], and whether none has a likelier token, [P].
+
+        Else the outputs of the task's head, see `task_loss`, and an empty tensor.
+        """
+        parts = batch.parts
+        assert parts is not None
+        if parts.head != "choices":
+            outputs = self._head_outputs(batch, parts).float()
+            return outputs, outputs.new_empty(0)
+        logits, _ = self._row_logits(batch)
+        log_p, is_likeliest = row_scores(logits, batch.targets, self.embedding.word_embeddings)
+        none = torch.zeros(len(parts.sample), device=log_p.device)
+        others = none.index_add(0, parts.row_part, (~is_likeliest).float())
+        return none.index_add(0, parts.row_part, log_p), others == 0
+
+    def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
+        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+        return self.heads.task_rows(hidden, parts.rows, self.final_layernorm, batch.dropout)
+
+    def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:
+        """fp32 [K + P + M], see LossRows."""
+        logits, classes = self._row_logits(batch)
+        return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
+
+    def _row_logits(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
-        logits = self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders))
-        losses = row_losses(logits, classes, batch.targets, words)
-        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+        return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
 
 
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> GLM:
     """The initialised fp32 model of a configuration; DeepSpeed casts it to the training precision."""
-    recompute = config.training.recompute
-    model = GLM(config.model, recompute=recompute, num_losses=num_losses, parallel=parallel)
+    training = config.training
+    model = GLM(
+        config.model,
+        recompute=training.recompute,
+        num_losses=num_losses,
+        parallel=parallel,
+        label_smoothing=training.label_smoothing,
+    )
     initialize_parameters(model.named_parameters(), config.model, config.training.seed, model.parallel)
     return model
 

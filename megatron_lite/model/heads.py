@@ -29,7 +29,7 @@ from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
-from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.dropout import Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased
 from megatron_lite.model.tensor_parallel import (
     Partition,
@@ -129,8 +129,20 @@ class SentenceHead(nn.Module):
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.classifier = Linear(config.hidden_size, config.sentence_classes)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.classifier(torch.tanh(self.dense(rows)))
+    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifier."""
+        pooled = torch.tanh(self.dense(rows))
+        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
+
+
+class TaskHead(nn.Module):
+    """What fine-tuning adds: one layer on rows, after a pooler where the model has none but needs one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        needs_pooler = config.has_task_pooler and not config.sentence_classes
+        self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.classifier = Linear(config.hidden_size, config.task_outputs)
 
 
 class _Transform(nn.Module):
@@ -175,12 +187,14 @@ class Heads(nn.Module):
         self.parallel = parallel
         self.sentence = SentenceHead(config) if config.sentence_classes else None
         self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
+        self.task = TaskHead(config) if config.task_outputs else None
+        self.has_task_pooler, self.task_dropout = config.has_task_pooler, config.task_dropout
         size = config.embedding_size or config.hidden_size
         has_projection = config.head_transform or config.embedding_size is not None
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
-        self.dropout = config.final_dropout
+        self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
@@ -213,8 +227,33 @@ class Heads(nn.Module):
             rows = torch.cat([rows, self.span_boundary(before, after, places)])
         classes = rows.new_zeros(0, 2)
         if self.sentence is not None:
-            classes = self.sentence(final_layernorm(hidden.index_select(0, loss_rows.sentences)))
+            labelled = final_layernorm(hidden.index_select(0, loss_rows.sentences))
+            # The embedding has no MLP: the salt of that place is free.
+            dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
+            if dropped is not None:
+                dropped = dropped.of_rows(loss_rows.sentences)
+            classes = self.sentence(labelled, dropped)
         return rows, classes
+
+    def task_rows(
+        self, hidden: torch.Tensor, rows: torch.Tensor, final_layernorm: nn.Module, dropout: Dropout | None
+    ) -> torch.Tensor:
+        """What the task's head says of rows: [T, D], int [N] -> [N, outputs]. Args: dropout: of all rows."""
+        assert self.task is not None
+        if self.parallel.sequence_parallel:
+            hidden = gather_tokens(hidden, self.parallel.group)
+        chosen = final_layernorm(hidden.index_select(0, rows))
+        if self.has_task_pooler:
+            pooler = self.task.pooler
+            if pooler is None:
+                assert self.sentence is not None
+                pooler = self.sentence.dense
+            chosen = torch.tanh(pooler(chosen))
+        # The embedding has no attention: the salt of that place is free.
+        dropped = None if dropout is None else dropout.features(self.task_dropout, -1, "attended")
+        if dropped is not None:
+            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
+        return self.task.classifier(chosen)
 
     def vocabulary_logits(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0
@@ -278,6 +317,28 @@ def _gradient_on_cpu(
         logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
 
 
+def _sums_of_columns(logits: torch.Tensor, valid: int) -> torch.Tensor:
+    return torch.cat([chunk.float().sum(-1) for chunk in logits[:, :valid].split(_rows_of_a_chunk(logits))])
+
+
+def _smooth(
+    gradient: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    smoothing: float,
+    share: torch.Tensor,
+    first: int,
+    valid: int,
+) -> None:
+    """Move `smoothing` of each target's probability to all columns, `share` to each."""
+    if not valid:
+        return
+    local, is_here = _local(targets, first, valid)
+    gradient[:, :valid] -= (share * grad)[:, None].to(gradient.dtype)
+    back = (smoothing * grad).masked_fill(~is_here, 0.0).to(gradient.dtype)
+    gradient.scatter_add_(1, local[:, None], back[:, None])
+
+
 def _rows_of_a_chunk(logits: torch.Tensor) -> int:
     return max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
 
@@ -291,7 +352,7 @@ def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor,
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, first, valid):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, targets, group, first, valid, smoothing):  # type: ignore[no-untyped-def]
         sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_on_cpu
         log_sums, picked = sums_of(logits, targets, first, valid)
         if group.size > 1:
@@ -299,8 +360,17 @@ class _CrossEntropy(torch.autograd.Function):
             log_sums = all_reduce((log_sums - most).exp(), group).log() + most
             all_reduce(picked, group)
         ctx.save_for_backward(logits, targets, log_sums)
-        ctx.columns = first, valid
-        return log_sums - picked
+        ctx.columns, ctx.smoothing = (first, valid), smoothing
+        losses = log_sums - picked
+        if smoothing:
+            means = _sums_of_columns(logits, valid)
+            counted = torch.tensor(float(valid), device=logits.device)
+            if group.size > 1:
+                all_reduce(means, group)
+                all_reduce(counted, group)
+            ctx.share = smoothing / counted
+            losses += smoothing * picked - ctx.share * means
+        return losses
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -308,7 +378,9 @@ class _CrossEntropy(torch.autograd.Function):
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
         write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_on_cpu
         write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
-        return logits, None, None, None, None
+        if ctx.smoothing:
+            _smooth(logits.detach(), targets, grad, ctx.smoothing, ctx.share, *ctx.columns)
+        return logits, None, None, None, None, None
 
 
 def cross_entropy(
@@ -317,6 +389,7 @@ def cross_entropy(
     group: Group = SINGLE,
     first: int = 0,
     valid: int | None = None,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Per-row cross entropy in nats, without gathering the vocabulary.
 
@@ -327,26 +400,54 @@ def cross_entropy(
         group: the ranks whose shards make up the vocabulary.
         first: global id of this rank's first column.
         valid: columns that are no padding; None = all.
+        smoothing: part of a target's probability that is spread over the whole vocabulary, padding left out.
     Returns: fp32 [K], equal on all ranks of the group.
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    return _CrossEntropy.apply(logits, targets, group, first, logits.shape[1] if valid is None else valid)
+    valid = logits.shape[1] if valid is None else valid
+    return _CrossEntropy.apply(logits, targets, group, first, valid, smoothing)
 
 
 def row_losses(
-    logits: torch.Tensor, classes: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+    logits: torch.Tensor,
+    classes: torch.Tensor,
+    targets: torch.Tensor,
+    embedding: VocabParallelEmbedding,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
+    Args:
+        logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
+        smoothing: of the targets that are tokens, see `cross_entropy`.
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     losses = cross_entropy(
-        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab
+        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab, smoothing
     )
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero
     return torch.cat([losses, F.cross_entropy(classes.float(), sentence.long(), reduction="none")])
+
+
+def row_scores(
+    logits: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probability of each target, fp32 [K], and whether no token is likelier, bool [K]; on all ranks.
+
+    Args: logits: [K, local V with padding]. targets: int [K].
+    """
+    group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
+    log_p = -cross_entropy(logits, targets, group, first, valid)
+    largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
+    if valid:
+        local, is_here = _local(targets, first, valid)
+        largest = logits[:, :valid].amax(-1).float()
+        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+    if group.size > 1:
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        all_reduce(picked, group)
+    return log_p, picked >= largest
 
 
 def sum_losses(

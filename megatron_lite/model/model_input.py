@@ -29,6 +29,8 @@ from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
+from megatron_lite.model.task_batch import HostParts, TaskBatch
+from megatron_lite.model.task_losses import Parts
 
 LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
@@ -54,6 +56,7 @@ class ModelInput:
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
+    parts: Parts | None = None  # of a task: what its loss reads instead
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
@@ -73,6 +76,8 @@ class HostInput:
     weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
+    step: int  # see Dropout
+    parts: HostParts | None = None  # of a task
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
@@ -88,15 +93,17 @@ class HostInput:
         (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
         dropout = None
         if self.kernel_seed is not None:
-            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head)
+            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
+        first = 10 if self.parts is None else 10 + HostParts.ARRAYS  # of the plan's
         return ModelInput(
             tokens=tokens,
             ids=ids,
-            plan=self.plan.on_device(arrays[10:], device),
+            plan=self.plan.on_device(arrays[first:], device),
             loss_rows=LossRows(*loss_rows),
             targets=targets,
             weights=weights.view(torch.float32),
             dropout=dropout,
+            parts=None if self.parts is None else self.parts.on_device(arrays[10:first]),
         )
 
 
@@ -175,17 +182,24 @@ def prepare(
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
     loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config, few_counts=few_counts)
     labelled = np.where(labelled < 0, -1, labelled + first)
+    targets, parts = np.where(labelled < 0, 0, planes[-1][labelled]), None
+    if isinstance(batch, TaskBatch) and batch.head != "tokens":
+        parts = HostParts(batch, plan.order, first)
+        if batch.head == "choices":  # their rows are those with loss
+            loss_rows, targets = parts.loss_rows(), parts.targets
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
-    kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
+    kernel_seed, keys, place_salts, step = None, planes[0, :0], planes[0, :0], 0
     if dropout_seed is not None:
         kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
+        step = derive_seed(dropout_seed, "distances") >> 33
         place_salts = salts(config.total_layers + config.decoder_layers)  # cross-attention has its own
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
         np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),
-        np.where(labelled < 0, 0, planes[-1][labelled]),
+        targets,
         *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
+        *([] if parts is None else parts.arrays()),
         *plan.arrays(),
     ]
     joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
@@ -193,4 +207,4 @@ def prepare(
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes = [array.shape for array in arrays]
-    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head)
+    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, step, parts)

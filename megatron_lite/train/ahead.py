@@ -12,14 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from data_utils.base.errors import UserError
 from data_utils.base.random_streams import derive_seed
-from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import batch_indices
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
@@ -50,6 +49,22 @@ class _Abandoned(Exception):
     """Nobody wants the step any more."""
 
 
+class Samples(Protocol):
+    """Sample numbers -> batch, as the SampleLoader of pretraining has it."""
+
+    def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
+        """Samples int64 [B] as planes int32 [B, len(FIELDS), row_length], or as a Batch."""
+        ...
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Told which samples int64 [B] a later step reads."""
+        ...
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """What identifies the data, for checkpoints."""
+        ...
+
+
 Make = Callable[[Place, Callable[[], bool]], HostStep]  # place, whether it is still wanted
 
 
@@ -60,7 +75,7 @@ class StepMaker:
         self,
         config: Config,
         context: ParallelContext,
-        data: SampleLoader,
+        data: Samples,
         prepare: Callable[[Batch, int | None], HostInput],
         num_losses: int,
         factors: Sequence[float] | None = None,
@@ -95,7 +110,7 @@ class StepMaker:
                 batch.target_keys,
             )
             made.loss_weights[:] += batch.loss_weights(self._num_losses)
-            made.own_weights.append(float(batch.weights.sum()))
+            made.own_weights.append(batch.loss_weight)
             if self._counted is not None:  # the head leaves out rows without weight
                 batch = batch.as_means(self._counted, [1.0] * self._num_losses)
             made.inputs.append(self._prepare(batch, seed))
@@ -114,13 +129,24 @@ class StepMaker:
         )
 
 
-def read(data: SampleLoader, samples: np.ndarray) -> Batch:
+def read(data: Samples, samples: np.ndarray) -> Batch:
     """A batch. An error of this rank's samples is marked, because no other rank meets it."""
     try:
-        return Batch(data.batch(samples), samples)
+        made = data.batch(samples)
+        return made if isinstance(made, Batch) else Batch(made, samples)
     except UserError as error:
         error.only_here = True
         raise
+
+
+def same_passes(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
+    """This rank's batches of the first `count` samples. All ranks get the same number, of `size` rows each."""
+    samples, dp = np.arange(count), context.dp
+    per_pass = size * dp.size
+    return [
+        read(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
+        for start in range(0, count, per_pass)
+    ]
 
 
 class Ahead:

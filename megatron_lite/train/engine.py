@@ -56,7 +56,7 @@ SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def parameter_groups(named: Mapping[str, nn.Parameter], config: Config) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; LayerNorm, biases and heads without labels without."""
+    """Two groups: matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without."""
     groups: dict[float, list[nn.Parameter]] = {config.optimizer.weight_decay: [], 0.0: []}
     for name, parameter in named.items():
         groups[_weight_decay(name, config)].append(parameter)
@@ -64,9 +64,18 @@ def parameter_groups(named: Mapping[str, nn.Parameter], config: Config) -> list[
 
 
 def _weight_decay(name: str, config: Config) -> float:
-    # A head that a published model brings, but no objective trains, has no gradient. It stays as it is.
-    is_idle = name.startswith("heads.sentence.") and not config.has_sentence_labels
-    return 0.0 if name.endswith("bias") or "layernorm" in name or is_idle else config.optimizer.weight_decay
+    no_decay = name.endswith("bias") or "layernorm" in name or _is_idle(name, config)
+    return 0.0 if no_decay else config.optimizer.weight_decay
+
+
+def _is_idle(name: str, config: Config) -> bool:
+    """Whether a head that the model brings has no part in the loss. It has no gradient, and stays as it is."""
+    if config.task is None:
+        return name.startswith("heads.sentence.") and not config.has_sentence_labels
+    if name.startswith("heads.sentence."):
+        return not (config.model.has_task_pooler and name.startswith("heads.sentence.dense."))
+    is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
+    return is_of_tokens and (config.model.task_head != "none" or "bound" in name)
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:

@@ -67,7 +67,7 @@ class _Feed:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
-        distances = Distances.of(self.config, data.ids, data.plan)
+        distances = Distances.of(self.config, data.ids, data.plan, data.dropout)
         flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
         self.current = _Current(
             data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
@@ -290,7 +290,7 @@ class PipelineEngine(Engine):
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         current = self._feed.current
         data, words = current.input, self._stages.output_words()
-        losses = row_losses(*outputs, data.targets, words)
+        losses = row_losses(*outputs, data.targets, words, self._config.training.label_smoothing)
         total, per_objective = sum_losses(losses, data.weights, data.loss_rows.objectives, self.num_losses)
         self._sums += per_objective
         return total * current.loss_factor

@@ -10,6 +10,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput
+from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.train.engine import Engine, StepResult
@@ -49,6 +50,11 @@ class PlainEngine(Engine):
         for batch in batches:
             sums += self._model(self._input(batch, None))[1]
         return sums
+
+    @torch.no_grad()
+    def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model answers to a task's parts, without dropout; on all ranks of a replica. See `GLM.forward`."""
+        return self._model(self._input(batch, None), answers=True)
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
         return self.prepared(batch, dropout_seed).to(self.context.device)

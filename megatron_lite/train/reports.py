@@ -85,6 +85,11 @@ def validation_line(step: int, values: dict[str, Any]) -> str:
     return fitted([*parts, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
 
 
+def scores_line(step: int, values: Mapping[str, float]) -> str:
+    """The console line of a task's evaluation."""
+    return fitted([f"scores at step {step}", *(f"{name} {value:.4f}" for name, value in values.items())])
+
+
 def memory_gib(device: torch.device) -> float:
     """Peak memory: allocated on the GPU, or the process's resident set on CPU."""
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from megatron_lite.checkpoint.manifest import (
     Checkpoint,
     check_model,
     find_manifest,
+    new_parameters,
     newest_readable,
     rewinds,
 )
@@ -51,7 +52,11 @@ def check_beginning(config: Config) -> None:
     if checkpoint is not None:
         check_may_continue(config, checkpoint)
     elif config.checkpoint.initialize_from is not None:
-        checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
+        initial = find_manifest(Path(config.checkpoint.initialize_from))
+        if config.checkpoint.initialize == "weights":
+            new_parameters(initial, parameter_shapes(config.model))
+        else:
+            checkpoint = initial
     if checkpoint is not None:
         check_model(checkpoint, parameter_shapes(config.model))
 
@@ -117,9 +122,12 @@ def _initialize(
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
         return _load(checkpoint, engine, context, data)
-    load_weights_only(checkpoint, engine, context)
+    new = new_parameters(checkpoint, parameter_shapes(config.model))
+    load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
         log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
+        if new:
+            log.info("new, with initial weights: %s", ", ".join(sorted(new)))
     return None
 
 

@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from data_utils.base.errors import ExitStatus, TrainingError
 from data_utils.base.settings import to_tree
-from data_utils.samples.loader import SampleLoader
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
@@ -33,10 +31,11 @@ from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
-from megatron_lite.train.ahead import Ahead, HostStep, Place, StepMaker, read
+from megatron_lite.train.ahead import Ahead, HostStep, Place, Samples, StepMaker, same_passes
 from megatron_lite.train.control import Phase, Requests, RunControl
 from megatron_lite.train.engine import Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
+from megatron_lite.train.judge import Judge
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.machine import Yardstick
 from megatron_lite.train.metrics import Metrics, keep_aside
@@ -49,6 +48,7 @@ from megatron_lite.train.reports import (
     memory_gib,
     objective_losses,
     save_resolved,
+    scores_line,
     start_line,
     train_line,
     validation_line,
@@ -69,16 +69,18 @@ class Trainer:
         config: Config,
         context: ParallelContext,
         engine: Engine,
-        train_data: SampleLoader,
-        validation_data: SampleLoader | None,
+        train_data: Samples,
+        validation_data: Samples | None,
         loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
         fill: Callable[[GLM], dict[str, Any]] | None = None,
+        judge: Judge | None = None,
     ):
         """Args:
         control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
         fill: makes a record of filled blanks at each evaluation, on the main rank.
+        judge: evaluates a task, instead of the loss on `validation_data`.
         """
         self.config = config
         self.context = context
@@ -111,6 +113,7 @@ class Trainer:
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
         self._fill = fill
+        self._judge = judge
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
         )
@@ -130,10 +133,10 @@ class Trainer:
                 requests = self._train(advance)
             self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
-            outcome = "FINISHED" if self.step >= self.config.training.steps else "KILLED"
+            outcome = "FINISHED" if self.is_over else "KILLED"
         finally:
             self.metrics.close(outcome)
-        if self.step >= self._last_step:
+        if self._is_over(self._last_step):
             return ExitStatus.FINISHED
         return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
 
@@ -142,7 +145,7 @@ class Trainer:
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
-        while self.step < self._last_step and not requests.end:
+        while not self._is_over(self._last_step) and not requests.end:
             self._apply_events()
             self._profiler.begin(self.step + 1)
             result, requests = self._train_step(interval)
@@ -171,6 +174,14 @@ class Trainer:
                 with self._aside(interval, Section.EVALUATION):
                     self.evaluate()
         return requests
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, not only this start."""
+        return self._is_over(self.config.training.steps)
+
+    def _is_over(self, last_step: int) -> bool:
+        return self.step >= last_step or (self._judge is not None and self._judge.ends_training)
 
     @property
     def _last_step(self) -> int:
@@ -216,14 +227,14 @@ class Trainer:
         self._read_outcomes()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        if self.step == steps and not self._is_multiple(self.config.training.eval_interval):
+        if self.is_over and not self._is_multiple(self.config.training.eval_interval):
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main:
             then = "start again with the same run.directory to continue."
-            if self.step >= steps:
+            if self.is_over:
                 then = f"`python scripts/report.py {self.directory}` shows the run."
-            ending = "stopped" if self.step < steps else "finished"
+            ending = "finished" if self.is_over else "stopped"
             log.info("%s at step %d of %d; %s", ending, self.step, steps, then)
 
     def _is_multiple(self, interval: int) -> bool:
@@ -426,16 +437,16 @@ class Trainer:
         self.yardstick.measure_again()  # between intervals: its time is nobody's
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and perplexity on the first `training.eval_samples` validation samples, the same ones every time."""
+        """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
+        if self._judge is not None:
+            self._saver.finish()  # the judge keeps the best checkpoint
+            values = self._judge.evaluate(self.step)
+            self.metrics.write("scores", self.step, values, scores_line(self.step, values))
+            return values
         if self.validation_data is None:
             return {}
-        size, dp = self.config.batch.micro_batch_size, self.context.dp
-        samples = np.arange(self.config.training.eval_samples)
-        per_pass = size * dp.size
-        batches = []
-        for start in range(0, len(samples), per_pass):
-            batch = read(self.validation_data, samples[start : start + per_pass][dp.rank :: dp.size])
-            batches.append(batch.padded(size))  # all ranks make the same number of passes of the same shape
+        training, size = self.config.training, self.config.batch.micro_batch_size
+        batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
         sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
         losses = objective_losses(sums, self.loss_names, self.loss_factors)
         values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
@@ -475,6 +486,8 @@ class Trainer:
             self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
         )
         state = beginning.state
+        if self._judge is not None:
+            self._judge.resume(0 if state is None else state.step)
         if state is not None:
             self.step, self.consumed_samples = state.step, state.consumed_samples
             self.consumed_tokens = state.consumed_tokens

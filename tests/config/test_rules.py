@@ -16,6 +16,7 @@ from support.project import ROOT
 from data_utils.base.errors import ConfigError
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
+from megatron_lite.config import finetuning as finetuning_module
 from megatron_lite.config import model as model_module
 from megatron_lite.config import observation as observation_module
 from megatron_lite.config import sections as sections_module
@@ -28,6 +29,9 @@ from megatron_lite.config.tree import (
 )
 
 # Every rule, with what the message must hold: the value, the rule, the remedy
+
+
+TASK = "task={name: one, kind: classification, reader: jsonl}"
 
 
 def over(*overrides: str) -> Callable[[], Any]:
@@ -380,6 +384,26 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("deepspeed.optimizer.type=Adam"),
         ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
     ),
+    "head without classes": (over(TASK, "model.task_head=tags"), ("task_classes is 0", "2 or more")),
+    "classes without head": (over(TASK, "model.task_classes=3"), ("task_classes is 3", "set it to 0")),
+    "task head of an encoder": (
+        over("model.task_head=spans", "model.decoder_layers=2", TASK),
+        ("model.task_head is spans", "model.decoder_layers (2)", "leave task_head out"),
+    ),
+    "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
+    "task in stages": (
+        over(TASK, "parallel.pipeline_parallel_size=2"),
+        ("size is 2 with a task", "set it to 1"),
+    ),
+    "task with means": (
+        over(TASK, "training.loss_normalization=mean_of_means"),
+        ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
+    ),
+    "seed of fine-tuning": (
+        over("finetune.seeds=[1, -2]"),
+        ("finetune.seeds has -2", "from 0 to 2^63"),
+    ),
+    "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
     "deepspeed option of stage 3": (
         over("deepspeed.prescale_gradients=true"),
         ("deepspeed.prescale_gradients has an effect", "parallel.zero_stage 3 only; remove it"),
@@ -449,7 +473,7 @@ def test_no_rule_lacks_a_test(tmp_path):
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
     sections = model_module, sections_module, deepspeed_module, events_module, observation_module
-    for module in (config_module, *sections):
+    for module in (config_module, finetuning_module, *sections):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 

@@ -203,7 +203,7 @@ PARTS = [
     Case(2, 1, 1, 1, True, recompute="full", accumulation=4, attention_dropout=0.1, variant="buckets"),
     Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="xlnet"),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant="xlnet"),
-    Case(1, 2, 1, 1, accumulation=4, attention_dropout=0.1, variant="xlnet"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="xlnet"),
 ]
 
 

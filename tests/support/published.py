@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
+
+from data_utils.objectives.planes import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from megatron_lite.model.batch import allowed
 
 BERT = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 192,
@@ -46,7 +51,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "roberta, odd": ("RobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
     "albert": (
         "AlbertForPreTraining",
-        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new", "classifier_dropout_prob": 0.0},
+        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new"},
     ),
     "albert, odd": ("AlbertForMaskedLM", {**ODD_BERT, "embedding_size": 17, "hidden_act": "gelu"}),
     "ernie": ("ErnieForPreTraining", {**BERT, "hidden_act": "relu", "layer_norm_eps": 1e-5}),
@@ -107,6 +112,47 @@ def random_model(case: str, std: float | None = None, **changes: int) -> torch.n
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * std)
     return model.eval()
+
+
+def xlnet_inputs(planes: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """What the class takes for rows of the objective: content without the query stream, its mask, and the targets.
+
+    Returns: its inputs, and bool [B, S]: our rows of the query stream, whose logits it gives one after another.
+    """
+    is_content = (planes[:, DOC] >= 0) & (planes[:, ORD] >= 0)
+    is_query = (planes[:, DOC] >= 0) & (planes[:, ORD] < 0)
+    rows, width, targets = len(planes), is_content.sum(1).max(), is_query.sum(1).max()
+    tokens, segments = np.zeros((2, rows, width), np.int64)
+    hidden, mapping = np.ones((rows, width, width), np.float32), np.zeros((rows, targets, width), np.float32)
+    seen = allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP])
+    for row, content, query in zip(range(rows), is_content, is_query, strict=True):
+        places = np.flatnonzero(content)
+        size = len(places)
+        tokens[row, :size], segments[row, :size] = planes[row][[TOKENS, SEGMENT_IDS]][:, places]
+        hidden[row, :size, :size] = ~seen[row][np.ix_(places, places)]
+        for number, at in enumerate(np.flatnonzero(query)):
+            of_document = planes[row, DOC, places] == planes[row, DOC, at]
+            same = np.flatnonzero(
+                of_document & (planes[row, POSITION_IDS, places] == planes[row, POSITION_IDS, at])
+            )
+            (target,) = same
+            mapping[row, number, target] = 1.0
+            hidden[row, target, :size] = ~seen[
+                row, at, places
+            ]  # its content sees itself besides, in the class
+    arrays = {"input_ids": tokens, "token_type_ids": segments, "perm_mask": hidden, "target_mapping": mapping}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, is_query
+
+
+def xlnet_logits(model: torch.nn.Module, planes: np.ndarray, mems: Any = None) -> tuple[torch.Tensor, Any]:
+    """Logits of the class for the rows of the query stream, in the places of our rows: [B, S, V]; and its memories."""
+    inputs, is_query = xlnet_inputs(planes)
+    out = model(**inputs, mems=mems, use_mems=True)
+    logits = out.logits
+    whole = logits.new_zeros(*planes[:, 0].shape, logits.shape[-1])
+    for row, query in enumerate(is_query):
+        whole[row, np.flatnonzero(query)] = logits[row, : query.sum()]
+    return whole, out.mems
 
 
 def write_random(case: str, directory: Path) -> torch.nn.Module:

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.objectives import OBJECTIVES, Example, Objective, SpecialTokens, Vocabulary, make_one
+from data_utils.objectives import (
+    LOSS_NAMES,
+    OBJECTIVES,
+    Example,
+    Objective,
+    SpecialTokens,
+    Vocabulary,
+    make_one,
+)
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate as fill_rows
 
@@ -161,16 +169,18 @@ def unilmv2(example: Example) -> np.ndarray:
     return mask
 
 
-def xlnet(example: Example, parts: int = 2) -> np.ndarray:
-    """Content sees the non-targets of its part, earlier targets and itself; a query not its own token."""
+def xlnet(example: Example) -> np.ndarray:
+    """Content sees the tokens without a rank in its part, those of earlier ranks and itself; a query not its own token.
+
+    Targets, SEP and CLS have ranks. Between the ranks of two parts one number is left out.
+    """
     content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
-    text = content - 2
-    half = text // 2 if parts == 2 else 0
-    part = [0 if i < half else 1 for i in range(content)]
-    queries = range(content, len(example.tokens))
-    rank = {int(example.position_ids[row]): -int(example.ord[row]) for row in queries}
-    order = sorted(rank, key=lambda position: rank[position])
-    place = {position: order.index(position) for position in order}
+    marks = np.flatnonzero(np.isin(example.tokens[:content], (SPECIAL.sep, SPECIAL.cls))).tolist()
+    ranked = {*example.position_ids[content:].tolist(), *marks}
+    ranks = {int(example.ord[at]) for at in ranked}
+    second = next(number for number in range(1, len(ranks) + 2) if number not in ranks)
+    part = (example.ord[:content] >= second).astype(int)
+    assert (np.diff(part) >= 0).all()
     size = len(example.tokens)
     mask = np.zeros((size, size), bool)
     for query in range(size):
@@ -178,10 +188,11 @@ def xlnet(example: Example, parts: int = 2) -> np.ndarray:
         for key in range(content):
             if part[key] != part[at]:
                 mask[query, key] = part[key] < part[at]
-            elif key not in place:
+            elif key not in ranked:
                 mask[query, key] = True
-            elif at in place:
-                mask[query, key] = place[key] < place[at] or (key == at and query < content)
+            elif at in ranked:
+                earlier = example.ord[key] < example.ord[at]
+                mask[query, key] = earlier or (key == at and query < content)
     return mask
 
 
@@ -243,8 +254,18 @@ def rebuilt_unilmv2(example: Example) -> np.ndarray:
 def rebuilt_xlnet(example: Example) -> np.ndarray:
     content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
     for row in range(content, len(example.tokens)):
-        assert example.tokens[example.position_ids[row]] == example.targets[row]
-    return example.tokens[: content - 2]
+        at = example.position_ids[row]
+        assert example.tokens[at] == example.targets[row] and example.ord[at] == -example.ord[row]
+        assert example.segment_ids[at] == example.segment_ids[row]
+    return example.tokens[: content - 1][example.tokens[: content - 1] != SPECIAL.sep]
+
+
+def is_exchanged(example: Example) -> bool:
+    """Whether B is another document's, or stands before A."""
+    if (example.objective == LOSS_NAMES.index("permutation")).all():
+        text = rebuilt_xlnet(example)
+        return bool((np.diff(text[text != SPECIAL.eos]) != 1).any())
+    return bool(example.weights[0] > 0 and example.objective[0] == LOSS_NAMES.index("next_sentence"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +295,7 @@ RECIPES = {
     "mass": Recipe("mass", mass, rebuilt_mass, ALL_MASKED),
     "unilmv2": Recipe("unilmv2", unilmv2, rebuilt_unilmv2),
     "xlnet": Recipe("xlnet", xlnet, rebuilt_xlnet),
+    "xlnet, one text": Recipe("xlnet", xlnet, rebuilt_xlnet, {"two_texts": False}),
 }
 
 

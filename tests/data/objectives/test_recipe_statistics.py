@@ -265,30 +265,75 @@ def test_unilmv2_orders_blocks_uniformly():
     assert uniform(orders, 6)
 
 
-@pytest.mark.parametrize(("length", "per_target", "cases"), [(5, 5, 5), (5, 2, 14), (5, 1, 120), (7, 2, 90)])
-def test_every_choice_and_order_of_xlnet(length, per_target, cases):
-    """Targets and their order in one part: every case occurs, with the paper's mask and no leak.
+@pytest.mark.parametrize(
+    ("length", "per_target", "two_texts", "cases"),
+    [
+        (5, 5, False, 5 * 6),
+        (4, 2, False, 4 * 24),
+        (3, 1, False, 120),
+        (4, 4, True, 4 * 24),
+        (2, 1, True, 120),
+    ],
+)
+def test_every_choice_and_order_of_xlnet(length, per_target, two_texts, cases):
+    """Targets, and the order of targets, SEP and CLS in one part: every case occurs, with the paper's mask and no leak.
 
-    With one target in two tokens, two windows of two lie at 0 or at 1: 7 sets of targets, 2 orders each.
+    With one target in two tokens of four there are two windows of two: 4 sets of targets.
     """
-    made = make("xlnet", 8, tokens_per_target=per_target, orders=1, max_ngram=1)
+    made = make("xlnet", 8, tokens_per_target=per_target, orders=1, max_ngram=1, two_texts=two_texts)
     different = {
         (e.ord.tobytes(), e.position_ids.tobytes()): e for e in many(made, text_of(length, False), 6000)
     }
     for example in different.values():
         mask = allowed(example.doc, example.ord, example.grp)
-        assert (mask == xlnet(example, parts=1)).all()
+        assert (mask == xlnet(example)).all()
         assert not leaks(example.tokens, example.targets, example.weights, mask)
     assert len(different) == cases
 
 
 def test_xlnet_predicts_a_sixth_in_random_order():
+    """Among the ranks are those of SEP and CLS, whose places are as random as the targets'."""
     made = make("xlnet", 512)
-    example = made.example(text_of(510, False), 0)
-    assert (example.ord < 0).sum() == 85
-    orders = Counter()
+    example = made.example(text_of(509, False), 0)
+    assert (example.ord < 0).sum() == 84
+    orders, marks = Counter(), Counter()
     for example in many(make("xlnet", 24, orders=1), text_of(20, False), 3000):
         queries = example.ord < 0
         assert queries.sum() == 3
         orders[tuple(np.argsort(-example.ord[queries]).tolist())] += 1
-    assert uniform(orders, 6)
+        marks[int(example.ord[example.tokens == SPECIAL.cls][0])] += 1
+        ranked = np.isin(example.tokens, (SPECIAL.sep, SPECIAL.cls))
+        ranks = [*example.ord[ranked], *-example.ord[queries]]
+        assert sorted(ranks) == [1, 2, 3, 4, 5, 6]
+    assert uniform(orders, 6) and uniform(marks, 6)
+
+
+def test_segments_of_xlnet_are_those_of_its_pretraining():
+    """[first half | A SEP B SEP CLS], of two documents: half of the texts B are the other one's."""
+    made = make("xlnet", 120)
+    window = [text_of(30, False), text_of(31, True, FIRST_TEXT_TOKEN + 100)]
+    foreign = Counter()
+    for planes in collate(made, [window] * 1000):
+        for k, document in enumerate(Example.from_planes(planes).documents()):
+            content = document.ord >= 0
+            tokens, segments = document.tokens[content], document.segment_ids[content]
+            first, second = np.flatnonzero(tokens == SPECIAL.sep).tolist()
+            size = len(tokens)
+            assert tokens[-1] == SPECIAL.cls and second == size - 2
+            # The first half is never cut, and A never ends the document.
+            assert len(window[k]) // 2 < first < len(window[k])
+            assert (tokens[:first] == window[k][:first]).all()
+            assert segments.tolist() == [0] * (first + 1) + [1] * (size - first - 2) + [2]
+            b = tokens[first + 1 : second]
+            whose = int(b[0] not in window[k])
+            assert (b == window[1 - k if whose else k][-len(b) :]).all()
+            foreign[k, whose] += 1
+            assert document.position_ids[content].tolist() == list(range(size))
+    # Both must be drawn, each with probability 1/2.
+    assert foreign[0, 1] == foreign[1, 1] and abs(foreign[0, 1] - 250) < 5 * np.sqrt(1000 * 3 / 16)
+
+
+def test_a_lone_piece_of_xlnet_keeps_its_second_text():
+    for example in many(make("xlnet", 40), text_of(30), 50):
+        text = example.tokens[(example.ord >= 0) & (example.tokens != SPECIAL.sep)][:-1]
+        assert (text == text_of(30)).all()

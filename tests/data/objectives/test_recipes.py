@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from support.mask_rule import allowed, leaks
 from support.project import ROOT
-from support.recipes import FIRST_TEXT_TOKEN, RECIPES, SPECIAL, Recipe, collate, make, many, text_of, windows
+from support.recipes import (
+    FIRST_TEXT_TOKEN,
+    RECIPES,
+    SPECIAL,
+    Recipe,
+    collate,
+    is_exchanged,
+    make,
+    many,
+    text_of,
+    windows,
+)
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, Example
@@ -72,13 +83,13 @@ def test_the_rule_gives_the_mask_of_the_paper_and_nothing_leaks(recipe):
 
 @EACH
 def test_the_text_can_be_rebuilt(recipe):
-    """Nothing of a window is lost; for next-sentence pairs across documents, nothing is used twice."""
+    """Nothing of a window is lost; where documents exchange their second texts, nothing is used twice."""
     made = make(recipe.name, 40, row_length=100, **recipe.config)  # ample
     samples = windows(300, 40, 2)
     for planes, pieces in zip(collate(made, samples), samples, strict=True):
         documents = Example.from_planes(planes).documents()
         texts = [recipe.rebuilt(document) for document in documents]
-        if any(document.weights[0] > 0 and document.objective[0] == 9 for document in documents):
+        if any(map(is_exchanged, documents)):
             assert sorted(np.concatenate(texts)) == sorted(np.concatenate(pieces))
             continue
         for text, piece in zip(texts, pieces, strict=True):
@@ -196,6 +207,7 @@ EXTREMES = [
     ("unilmv2", {"masked_ratio": 0.26, "span_prob": 0.0}),
     ("xlnet", {"tokens_per_target": 1, "orders": 5}),
     ("xlnet", {"tokens_per_target": 2, "orders": 3, "max_ngram": 1}),
+    ("xlnet", {"tokens_per_target": 3, "orders": 1, "two_texts": False}),
 ]
 
 
@@ -211,6 +223,29 @@ def test_no_draw_needs_more_row_than_its_bound(name, config):
             for example in many(made, text, 20):
                 assert len(example.tokens) <= made.config.most_tokens(length)
                 assert (rebuilt(example) == text).all()
+
+
+@pytest.mark.parametrize(("per_target", "orders"), [(1, 1), (2, 2), (6, 2), (40, 3)])
+def test_texts_that_xlnet_exchanges_fit_the_tightest_row(per_target, orders):
+    """B of another piece may be longer than the bound of this one: rows do not change where they have more room."""
+    tight, samples = make("xlnet", 40, tokens_per_target=per_target, orders=orders), windows(400, 40, 6)
+    tight = make(
+        "xlnet",
+        40,
+        row_length=tight.config.least_row_length(40),
+        tokens_per_target=per_target,
+        orders=orders,
+    )
+    ample = make("xlnet", 40, row_length=200, tokens_per_target=per_target, orders=orders)
+    assert tight.row_length < 100
+    wide, rows = collate(ample, samples), collate(tight, samples)
+    assert (wide[..., : tight.row_length] == rows).all()
+    assert (wide[:, FIELDS.index("doc"), tight.row_length :] == -1).all()
+    documents = [document for planes in rows for document in Example.from_planes(planes).documents()]
+    assert sum(map(is_exchanged, documents)) > 100
+    assert all(
+        document.weights.any() for document in documents if (document.tokens >= FIRST_TEXT_TOKEN).any()
+    )
 
 
 def all_rows() -> bytes:

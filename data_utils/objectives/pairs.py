@@ -1,0 +1,71 @@
+"""Two texts in one Example, A and B: where a piece is cut, and whose B follows an A.
+
+A pair is one piece (the part of a document that lies in the window) cut in two. Where B is not to continue A, the
+pieces of a window exchange their second halves in a circle. So no text is lost or used twice, and no second document is
+needed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from data_utils.base.random_streams import below
+from data_utils.objectives.masking import PLACES, compiled
+from data_utils.objectives.rows import RowObjective
+
+# Columns of a pair, int64: a number of the objective's own, whether B is to be another piece's, start and end of A and
+# of B.
+OWN, WRONG, A, A_END, B, B_END = range(6)
+
+
+@compiled
+def split_point(stream, w, text, start, length, sentence_end):
+    """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
+    ends = 0
+    for i in range(length - 1):
+        w[PLACES, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
+        ends += sentence_end[text[start + i]]
+    if ends == 0:
+        return 1 + below(stream, length - 1)
+    return w[PLACES, below(stream, ends)]
+
+
+@compiled
+def exchange_seconds(pairs, count):
+    """Give each of the WRONG pairs the B of the next one, and the last the first's.
+
+    Returns: the number of the only such pair, which then has no other to exchange with; else -1.
+    """
+    first, last = -1, -1
+    for number in range(count):
+        if pairs[number, WRONG]:
+            if first < 0:
+                first = number
+            else:
+                for column in (B, B_END):
+                    moved = pairs[last, column]
+                    pairs[last, column] = pairs[number, column]
+                    pairs[number, column] = moved
+            last = number
+    return first if first == last else -1
+
+
+class PairedRows(RowObjective):
+    """An objective whose entry point also takes scratch for the pairs of a sample, and which tokens end a sentence."""
+
+    compiled_files = (__file__,)
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        if not len(batch):
+            return
+        units = self._unit_starts(tokens, piece_lengths)
+        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
+        self.entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
+
+    @functools.cached_property
+    def _sentence_end(self) -> np.ndarray:
+        ends = self.vocabulary.sentence_end
+        return np.zeros(self.vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)

@@ -1,0 +1,148 @@
+"""What some cloze tasks do with their records before a pattern renders them.
+
+COPA     the word between premise and choice; training sees both orders of the choices
+WSC      the pronoun is put between stars; training sees the true samples only, whose first choice is right
+ReCoRD   the query is cut at its placeholder; training sees each right entity once, with wrong ones drawn at random
+RACE     the question is cut at its blank, or becomes a question with an answer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from data_utils.base.errors import DataError
+from data_utils.base.setting_files import shown
+from data_utils.tasks.base import Record
+from data_utils.tasks.examples import Draws
+
+NEGATIVES = 9  # wrong entities beside the right one in a training sample of ReCoRD
+JOINTS = {"cause": " because", "effect": ", so"}
+
+
+def with_fields(record: Record, **fields: Any) -> Record:
+    return dataclasses.replace(record, fields={**record.fields, **fields})
+
+
+def _copa(record: Record) -> Record:
+    question = record.fields.get("question")
+    if question not in JOINTS:
+        raise DataError(
+            f"{record.place}: the question of COPA is {shown(question)}; it must be cause or effect."
+        )
+    return with_fields(record, joint=JOINTS[question])
+
+
+def _wsc(record: Record) -> Record:
+    """Stars around the pronoun, whose index may be off by one word; punctuation glued to it stays outside."""
+    fields = record.fields
+    pronoun, index = str(fields["span2_text"]), int(fields["span2_index"])
+    words = fields["text"].split()
+    for place in (index, index + 1, index - 1):
+        if 0 <= place < len(words):
+            found = re.fullmatch(
+                rf"([{re.escape(string.punctuation)}]*){re.escape(pronoun)}((?:\W.*)?)",
+                words[place],
+                re.IGNORECASE,
+            )
+            if found:
+                inside = words[place][found.end(1) : found.start(2)]
+                words[place] = f"{found[1]}*{inside}*{found[2]}"
+                return with_fields(record, text=" ".join(words), pronoun=pronoun)
+    raise DataError(
+        f"{record.place}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
+        "correct span2_index."
+    )
+
+
+def _record(record: Record) -> Record:
+    query = record.fields["query"]
+    start, *rest = query.split("@placeholder")
+    if len(rest) != 1:
+        raise DataError(f"{record.place}: the query has {len(rest)} times @placeholder; it must have one.")
+    passage = re.sub(r"\s*@highlight\s*", "\n- ", record.fields["passage"])
+    return with_fields(record, passage=passage, query_start=start, query_end=rest[0].rstrip())
+
+
+def _race(record: Record) -> Record:
+    question = record.fields["question"]
+    start, blank, end = question.partition("_")
+    if not blank:
+        start, end = f"Question: {question} Answer:", ""
+    return with_fields(record, query_start=start, query_end=end.lstrip("_"))
+
+
+PREPARED: dict[str, Callable[[Record], Record]] = {
+    "copa": _copa,
+    "wsc": _wsc,
+    "record": _record,
+    "race": _race,
+}
+
+
+def training_records(task: str, records: Sequence[Record]) -> list[Record]:
+    """The records that training sees. Args: task: its plain name."""
+    if task == "copa":
+        return [both for record in records for both in (record, _exchanged(record))]
+    if task == "wsc":
+        return [record for record in records if record.label == "true"]
+    if task == "record":
+        return [
+            with_fields(record, answer=answer)
+            for record in records
+            for answer in sorted(set(record.label or ()))
+        ]
+    return list(records)
+
+
+def _exchanged(record: Record) -> Record:
+    choices = {"choice1": record.fields["choice2"], "choice2": record.fields["choice1"]}
+    label = None if record.label is None else 1 - int(record.label)
+    return dataclasses.replace(with_fields(record, **choices), label=label)
+
+
+def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
+    """The texts that may fill the blank of a record, and the number of the right one (None: not known).
+
+    Args: seed, number: of the run and the sample, which decide the wrong entities of a training sample of ReCoRD.
+    """
+    fields = record.fields
+    if task == "wsc":
+        right = 0 if record.label == "true" else None  # of a false one it is not known
+        return [str(fields["span1_text"]), *map(str, fields.get("candidates") or ())], right
+    if task == "record":
+        return _entities(record, seed, number)
+    if task == "copa":
+        choices = [_as_in_pattern(str(fields[name])) for name in ("choice1", "choice2")]
+        return choices, None if record.label is None else int(record.label)
+    given = fields.get("choices")
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        raise DataError(
+            f"{record.place}: the sample has no two choices, and the pattern has no verbalizers; give the file "
+            "choices, or the task verbalizers."
+        )
+    right = None if record.label is None else int(record.label)
+    if right is not None and not 0 <= right < len(given):
+        raise DataError(
+            f"{record.place}: label {right} is none of the {len(given)} choices, counted from 0; correct it."
+        )
+    return [str(choice) for choice in given], right
+
+
+def _as_in_pattern(choice: str) -> str:
+    choice = choice.strip().rstrip(string.punctuation)
+    return choice[:1].lower() + choice[1:]
+
+
+def _entities(record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
+    entities = sorted({str(entity).strip() for entity in record.fields["entities"]})
+    known = [answer.strip() for answer in record.label or ()]
+    if "answer" in record.fields:
+        wrong = [entity for entity in entities if entity not in known]
+        drawn = Draws(seed, "entities", number).chosen(len(wrong), NEGATIVES)
+        return [record.fields["answer"].strip(), *(wrong[i] for i in drawn)], 0
+    right = next((i for i, entity in enumerate(entities) if entity in known), None)
+    return entities, right

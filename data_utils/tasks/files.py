@@ -1,0 +1,298 @@
+"""Files of labelled samples: their lines, the fields of a line, and one way for what cannot be read.
+
+A reader walks over its file and gives what it finds to an Intake:
+
+    for number, line in numbered_lines(path):
+        with intake.at(number):
+            tree = parse_json_object(line)
+            intake.add({"text": text_in(tree, "text")}, intake.class_name(tree), index=index_in(tree))
+
+What is raised inside `at` as BadLine stops the reading with `file:line`, the value, the rule and the remedy; with
+task.skip_bad_lines it leaves the line out and counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.setting_files import shorten, shown
+from data_utils.tasks.base import Record
+from data_utils.tasks.config import TaskConfig
+from data_utils.text.json_records import UTF8_BOM, UnusableRecord, json_type, not_utf8
+from data_utils.text.stored_files import COMPRESSIONS, decompressed, read_errors
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+_REMEDY = "correct or remove it, or leave such lines out (task.skip_bad_lines: true)"
+
+
+class BadLine(Exception):
+    """Why a line is no sample: the value and the rule.
+
+    Args:
+        line: of the file, where it is not the one that the sample begins at.
+    """
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+class Records(list[Record]):
+    """The samples of one file in its order.
+
+    Attributes:
+        skipped: how many lines were left out because they are no samples.
+    """
+
+    skipped = 0
+
+
+class Intake:
+    """The samples of one file while it is read.
+
+    Args:
+        labelled: every sample must have a label; else one that has none is a sample too.
+        labels: names of the classes or tags; () where the task has none.
+    """
+
+    def __init__(
+        self, config: TaskConfig, path: Path | str, labelled: bool, labels: tuple[str, ...] = ()
+    ) -> None:
+        self.config, self.path, self.labelled, self.labels = config, path, labelled, labels
+        self.records = Records()
+        self._seen: dict[Any, str] = {}  # index that the file gives -> place
+        self._place = ""
+        self._first_problem = ""
+
+    @contextlib.contextmanager
+    def at(self, place: int | str) -> Iterator[None]:
+        """What is read at a line (its number, from 1) or at another place of the file.
+
+        Raises: DataError for a BadLine, unless they are skipped.
+        """
+        self._place = self._named(place)
+        count = len(self.records)
+        try:
+            yield
+        except (BadLine, UnusableRecord) as problem:
+            line = getattr(problem, "line", None)
+            message = f"{self._place if line is None else self._named(line)}: {problem}"
+            if not self.config.skip_bad_lines:
+                raise DataError(f"{message}; {_REMEDY}.") from None
+            for record in self.records[count:]:
+                self._seen.pop(record.index, None)
+            del self.records[count:]
+            self.records.skipped += 1
+            self._first_problem = self._first_problem or message
+
+    def _named(self, place: int | str) -> str:
+        return f"{self.path}:{place}" if isinstance(place, int) else f"{self.path}: {place}"
+
+    def add(self, fields: Mapping[str, Any], label: Any, index: Any = None, group: Any = None) -> None:
+        """One sample. Index None: its number in the file, with those that were left out counted."""
+        if label is None and self.labelled:
+            raise BadLine("there is no label; files for training and validation need one")
+        self._append(fields, label, index, group)
+
+    def add_unlabelled(self, fields: Mapping[str, Any], index: Any = None) -> None:
+        """One sample of a task that has no labels."""
+        self._append(fields, None, index, None)
+
+    def _append(self, fields: Mapping[str, Any], label: Any, index: Any, group: Any) -> None:
+        if index is None:
+            index = len(self.records) + self.records.skipped
+        elif index in self._seen:
+            raise BadLine(f"index {shown(index)} stands at {self._seen[index]} already; it must be unique")
+        else:
+            self._seen[index] = self._place
+        self.records.append(Record(index, fields, label, group, self._place))
+
+    def class_name(self, value: Any) -> str | None:
+        """The name of the class that a label says, None for none. Raises BadLine for an unknown one."""
+        if value is None:
+            return None
+        if not self.labels:
+            raise ConfigError(
+                f"task.labels is empty, and task {shown(self.config.name)} has no classes of its own; name the "
+                "classes in the order of their numbers."
+            )
+        name = label_name(value)
+        if name not in self.labels:
+            raise BadLine(f"label {shown(value)} is unknown; the labels are {listed(self.labels)}")
+        return name
+
+    def finish(self) -> Records:
+        """All samples. Raises DataError if there are none, or if only some have an index."""
+        records = self.records
+        if not records:
+            left_out = (
+                f"; {records.skipped} lines were left out, first {self._first_problem}"
+                if records.skipped
+                else ""
+            )
+            raise DataError(f"{self.path} holds no sample{left_out}; check the file and task.reader.")
+        if self._seen and len(self._seen) != len(records):
+            without = next(record for record in records if self._seen.get(record.index) != record.place)
+            raise DataError(
+                f"{without.place}: there is no index (idx, id), which {len(self._seen)} other samples have; give all "
+                "one, or none."
+            )
+        if records.skipped:
+            log.warning(
+                f"{self.path}: {records.skipped} lines are left out; the first: {self._first_problem}"
+            )
+        return records
+
+
+def label_name(value: Any) -> str:
+    """The name of a class as files and settings write it: text, true or false, or a whole number."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (str, int)):
+        return str(value)
+    raise BadLine(
+        f"the label is {json_type(value)} ({shown(value)}); a class is text, a whole number, true or false"
+    )
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Names for a message, shortened."""
+    return shorten(", ".join(names), 400)
+
+
+def plain_name(task: str) -> str:
+    """A task's name without case and signs: `SST-2`, `sst2` and `sst_2` are one."""
+    return "".join(letter for letter in task.lower() if letter.isalnum())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end) of a file, plain, .gz or .zst; a byte order mark at its start is left out.
+
+    Raises: DataError for a file that is missing or damaged.
+    """
+    path = Path(path)
+    require_file(path)
+    with read_errors(path), open(path, "rb") as file:
+        lines = _decompressed_lines(file, path.suffix) if path.suffix in COMPRESSIONS else file
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(UTF8_BOM)
+            yield number, line.rstrip(b"\r\n")
+
+
+def require_file(path: Path) -> None:
+    """Raise DataError unless the file exists."""
+    if not path.is_file():
+        reason = "is not a file" if path.exists() else "does not exist"
+        raise DataError(f"{path} {reason}; check the paths in the section task.")
+
+
+def _decompressed_lines(file: IO[bytes], suffix: str) -> Iterator[bytes]:
+    rest = b""
+    for chunk in decompressed(file, suffix, _CHUNK_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+def decoded(line: bytes) -> str:
+    """The text of a line. Raises UnusableRecord if it is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from None
+
+
+def suffix_of(path: Path | str) -> str:
+    """`.jsonl` of a.jsonl and of a.jsonl.gz."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSIONS]
+    return suffixes[-1] if suffixes else ""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Fields of an object
+
+
+def value_in(tree: Mapping[str, Any], name: str) -> Any:
+    """A field that must be there."""
+    if name not in tree:
+        fields = shorten(", ".join(map(str, tree)) or "none")
+        raise BadLine(f"there is no field {name!r} (fields: {fields})")
+    return tree[name]
+
+
+def text_in(tree: Mapping[str, Any], name: str) -> str:
+    value = value_in(tree, name)
+    if not isinstance(value, str):
+        raise BadLine(f"field {name!r} holds {json_type(value)}, not text")
+    return value
+
+
+def texts_in(tree: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = value_in(tree, name)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadLine(f"field {name!r} must hold a list of texts, not {shown(value)}")
+    return tuple(value)
+
+
+def whole_number_in(tree: Mapping[str, Any], name: str) -> int:
+    value = value_in(tree, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise BadLine(f"field {name!r} is {shown(value)}; it must be a whole number")
+    return value
+
+
+def object_in(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = value_in(tree, name)
+    if not isinstance(value, dict):
+        raise BadLine(f"field {name!r} holds {json_type(value)}, not an object")
+    return value
+
+
+def objects_in(tree: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    value = value_in(tree, name)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadLine(f"field {name!r} must hold a list of objects, not {shown(value)}")
+    return value
+
+
+def index_in(tree: Mapping[str, Any], name: str = "idx") -> int | str | None:
+    """What the file calls the sample; None if it gives no name."""
+    value = tree.get(name)
+    if value is not None and (not isinstance(value, (int, str)) or isinstance(value, bool)):
+        raise BadLine(f"field {name!r} is {shown(value)}; it must be a whole number or text")
+    return value
+
+
+def choice_in(tree: Mapping[str, Any], name: str, count: int) -> int | None:
+    """The number of the right choice, from 0; None without a label."""
+    if tree.get(name) is None:
+        return None
+    number = whole_number_in(tree, name)
+    if not 0 <= number < count:
+        raise BadLine(f"label {number} is no choice; there are {count}, numbered from 0")
+    return number
+
+
+def finite(text: Any) -> float:
+    """A number of a file. Raises BadLine for another value, NaN and infinity."""
+    try:
+        number = math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadLine(f"label {shown(text)} is no number; regression needs one")
+    return number

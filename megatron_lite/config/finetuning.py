@@ -1,0 +1,36 @@
+"""The section `finetune`: how a checkpoint is trained on a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import check, checked, fraction, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("finetune")
+class FinetuneConfig:
+    epochs: int = setting(3, "passes over the training samples; training.steps follows from it", at_least=1)
+    warmup_share: float = fraction(0.1, "part of the steps in which the learning rate rises")
+    seeds: tuple[int, ...] = setting(
+        (), "a run for each, of initial heads, order and dropout; () = training.seed"
+    )
+    evaluations_per_epoch: int = setting(1, "evaluations on the validation files in each epoch", at_least=1)
+    best: str | None = setting(
+        None, "the metric by which the best checkpoint is kept; null = the task's first"
+    )
+    patience: int | None = setting(
+        None, "evaluations without a better one after which the training ends; null = never", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        for seed in self.seeds:
+            check(
+                0 <= seed < 2**63,
+                f"finetune.seeds has {shown(seed)}; a seed must be a whole number from 0 to 2^63 - 1.",
+            )
+        check(
+            len(set(self.seeds)) == len(self.seeds),
+            f"finetune.seeds ({', '.join(map(str, self.seeds))}) names a seed twice; each is one run.",
+        )

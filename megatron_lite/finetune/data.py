@@ -1,0 +1,68 @@
+"""The training samples of a task by their number, as the trainer asks for them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_utils.base.random_streams import derive_seed
+from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.collate import collate
+from data_utils.tasks.render import Renderer
+from megatron_lite.model.task_batch import TaskBatch
+
+MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
+
+
+def as_batch(samples: Sequence[TaskSample], numbers: Sequence[int], renderer: Renderer) -> TaskBatch:
+    """A micro-batch. Args: numbers: of the samples, from which dropout follows."""
+    planes, parts = collate(samples)
+    documents = [
+        number * MOST_DOCUMENTS + document
+        for number, sample in zip(numbers, samples, strict=True)
+        for document in range(len(sample.documents))
+    ]
+    loss = renderer.inputs.config.loss
+    return TaskBatch(planes, np.array(documents, np.int64), parts, renderer.head, loss)
+
+
+class TaskData:
+    """Sample number -> epoch and record. Each epoch has all records once, in an order of its own.
+
+    Args:
+        records: prepared for training, see `Renderer.prepare`.
+        seed: that of the run.
+    """
+
+    def __init__(self, records: Sequence[Record], renderer: Renderer, seed: int):
+        self.records, self._renderer, self._seed = list(records), renderer, seed
+        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng(derive_seed(self._seed, "task order", epoch)).permutation(
+            len(self.records)
+        )
+
+    def sample(self, number: int) -> TaskSample:
+        epoch, place = divmod(number, len(self.records))
+        record = int(self._order(epoch)[place])
+        return self._renderer.sample(self.records[record], record, epoch)
+
+    def batch(self, indices: np.ndarray) -> TaskBatch:
+        """Samples int64 [B] as one micro-batch."""
+        numbers = indices.tolist()
+        return as_batch([self.sample(number) for number in numbers], numbers, self._renderer)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """All records are in memory."""
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """What identifies the records, for checkpoints."""
+        hasher = hashlib.sha256()
+        for record in self.records:
+            hasher.update(json.dumps([record.fields, record.label], default=str, sort_keys=True).encode())
+        return [{"samples": len(self.records), "sha256": hasher.hexdigest()}]

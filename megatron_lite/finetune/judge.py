@@ -1,0 +1,101 @@
+"""Evaluation during fine-tuning: which checkpoint is the best so far, and whether better ones are to be expected."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.files import sync_directory
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.metrics_by_task import Metrics, metrics_of
+from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
+from megatron_lite.finetune.evaluation import Answer, Evaluation
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.metrics import read_metrics
+
+BEST = "best"  # the directory of the best checkpoint, in a run's
+
+
+def compared_by(task: TaskConfig, best: str | None) -> Metrics:
+    """The metrics of a task, compared by `finetune.best` where that names one. Raises ConfigError if it does not."""
+    metrics = metrics_of(task)
+    if best is not None and best not in metrics.names:
+        raise ConfigError(
+            f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
+        )
+    return metrics if best is None else Metrics(metrics.names, (best,))
+
+
+class TaskJudge:
+    """A run's judge (train/judge.py). With several validation files the mean of their scores counts.
+
+    Args:
+        evaluations: name -> Evaluation, for each validation file.
+        directory: of the run.
+        patience: evaluations without a better one after which training ends; None = never.
+    """
+
+    def __init__(
+        self,
+        evaluations: Mapping[str, Evaluation],
+        metrics: Metrics,
+        answer: Answer,
+        context: ParallelContext,
+        directory: Path,
+        patience: int | None,
+    ):
+        self._evaluations, self._metrics, self._answer = evaluations, metrics, answer
+        self._context, self._directory, self._patience = context, directory, patience
+        self._scores: list[float] = []
+
+    @property
+    def ends_training(self) -> bool:
+        if self._patience is None or not self._scores:
+            return False
+        return len(self._scores) - 1 - self._scores.index(max(self._scores)) >= self._patience
+
+    def resume(self, step: int) -> None:
+        """Scores up to this step, which the main rank reads from the run's records."""
+        records = read_metrics(self._directory) if self._context.is_main and step else []
+        scores = {r["step"]: r["score"] for r in records if r["kind"] == "scores" and r["step"] <= step}
+        (count,) = self._context.sum_of_hosts([float(len(scores))])
+        own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
+        self._scores = self._context.sum_of_hosts(own)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        measured = {
+            name: evaluation.run(self._answer).measured for name, evaluation in self._evaluations.items()
+        }
+        score = sum(map(self._metrics.score, measured.values())) / len(measured)
+        if self._context.is_main and score > max(self._scores, default=float("-inf")):
+            keep_best(self._directory, step)
+        self._scores.append(score)
+        one = len(measured) == 1
+        named = {
+            key if one else f"{name}/{key}": value
+            for name, own in measured.items()
+            for key, value in own.items()
+        }
+        return {**named, "score": score}
+
+
+def keep_best(directory: Path, step: int) -> None:
+    """Make the checkpoint of `step` the only one of DIRECTORY/best. Files are shared, not copied, where possible."""
+    best, name = directory / BEST, checkpoint_name(step)
+    partial = best / f"{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in (directory / "checkpoints" / name).iterdir():
+        try:
+            os.link(file, partial / file.name)
+        except OSError:  # a file system without links
+            shutil.copy2(file, partial / file.name)
+    shutil.rmtree(best / name, ignore_errors=True)
+    partial.rename(best / name)
+    sync_directory(best)
+    for path in list_checkpoints(best):
+        if step_of(path) != step:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""A task learnt: one training run for each seed, its best checkpoint evaluated, and results.json over all of them.
+
+OUTPUT/seed_N/           a run, as pretraining has it, with metrics of the task as records of kind `scores`
+OUTPUT/seed_N/best/      its best checkpoint
+OUTPUT/seed_N/results.json, predictions/    of the best checkpoint
+OUTPUT/results.json      all seeds, mean and deviation; written last
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import ExitStatus
+from data_utils.base.files import write_whole
+from data_utils.objectives import LOSS_NAMES
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.predictions import file_name, write_predictions
+from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
+from megatron_lite.finetune.data import TaskData
+from megatron_lite.finetune.evaluation import Evaluated, Evaluation
+from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by
+from megatron_lite.finetune.setup import Task, run_directory
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.control import RunControl
+from megatron_lite.train.engine import memory_advice
+from megatron_lite.train.plain import PlainEngine
+from megatron_lite.train.trainer import Trainer
+from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
+
+log = logging.getLogger(__name__)
+
+RESULTS = "results.json"
+
+
+def finetune(
+    task: Task,
+    output: Path,
+    context: ParallelContext,
+    control: RunControl | None = None,
+    watchdog: Watchdog | None = None,
+) -> ExitStatus:
+    """Train every seed that is not done yet, then sum up. Returns FINISHED, or why it ended before."""
+    seeds = task.config.finetune.seeds or (task.config.training.seed,)
+    for seed in seeds:
+        directory = run_directory(output, seed)
+        if _is_done(directory, context):
+            continue
+        config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
+        status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
+        if status is not None:
+            return status
+    if context.is_main:
+        _sum_up(task, output, seeds)
+    return ExitStatus.FINISHED
+
+
+def _is_done(directory: Path, context: ParallelContext) -> bool:
+    """Whether a seed has its results: what the main rank sees counts, since other nodes may see it later."""
+    (done,) = context.sum_of_hosts([float(context.is_main and (directory / RESULTS).exists())])
+    return done > 0
+
+
+def _one_seed(
+    task: Task, context: ParallelContext, control: RunControl | None, watchdog: Watchdog | None
+) -> ExitStatus | None:
+    """Train and measure. Returns why it ended before its last step, None if it is done."""
+    config, directory = task.config, Path(task.config.run.directory)
+    size = config.batch.micro_batch_size
+    validation, test = (
+        {
+            path: Evaluation(task.settings, task.renderer, records, context, size)
+            for path, records in files.items()
+        }
+        for files in (task.validation, task.test)
+    )
+    with memory_advice(config):
+        engine = PlainEngine(config, context, len(LOSS_NAMES) + 1)
+        judge = None
+        if validation:
+            metrics = compared_by(task.settings, config.finetune.best)
+            judge = TaskJudge(
+                validation, metrics, engine.answers, context, directory, config.finetune.patience
+            )
+        trainer = Trainer(
+            config=config,
+            context=context,
+            engine=engine,
+            train_data=TaskData(task.train, task.renderer, config.training.seed),
+            validation_data=None,
+            loss_names=[*LOSS_NAMES, task.settings.name],
+            control=control,
+            watchdog=watchdog,
+            judge=judge,
+        )
+        status = trainer.fit()
+    if not trainer.is_over:
+        return status
+    (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
+    chosen = directory / (BEST if validation else "checkpoints")
+    checkpoint = find_checkpoint(chosen, context)
+    load_weights_only(checkpoint, engine, context)
+    evaluated = {path: evaluation.run(engine.answers) for path, evaluation in (validation | test).items()}
+    if context.is_main:
+        _write_seed(task, directory, checkpoint.step, evaluated)
+    context.barrier()
+    return None
+
+
+def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
+    write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
+    results = {
+        "seed": task.config.training.seed,
+        "best_step": step,
+        "steps": task.config.training.steps,
+        "train_samples": len(task.train),
+        "files": {path: described(found) for path, found in evaluated.items()},
+    }
+    write_json(directory / RESULTS, results)
+
+
+def write_file_predictions(
+    directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
+) -> None:
+    """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
+    for path, found in evaluated.items():
+        name = file_name(task)
+        if len(evaluated) > 1:
+            name = f"{Path(path.partition(':')[0]).stem}_{name}"
+        indices = [record.index for record in found.records]
+        write_predictions(directory / name, task, indices, found.predictions, option)
+
+
+def described(found: Evaluated) -> dict[str, Any]:
+    """A file's entry in results.json."""
+    return {"samples": len(found.records), "cut": found.cut, "metrics": found.measured}
+
+
+def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:
+    of_seeds = [json.loads((run_directory(output, seed) / RESULTS).read_text("utf-8")) for seed in seeds]
+    files = {}
+    for path, first in of_seeds[0]["files"].items():
+        values = {key: [of["files"][path]["metrics"][key] for of in of_seeds] for key in first["metrics"]}
+        files[path] = {
+            "samples": first["samples"],
+            "mean": {key: sum(each) / len(each) for key, each in values.items()},
+            "deviation": {key: deviation(each) for key, each in values.items()},
+        }
+        for key, each in values.items():
+            spread = f" (deviation {deviation(each):.4f} over {len(each)} seeds)" if len(each) > 1 else ""
+            log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), spread)
+    initial = task.config.checkpoint.initialize_from
+    results = {"task": task.settings.name, "began_with": initial, "files": files, "seeds": of_seeds}
+    write_json(output / RESULTS, results)
+    log.info("results in %s", output / RESULTS)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation of a sample (over n - 1); 0 of one value."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"), "--output")

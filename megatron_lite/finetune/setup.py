@@ -1,0 +1,185 @@
+"""A task and a model put together, before torch is loaded: configuration, records, samples, lengths.
+
+Mistakes in any of them are found here, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.random_streams import derive_seed
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build, check, merge, parse_override
+from data_utils.tasks.base import Record
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.forms import form_of
+from data_utils.tasks.metrics_by_task import metrics_of
+from data_utils.tasks.readers import labels_of, read_records
+from data_utils.tasks.render import Renderer
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.config.tree import Config
+
+# How the heads of tasks are called in the section `model`.
+HEADED = ("classes", "values", "tags", "spans")
+_OF_PRETRAINING = {
+    "training": ("steps", "stop_after_step", "eval_interval"),
+    "schedule": ("warmup_steps", "decay_steps"),
+    "checkpoint": ("save_interval", "keep_every"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt and evaluated."""
+
+    config: Config  # complete: steps, head, vocabulary
+    tokenizer: Tokenizer
+    renderer: Renderer
+    train: list[Record]  # as `Renderer.prepare` made them for training
+    validation: dict[str, list[Record]]  # by file
+    test: dict[str, list[Record]]
+
+    @property
+    def settings(self) -> TaskConfig:
+        assert self.config.task is not None
+        return self.config.task
+
+    def seeded(self, seed: int) -> Task:
+        """The same with another seed."""
+        config = replace(self.config, training=replace(self.config.training, seed=seed))
+        return replace(self, config=config, renderer=make_renderer(config, self.tokenizer))
+
+
+def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """Model files, the task's file on top of them, then overrides.
+
+    A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
+    """
+    tree: dict[str, Any] = {}
+    for path in model_files:
+        tree = merge(tree, load_yaml(path))
+    of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file)
+    for override in overrides:
+        of_task = merge(of_task, parse_override(override))
+    for section, keys in _OF_PRETRAINING.items():
+        if isinstance(tree.get(section), Mapping):
+            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
+    tree = merge(tree, of_task)
+    if not isinstance(tree.get("task"), Mapping):
+        raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
+    return tree
+
+
+def prepare(tree: Mapping[str, Any]) -> Task:
+    """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
+    needed = {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}  # until the samples are counted
+    config = build(Config, merge(needed, tree))
+    check(config.tokenizer is not None, "a task needs a tokenizer; set tokenizer.kind and tokenizer.path.")
+    assert config.tokenizer is not None
+    tokenizer = load_tokenizer(config.tokenizer)
+    config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
+    renderer = make_renderer(config, tokenizer)
+    task = config.task
+    assert task is not None
+    metrics_of(task)
+    train = [] if task.train is None else training_records(config, renderer)
+    validation, test = (
+        {path: list(read_records(task, path, labelled=labelled)) for path in paths}
+        for paths, labelled in ((task.validation, True), (task.test, False))
+    )
+    config = with_head(config, renderer)
+    check_lengths(config)
+    if train:
+        config = with_steps(config, len(train), tree)
+    return Task(config, tokenizer, renderer, train, validation, test)
+
+
+def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
+    """The renderer of a configuration, checked."""
+    task = config.task
+    assert task is not None
+    form = form_of(task.form, config.objective_choices)
+    renderer = Renderer(task, tokenizer, form, config.training.seed, labels_of(task))
+    renderer.check()
+    return renderer
+
+
+def training_records(config: Config, renderer: Renderer) -> list[Record]:
+    """The records to train on; with `task.train_samples` so many of the file's, drawn by the seed."""
+    task = config.task
+    assert task is not None and task.train is not None
+    records: Sequence[Record] = read_records(task, task.train, labelled=True)
+    if task.train_samples is not None:
+        check(
+            task.train_samples <= len(records),
+            f"task.train_samples is {task.train_samples}, but {task.train} has {len(records)} samples; lower it, or "
+            "set it to null.",
+        )
+        generator = np.random.default_rng(derive_seed(config.training.seed, "task samples"))
+        chosen = np.sort(generator.permutation(len(records))[: task.train_samples])
+        records = [records[i] for i in chosen]
+    prepared = renderer.prepare(records, training=True)
+    check(
+        bool(prepared),
+        f"{task.train} holds no sample to train on; give a file with labelled samples as task.train.",
+    )
+    return prepared
+
+
+def with_head(config: Config, renderer: Renderer) -> Config:
+    """The configuration with the head that the task needs."""
+    head = renderer.head if renderer.head in HEADED else "none"
+    classes = len(renderer.labels) if head in ("classes", "tags") else 0
+    check(
+        head not in ("classes", "tags") or classes > 1,
+        f"task.labels has {classes} names; a task of kind {renderer.inputs.config.kind} needs two or more.",
+    )
+    return replace(config, model=replace(config.model, task_head=head, task_classes=classes))
+
+
+def check_lengths(config: Config) -> None:
+    """Raise ConfigError unless the model has positions for the task's samples."""
+    task, model = config.task, config.model
+    assert task is not None
+    written = {"seq2seq": task.target_length, "blanks": task.target_length, "language_modelling": task.stride}
+    needed = max(task.sequence_length - 1, written.get(task.kind, 0) + 1)
+    check(
+        needed <= model.max_position or model.positions in ("none", "rotary"),
+        f"a task of kind {task.kind} with task.sequence_length {task.sequence_length}, target_length "
+        f"{task.target_length} and stride {task.stride} needs positions up to {needed}, but model.max_position is "
+        f"{model.max_position}; shorten them.",
+    )
+
+
+def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
+    """The steps that `finetune.epochs` are, warm-up, and the steps of saves and evaluations; what is given stays."""
+    finetune = config.finetune
+    given = {**_given(tree, "training"), **_given(tree, "schedule")}
+    steps = given.get("steps") or max(1, finetune.epochs * samples // config.batch.global_batch_size)
+    warmup = given.get("warmup_steps")
+    if warmup is None:
+        warmup = min(round(finetune.warmup_share * steps), steps - 1)
+    interval = given.get("eval_interval") or max(
+        1, steps // (finetune.epochs * finetune.evaluations_per_epoch)
+    )
+    return replace(
+        config,
+        training=replace(config.training, steps=steps, eval_interval=interval),
+        schedule=replace(config.schedule, warmup_steps=warmup),
+        checkpoint=replace(config.checkpoint, save_interval=interval),  # the best one is a checkpoint
+    )
+
+
+def _given(tree: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    return tree.get(section) or {}
+
+
+def run_directory(output: Path, seed: int) -> Path:
+    """Where the run of a seed is."""
+    return output / f"seed_{seed}"

@@ -1,0 +1,109 @@
+"""Batches of tasks: documents as in pretraining, and the parts of them that the task's loss reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.objectives.planes import TOKENS
+from data_utils.tasks.collate import PartArrays
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.heads import LossRows
+from megatron_lite.model.task_losses import Parts
+
+
+class TaskBatch(Batch):
+    """Args:
+    planes: int32 [documents, fields, S].
+    samples: int64 [documents], from which dropout follows: different for the documents of one sample.
+    head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
+    loss: of CHOICE_LOSSES, for choices.
+    """
+
+    def __init__(
+        self,
+        planes: np.ndarray,
+        samples: np.ndarray,
+        parts: PartArrays,
+        head: str,
+        loss: str = "cross_entropy",
+    ):
+        super().__init__(planes, samples)
+        self.parts, self.head, self.loss = parts, head, loss
+
+    @property
+    def loss_weight(self) -> float:
+        """Samples (choices), parts (classes, values, spans), rows (tags) or tokens with a label."""
+        parts = self.parts
+        if self.head == "tokens":
+            return super().loss_weight
+        counts = {
+            "choices": int((parts.right >= 0).sum()),
+            "values": len(parts.sample),
+            "spans": len(parts.targets) // 2,
+        }
+        return float(counts.get(self.head, len(parts.targets)))
+
+    @property
+    def loss_rows(self) -> int:
+        return super().loss_rows if self.head == "tokens" else len(self.parts.rows)
+
+    def loss_weights(self, num_losses: int) -> np.ndarray:
+        if self.head == "tokens":
+            return super().loss_weights(num_losses)
+        weights = np.zeros(num_losses)
+        weights[-1] = self.loss_weight
+        return weights
+
+
+class HostParts:
+    """The parts of a batch in the order of its attention plan.
+
+    Args:
+        order: int64 [T], the plan's: index of each token into the flattened batch, -1 for padding.
+        first: token of [T] from which rows are counted: with a decoder its first.
+    """
+
+    ARRAYS = 7
+
+    def __init__(self, batch: TaskBatch, order: np.ndarray, first: int = 0):
+        parts = batch.parts
+        places = np.full(batch.planes[:, TOKENS].size, -1)
+        places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
+        self._head, self._loss, self._weight = batch.head, batch.loss, batch.loss_weight
+        targets = parts.targets
+        if batch.head == "spans":  # places among the rows of the part -> places among all rows
+            targets = targets + np.searchsorted(parts.row_part, parts.target_part)
+        self.rows, self.targets = places[parts.rows], targets
+        assert (self.rows >= 0).all(), "parts are made of tokens that the head computes"
+        right = parts.right + np.searchsorted(parts.sample, np.arange(len(parts.right)))
+        self._integers = (self.rows, parts.row_part, targets, parts.sample, right[parts.right >= 0])
+        self._numbers = (parts.value, parts.divisor)
+
+    def loss_rows(self) -> LossRows:
+        """The rows whose targets are tokens (choices)."""
+        none = self.rows[:0]
+        return LossRows(self.rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self.rows))
+
+    def arrays(self) -> list[np.ndarray]:
+        """int32, floats by their bits."""
+        return [
+            *(array.astype(np.int32) for array in self._integers),
+            *(array.astype(np.float32).view(np.int32) for array in self._numbers),
+        ]
+
+    def on_device(self, arrays: list[torch.Tensor]) -> Parts:
+        """Args: arrays: as `arrays` gave them."""
+        rows, row_part, targets, sample, right, value, divisor = arrays
+        named: dict[str, Any] = {"row_part": row_part, "targets": targets, "sample": sample, "right": right}
+        return Parts(
+            head=self._head,
+            loss=self._loss,
+            rows=rows,
+            value=value.view(torch.float32),
+            divisor=divisor.view(torch.float32),
+            weight=self._weight,
+            **named,
+        )

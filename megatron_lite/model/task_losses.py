@@ -1,0 +1,84 @@
+"""The losses of tasks: from the scores of a sample's parts, or the head's outputs on rows, to one number.
+
+What a part is says data_utils/tasks/base.py. Each loss is a cross entropy (or squared error) in fp32; all of them are
+sums, which the trainer divides once, by the step's `weight`.
+
+Shapes: N rows, P parts, S samples, K classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+CHOICE_LOSSES = ("cross_entropy", "hinge", "generative", "mix")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a micro-batch on the device, and how they are judged. Integers are int32."""
+
+    head: str  # of data_utils.tasks.base.HEADS, not `tokens`
+    loss: str  # of CHOICE_LOSSES, for choices
+    rows: torch.Tensor  # [N], indices into [T]
+    row_part: torch.Tensor  # [N]
+    targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
+    sample: torch.Tensor  # [P]
+    right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
+    value: torch.Tensor  # fp32 [P]
+    divisor: torch.Tensor  # fp32 [P]
+    weight: float  # of the micro-batch: samples, parts or rows with a label, see `loss_weight`
+
+
+def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Log probability of each part over its divisor, fp32 [P]. Args: losses: cross entropies of the rows, [N]."""
+    sums = torch.zeros(len(parts.sample), device=losses.device)
+    return -sums.index_add(0, parts.row_part, losses.float()) / parts.divisor
+
+
+def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Sum of the losses, fp32 scalar.
+
+    Args: outputs: choices: scores [P]; classes: [P, K]; values: [P, 1]; tags: [N, K]; spans: [N, 2].
+    """
+    outputs = outputs.float()
+    if parts.head == "choices":
+        return _choice_loss(outputs, parts)
+    if parts.head == "values":
+        return F.mse_loss(outputs[:, 0], parts.value, reduction="sum")
+    if parts.head == "spans":
+        first, last = parts.targets.view(-1, 2).long().unbind(1)
+        ends = zip(outputs.unbind(1), (first, last), strict=True)
+        sums = [(_log_sums(x, parts.row_part, len(first)) - x[target]).sum() for x, target in ends]
+        return 0.5 * (sums[0] + sums[1])
+    return F.cross_entropy(outputs, parts.targets.long(), reduction="sum")
+
+
+def _log_sums(values: torch.Tensor, owner: torch.Tensor, owners: int) -> torch.Tensor:
+    """log sum exp of the values of each owner: [N], int [N] -> [owners]."""
+    owner = owner.long()
+    most = values.new_full((owners,), float("-inf")).scatter_reduce(0, owner, values.detach(), "amax")
+    sums = torch.zeros_like(most).index_add(0, owner, (values - most[owner]).exp())
+    return sums.log() + most
+
+
+def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
+    right = parts.right.long()
+    chosen = scores[right]
+    if parts.loss == "generative":
+        return -chosen.sum()
+    if parts.loss == "hinge":
+        margins = (1.0 + scores - chosen[parts.sample.long()]).clamp(min=0.0)
+        return margins.sum() - margins[right].sum()
+    entropy = (_log_sums(scores, parts.sample, len(right)) - chosen).sum()
+    return entropy - chosen.sum() if parts.loss == "mix" else entropy
+
+
+def sums_of_task(loss: torch.Tensor, weight: float, num_losses: int) -> torch.Tensor:
+    """fp32 [objectives, 2] without gradient: the last row holds the task's loss and weight."""
+    sums = torch.zeros(num_losses, 2, device=loss.device)
+    sums[-1, 0] = loss.detach()
+    sums[-1, 1] = weight
+    return sums

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Train a checkpoint on a task, and measure it: OUTPUT/results.json.
+
+    python scripts/finetune.py --config configs/glm-base.yaml --task configs/tasks/rte.yaml --checkpoint RUN \
+        --output runs/rte [section.key=value ...]
+
+The configuration is that of the model, the task's file on top of it, then the settings of the command line. Without a
+checkpoint training begins with initial weights. `deepspeed`, `srun` and `torchrun` start it on several GPUs, as
+pretrain_glm.py. A call that was interrupted goes on when it is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+# isort: split
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitStatus, run_command
+from data_utils.base.files import require_directory, require_writable
+from data_utils.base.settings import merge
+from megatron_lite.finetune.setup import Task, load_tree, prepare
+from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
+from megatron_lite.train.control import Phase, RunControl
+from megatron_lite.train.lease import held
+from megatron_lite.train.nvidia_apex import require_apex
+from megatron_lite.train.watchdog import Section, Watchdog
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML of the model; repeatable, later ones win",
+    )
+    add("--task", metavar="FILE", help="YAML of the task, with a section task (configs/tasks/)")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="run or checkpoint to begin with; without: initial weights",
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where runs, predictions and results.json go",
+    )
+    add("--local_rank", type=int, help="set by the launcher")
+    add("--deepspeed", action="store_true", help="accepted for compatibility")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.config:
+        raise ConfigError("no configuration given; pass --config FILE of the model (see configs/).")
+    return arguments
+
+
+def main() -> ExitStatus:
+    arguments = parse_arguments()
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
+    )
+    launch = Launch.from_environment(arguments.local_rank)
+    output: Path = arguments.output
+    tree = merge(
+        load_tree(arguments.config, arguments.task, arguments.overrides), {"run": {"directory": str(output)}}
+    )
+    if arguments.checkpoint is not None:
+        require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+        tree = merge(tree, {"checkpoint": {"initialize_from": str(arguments.checkpoint)}})
+    require_writable(output / "results.json", "--output")
+    control = RunControl(output, is_main=launch.rank == 0)
+    control.refuse_if_halted()
+    task = prepare(tree)
+    if not task.train:
+        raise DataError("task.train is null; name a file to train on, or evaluate with scripts/evaluate.py.")
+    config = task.config
+    config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
+    require_apex(config)
+    with held(output, "trains") if launch.rank == 0 else nullcontext() as lease:
+        if lease is not None:
+            control.leave = lease.release
+        timeouts = config.timeouts
+        watchdog = Watchdog(
+            timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
+        )
+        return train(task, output, launch, control, watchdog)
+
+
+def train(task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog) -> ExitStatus:
+    watchdog.enter(Section.SETUP, "loading libraries")
+    config = task.config
+    prepare_environment(config.training.deterministic)
+    from data_utils.base.memory import keep_freed_memory
+    from megatron_lite.finetune.run import finetune
+    from megatron_lite.parallel.context import initialize
+    from megatron_lite.train.numerics import set_numerics
+    from megatron_lite.train.resume import check_beginning
+
+    first = replace(config, run=replace(config.run, directory=str(output / "none")))
+    check_beginning(first)
+    watchdog.at("joining the process group")
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
+    watchdog.joined()
+    set_numerics(config.training, context.device)
+    if context.device.type == "cpu":
+        keep_freed_memory()
+    try:
+        with watchdog.name_dead_ranks():
+            status = finetune(task, output, context, control, watchdog)
+    finally:
+        control.enter(Phase.OVER)
+        watchdog.enter(Section.EXIT)
+    report_status(status)
+    context.barrier()
+    context.close()
+    return status
+
+
+def command() -> None:
+    """The entry point. All ranks find the same mistake; one per node reports it."""
+    run_command(main, quiet=not is_first_of_node(), report=report_status)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,212 @@
+"""Fine-tuning runs: every kind learns, layouts and resumed runs equal one process, results say what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.distributed import run_ranks
+from support.tasks import votes, write_lines, write_task
+
+from data_utils.base.errors import ConfigError, ExitStatus
+from data_utils.base.settings import merge, parse_override
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, step_of
+from megatron_lite.checkpoint.read import load_weights
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.finetune.run import finetune
+from megatron_lite.finetune.setup import load_tree, prepare
+from megatron_lite.train.metrics import read_metrics
+
+CLOZE = {
+    "kind": "cloze",
+    "template": "{text} It was [MASK] .",
+    "verbalizers": {"0": "bad", "1": "good"},
+}
+
+
+def task_of(files, output, *overrides):
+    tree = load_tree([files[0]], files[1], overrides)
+    return prepare(merge(tree, {"run": {"directory": str(output)}}))
+
+
+def run(context, files, output, *overrides):
+    return finetune(task_of(files, output, *overrides), output, context)
+
+
+def learn(files, output, *overrides, world=1, **parallel):
+    settings = [f"parallel.{name}={value}" for name, value in parallel.items()]
+    statuses = run_ranks(
+        run, world, files, output, *overrides, *settings, parallel=ParallelConfig(**parallel)
+    )
+    return statuses[0]
+
+
+def results(output):
+    return json.loads((output / "results.json").read_text())
+
+
+def scores(output, seed=1234):
+    records = read_metrics(output / f"seed_{seed}")
+    return [(r["step"], r["accuracy"]) for r in records if r["kind"] == "scores"]
+
+
+def last_weights(directory: Path):
+    return load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
+
+
+@pytest.mark.parametrize("kind", ["classification", "cloze"])
+def test_a_task_is_learnt_from_initial_weights(tmp_path, kind):
+    files = write_task(tmp_path / "task", **(CLOZE if kind == "cloze" else {}))
+    assert learn(files, tmp_path / "out", "finetune.epochs=12") is ExitStatus.FINISHED
+    found = results(tmp_path / "out")
+    (of_file,) = found["files"].values()
+    assert of_file["mean"]["accuracy"] > 0.9 and of_file["samples"] == 32
+    (seed,) = found["seeds"]
+    best = max(accuracy for _, accuracy in scores(tmp_path / "out"))
+    assert seed["best_step"] == next(step for step, accuracy in scores(tmp_path / "out") if accuracy == best)
+    assert step_of(list_checkpoints(tmp_path / "out/seed_1234/best")[-1]) == seed["best_step"]
+    lines = (tmp_path / "out/seed_1234/predictions/votes.jsonl").read_text().splitlines()
+    right = [
+        json.loads(line)["label"] == sample["label"] for line, sample in zip(lines, votes(1, 32), strict=True)
+    ]
+    assert sum(right) / 32 == of_file["mean"]["accuracy"]
+
+
+LAYOUTS = [
+    (2, {"tensor_parallel_size": 2}),
+    (2, {"zero_stage": 1}),
+    (2, {"zero_stage": 2}),
+    (2, {"zero_stage": 3}),
+]
+
+
+def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
+    """Three epochs of 64 samples with dropout. fp32: only the order of sums differs."""
+    files = write_task(tmp_path / "task", **CLOZE)
+    common = ["finetune.epochs=3", "model.output_dropout=0.1", "batch.micro_batch_size=4"]
+    learn(files, tmp_path / "one", *common)
+    expected = last_weights(tmp_path / "one/seed_1234/checkpoints")
+    for number, (world, parallel) in enumerate(LAYOUTS):
+        output = tmp_path / str(number)
+        learn(files, output, *common, world=world, **parallel)
+        assert scores(output) == scores(tmp_path / "one"), parallel
+        for name, weight in last_weights(output / "seed_1234/checkpoints").items():
+            torch.testing.assert_close(
+                weight, expected[name], rtol=1e-4, atol=2e-5, msg=f"{parallel}: {name}"
+            )
+    learn(
+        files,
+        tmp_path / "cut",
+        *common,
+        "training.steps=12",
+        "schedule.warmup_steps=1",
+        "training.eval_interval=4",
+    )
+    whole = last_weights(tmp_path / "cut/seed_1234/checkpoints")
+    again = [*common, "training.steps=12", "schedule.warmup_steps=1", "training.eval_interval=4"]
+    stopped = learn(files, tmp_path / "resumed", *again, "training.stop_after_step=5")
+    assert stopped is ExitStatus.FINISHED
+    assert not (tmp_path / "resumed/results.json").exists()
+    learn(files, tmp_path / "resumed", *again)
+    assert scores(tmp_path / "resumed") == scores(tmp_path / "cut")
+    for name, weight in last_weights(tmp_path / "resumed/seed_1234/checkpoints").items():
+        assert torch.equal(weight, whole[name]), name
+
+
+def test_seeds_are_runs_and_done_ones_are_not_repeated(tmp_path):
+    files = write_task(tmp_path / "task", train=32)
+    output = tmp_path / "out"
+    options = ["finetune.seeds=[1, 2]", "finetune.epochs=2"]
+    learn(files, output, *options)
+    found = results(output)
+    assert [seed["seed"] for seed in found["seeds"]] == [1, 2]
+    values = [next(iter(seed["files"].values()))["metrics"]["accuracy"] for seed in found["seeds"]]
+    (of_file,) = found["files"].values()
+    assert of_file["mean"]["accuracy"] == pytest.approx(sum(values) / 2)
+    assert of_file["deviation"]["accuracy"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    before = [(output / f"seed_{seed}/results.json").stat().st_mtime_ns for seed in (1, 2)]
+    heads = [
+        last_weights(output / f"seed_{seed}/checkpoints")["heads.task.classifier.weight"] for seed in (1, 2)
+    ]
+    assert not torch.equal(*heads)
+    (output / "seed_2/results.json").unlink()
+    learn(files, output, *options)
+    assert (output / "seed_1/results.json").stat().st_mtime_ns == before[0]
+    assert (output / "seed_2/results.json").exists()
+
+
+def test_training_ends_when_no_better_score_comes(tmp_path):
+    """Labels that say nothing: scores of a tiny learning rate stay as they are."""
+    files = write_task(tmp_path / "task", train=32)
+    learn(files, tmp_path / "out", "finetune.patience=2", "optimizer.lr=1e-12", "finetune.epochs=9")
+    assert [step for step, _ in scores(tmp_path / "out")] == [2, 4, 6]
+    assert results(tmp_path / "out")["seeds"][0]["best_step"] == 2
+
+
+def test_fine_tuning_begins_with_a_checkpoint_of_another_task(tmp_path):
+    """The body is taken over; a head of other classes is new."""
+    files = write_task(tmp_path / "first", **CLOZE)
+    learn(files, tmp_path / "out", "finetune.epochs=1")
+    start = tmp_path / "out/seed_1234"
+    labels = [{**line, "label": str(i % 3)} for i, line in enumerate(votes(0, 32))]
+    train = write_lines(tmp_path / "three.jsonl", labels)
+    heads = write_task(tmp_path / "second")
+    options = [f"task.train={train}", f"task.validation=['{train}']", "task.labels=['0', '1', '2']"]
+    options += [f"checkpoint.initialize_from={start}", "finetune.epochs=1", "optimizer.lr=1e-12"]
+    learn(heads, tmp_path / "new", *options, "optimizer.weight_decay=0")
+    body, then = last_weights(start / "checkpoints"), last_weights(tmp_path / "new/seed_1234/checkpoints")
+    assert {name for name in then if name not in body} == {
+        "heads.task.classifier.weight",
+        "heads.task.classifier.bias",
+    }
+    for name in body:
+        torch.testing.assert_close(then[name], body[name], rtol=0, atol=1e-9)
+
+
+def test_unused_heads_stay_as_they_are(tmp_path):
+    """A task's loss does not read the head that predicts tokens: no gradient, no weight decay."""
+    files = write_task(tmp_path / "task", train=32)
+    options = ["model.head_transform=true", "model.head_bias=true", "optimizer.weight_decay=0.5"]
+    learn(files, tmp_path / "out", *options, "finetune.epochs=1", "training.stop_after_step=1")
+    first = last_weights(tmp_path / "out/seed_1234/checkpoints")
+    learn(files, tmp_path / "out", *options, "finetune.epochs=1")
+    then = last_weights(tmp_path / "out/seed_1234/checkpoints")
+    idle = [name for name in then if name.startswith("heads.") and not name.startswith("heads.task.")]
+    assert len(idle) == 5
+    assert all(torch.equal(first[name], then[name]) for name in idle)
+    assert not torch.equal(first["heads.task.classifier.weight"], then["heads.task.classifier.weight"])
+
+
+BAD = {
+    "no task": (["task=null"], "no task given"),
+    "steps of too few": (["task.train_samples=1000"], "task.train_samples is 1000, but .* has 64 samples"),
+    "one label": (["task.labels=['0']"], "label|labels"),
+    "long": (["task.sequence_length=60"], "needs positions up to 59, but model.max_position is 48"),
+    "unknown metric": (["task.metrics=[acuracy]"], "unknown metric"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings_are_refused_in_one_line(tmp_path, name):
+    overrides, message = BAD[name]
+    files = write_task(tmp_path / "task")
+    with pytest.raises(Exception, match=message) as error:
+        task_of(files, tmp_path / "out", *overrides)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_best_must_be_a_metric_of_the_task(tmp_path):
+    files = write_task(tmp_path / "task")
+    task = task_of(files, tmp_path / "out", "finetune.best=f1")
+    from megatron_lite.finetune.judge import compared_by
+
+    with pytest.raises(ConfigError, match=r"finetune\.best is f1, but the task measures accuracy"):
+        compared_by(task.settings, task.config.finetune.best)
+
+
+def test_overrides_win_over_the_task_and_the_task_over_the_model(tmp_path):
+    files = write_task(tmp_path / "task")
+    assert task_of(files, tmp_path / "out").config.training.steps == 8 * 64 // 16
+    assert task_of(files, tmp_path / "out", "training.steps=7").config.training.steps == 7
+    assert task_of(files, tmp_path / "out", "optimizer.lr=0.5").config.optimizer.lr == 0.5
+    assert parse_override("a.b=1") == {"a": {"b": 1}}

@@ -1,0 +1,7 @@
+import pytest
+from support.labelled_files import Files
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path)

@@ -1,0 +1,223 @@
+"""One's own samples as JSONL for each kind of task, and what every reader refuses."""
+
+import gzip
+import json
+
+import pytest
+import zstandard
+from support.labelled_files import task
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import build
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers import labels_of, read_records
+
+
+def jsonl(kind="classification", **settings):
+    return task("jsonl", settings.pop("name", "mine"), kind, **settings)
+
+
+YES_NO = jsonl(labels=("no", "yes"))
+
+
+def test_classification(files):
+    lines = [
+        {"text": "a", "label": "yes", "source": "web", "year": 2020},
+        {"text_a": "b", "text_b": "", "label": "no"},
+    ]
+    records = files.read(YES_NO, lines)
+    assert [record.fields for record in records] == [
+        {"text": "a"},
+        {"text_a": "b", "text_b": ""},
+    ]
+    assert [(record.label, record.index) for record in records] == [("yes", 0), ("no", 1)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "value", "name"), [(("false", "true"), True, "true"), (("0", "1"), 1, "1"), (("a",), "a", "a")]
+)
+def test_labels_are_names(files, labels, value, name):
+    (record,) = files.read(jsonl(labels=labels), [{"text": "a", "label": value}])
+    assert record.label == name
+
+
+def test_ones_own_fields(files):
+    config = jsonl(labels=("no", "yes"), text_fields=("review", "title"), label_field="class")
+    (record,) = files.read(config, [{"review": "r", "title": "t", "class": "no", "idx": "x7"}])
+    assert (record.fields["review"], record.fields["title"], record.label) == ("r", "t", "no")
+    assert record.index == "x7" and list(record.fields) == ["review", "title"]
+    files.refused(config, [{"text": "r"}], "train.txt:1: there is no field 'review' (fields: text)")
+
+
+def test_fields_of_a_template_must_be_there(files):
+    config = jsonl("cloze", template="{a} and {b:strip}: [MASK]", verbalizers={"no": "bad", "yes": "good"})
+    assert labels_of(config) == ("no", "yes")
+    (record,) = files.read(config, [{"a": "1", "b": "2", "label": "yes"}])
+    assert record.fields == {"a": "1", "b": "2"}
+    files.refused(config, [{"a": "1", "label": "yes"}], "there is no field 'b' (fields: a, label)")
+
+
+def test_regression(files):
+    (record,) = files.read(jsonl("regression"), [{"text": "a", "label": 2}])
+    assert record.label == 2.0
+    for bad in ("x", True, [1]):
+        files.refused(
+            jsonl("regression"), [{"text": "a", "label": bad}], f"label {bad!r} is no number; regression"
+        )
+
+
+def test_choices(files):
+    line = {"inputs_pretokenized": "2 + 2 =", "choices_pretokenized": ["4", "5", "6"], "label": 0}
+    (record,) = files.read(jsonl("cloze"), [line])
+    assert (record.fields, record.label) == ({"inputs": "2 + 2 =", "choices": ("4", "5", "6")}, 0)
+    files.refused(
+        jsonl("cloze"),
+        [{**line, "label": 3}],
+        "train.txt:1: label 3 is no choice; there are 3, numbered from 0",
+    )
+    files.refused(
+        jsonl("cloze"), [{**line, "choices_pretokenized": ["4"]}], "there are 1 choices; a sample needs two"
+    )
+    files.refused(
+        jsonl("cloze"), [{**line, "choices_pretokenized": [4, 5]}], "must hold a list of texts, not [4, 5]"
+    )
+
+
+def test_race(files):
+    line = {"article": "An article.", "id": "high1.txt", "questions": ["Who _ ?", "Why?"],
+            "options": [["a", "b"], ["c", "d", "e"]], "answers": ["B", "C"]}  # fmt: skip
+    config = jsonl("cloze", name="RACE")
+    records = files.read(config, [line])
+    assert [(record.index, record.label) for record in records] == [("high1.txt-0", 1), ("high1.txt-1", 2)]
+    assert records[1].fields == {"context": "An article.", "question": "Why?", "choices": ("c", "d", "e")}
+    for answer in ("C", "AB", "", "b"):
+        files.refused(
+            config,
+            [{**line, "answers": [answer, "C"]}],
+            f"question 0 has 2 options and the answer '{answer}'",
+        )
+    files.refused(config, [{**line, "options": []}], "2 questions have 0 lists of options and 2 answers")
+
+
+def test_sequence_to_sequence(files):
+    lines = [{"src": "a b", "tgt": "c"}, {"src": ["un", "##able", "to"], "tgt": ["go"]}]
+    records = files.read(jsonl("seq2seq"), lines)
+    assert [record.fields for record in records] == [
+        {"source": "a b", "target": "c"},
+        {"source": "unable to", "target": "go"},
+    ]
+    assert [record.label for record in records] == ["c", "go"]
+    (record,) = files.read(jsonl("seq2seq"), [{"src": "a"}], labelled=False)
+    assert (record.fields, record.label) == ({"source": "a"}, None)
+    config = jsonl("seq2seq", text_fields=("question",), label_field="answer")
+    assert files.read(config, [{"question": "q", "answer": "a"}])[0].fields == {"source": "q", "target": "a"}
+    files.refused(
+        jsonl("seq2seq"), [{"src": "a", "tgt": " "}], "train.txt:1: field 'tgt' is empty; a pair needs"
+    )
+    files.refused(jsonl("seq2seq"), [{"src": [], "tgt": "a"}], "field 'src' is empty")
+
+
+def test_spans_and_tags(files):
+    line = {
+        "id": "q",
+        "question": "who?",
+        "context": "It is Ann.",
+        "answers": [{"text": "Ann", "answer_start": 6}],
+    }
+    (record,) = files.read(jsonl("spans"), [line])
+    assert (record.index, record.label, record.fields["answers"]) == ("q", ("Ann",), (("Ann", 6),))
+    files.refused(
+        jsonl("spans"),
+        [{**line, "context": "It's Ann."}],
+        "train.txt:1: the answer 'Ann' is not at character 6",
+    )
+    config = jsonl("tagging", labels=("O", "B-PER", "I-PER"))
+    (record,) = files.read(config, [{"words": ["Ann", "Lee", "left"], "label": ["B-PER", "I-PER", "O"]}])
+    assert (record.fields, record.label) == ({"words": ("Ann", "Lee", "left")}, ("B-PER", "I-PER", "O"))
+    files.refused(config, [{"words": ["a"], "label": ["O", "O"]}], "there are 2 tags for 1 words")
+    files.refused(
+        config, [{"words": ["a"], "label": ["I-PER"]}], "tag I-PER follows O and continues no entity"
+    )
+    files.refused(
+        config, [{"words": ["a"], "label": ["X"]}], "label 'X' is unknown; the labels are O, B-PER, I-PER"
+    )
+    files.refused(config, [{"words": [" "], "label": ["O"]}], "none may be empty")
+
+
+def test_texts(files):
+    assert files.read(jsonl("language_modelling"), [{"text": "a b"}])[0].label is None
+    assert files.read(jsonl("lambada"), [{"text": "one two three"}])[0].label == "three"
+    assert files.read(jsonl("blanks"), [{"text": "a b"}])[0].label == "a b"
+    files.refused(
+        jsonl("lambada"), [{"text": "one"}], "train.txt:1: the text 'one' has 1 words; lambada needs"
+    )
+    files.refused(jsonl("blanks"), [{"text": " "}], "the text is empty")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "malformed JSON"),
+        (b"[1, 2]", "the line holds an array, not an object"),
+        (b'{"text": "\xff", "label": "no"}', "invalid UTF-8: byte 0xff"),
+        (b'{"label": "no"}', "there is no field 'text' (fields: label)"),
+        (b'{"text": 3, "label": "no"}', "field 'text' holds a number, not text"),
+        (b'{"text": " ", "label": "no"}', "the text is empty (text)"),
+        (b'{"text": "a"}', "there is no label"),
+        (b'{"text": "a", "label": "maybe"}', "label 'maybe' is unknown; the labels are no, yes"),
+        (b'{"text": "a", "label": null}', "there is no label"),
+        (b'{"text": "a", "label": {}}', "the label is an object ({}); a class is text"),
+    ],
+)
+def test_bad_lines(files, line, message):
+    good = b'{"text": "a", "label": "no"}\n\n'
+    files.refused(
+        YES_NO, good + line + b"\n", f"train.txt:3: {message}", "; correct or remove it, or leave such"
+    )
+
+
+def test_bad_lines_are_counted_and_said_once(files, caplog):
+    config = jsonl(labels=("no", "yes"), skip_bad_lines=True)
+    good = {"text": "a", "label": "no"}
+    records = files.read(config, [good, {"text": "b"}, {"text": 3}, good])
+    assert ([record.index for record in records], records.skipped) == ([0, 3], 2)
+    (said,) = caplog.messages
+    assert "train.txt: 2 lines are left out; the first: " in said and "train.txt:2: there is no label" in said
+    files.refused(config, [{"text": "b"}], "train.txt holds no sample; 1 lines were left out, first")
+
+
+def test_files_that_are_missing_empty_or_damaged(files):
+    with pytest.raises(
+        Exception, match=r"absent\.jsonl does not exist; check the paths in the section task\.$"
+    ):
+        read_records(YES_NO, files.folder / "absent.jsonl", labelled=True)
+    with pytest.raises(Exception, match="is not a file"):
+        read_records(YES_NO, files.folder, labelled=True)
+    for content in ("", "\n\n", b"\xef\xbb\xbf"):
+        files.refused(YES_NO, content, "train.txt holds no sample; check the file and task.reader")
+    whole = gzip.compress(json.dumps({"text": "a", "label": "no"}).encode() * 9)
+    files.refused(YES_NO, whole[:-9], "the compressed data is cut off", name="train.jsonl.gz")
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
+def test_compressed_lines_are_the_same(files, compress, monkeypatch):
+    monkeypatch.setattr("data_utils.tasks.files._CHUNK_BYTES", 7)
+    name = {bytes: "a.jsonl", gzip.compress: "a.jsonl.gz"}.get(compress, "a.jsonl.zst")
+    lines = [{"text": "x" * n, "label": "no"} for n in range(1, 9)]
+    records = files.read(YES_NO, compress("".join(json.dumps(each) + "\n" for each in lines).encode()), name)
+    assert [len(record.fields["text"]) for record in records] == list(range(1, 9))
+    assert [record.place.rpartition(":")[2] for record in records] == [*"12345678"]
+
+
+def test_labels_of_a_task_without_any(files):
+    files.refused(
+        jsonl(), [{"text": "a", "label": "no"}], "task.labels is empty, and task 'mine' has no classes of its"
+    )
+    assert labels_of(jsonl(name="AG-News")) == ("1", "2", "3", "4")
+    verbalizers = build(TaskConfig, {"name": "m", "kind": "cloze", "reader": "jsonl",
+                                     "verbalizers": {False: "bad", 1: "good"}})  # fmt: skip
+    assert labels_of(verbalizers) == ("false", "1")
+    with pytest.raises(ConfigError, match="has a name twice"):
+        labels_of(jsonl(labels=("a", "a")))
+    with pytest.raises(ConfigError, match=r"task\.verbalizers: the label is a number \(0\.5\).*in quotes"):
+        labels_of(jsonl("cloze", verbalizers={0.5: "good"}))

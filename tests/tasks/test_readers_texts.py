@@ -1,0 +1,115 @@
+"""Documents in lines, Wikitext, and lines with blanks."""
+
+import random
+
+import pytest
+from support.labelled_files import task
+
+from data_utils.tasks.files import BadLine
+from data_utils.tasks.texts import fillings, wikitext_detokenized
+
+BLANKS = task("text", "yahoo_blanks", "blanks")
+
+
+def test_documents_in_lines(files):
+    config = task("text", "mine", "language_modelling")
+    records = files.read(config, "one \n\ntwo\u2028three\n")
+    assert [(record.fields, record.label) for record in records] == [
+        ({"text": "one "}, None),
+        ({"text": "two\u2028three"}, None),
+    ]
+    files.refused(config, b"one\n\xe9\n", "train.txt:2: invalid UTF-8: byte 0xe9")
+
+
+def test_lambada(files):
+    config = task("text", "lambada", "lambada")
+    for content, name in (([{"text": "he saw a dog"}], "test.jsonl"), ("he saw a dog\n", "test.txt")):
+        (record,) = files.read(config, content, name)
+        assert (record.fields, record.label) == ({"text": "he saw a dog"}, "dog")
+    files.refused(config, [{"txt": "a b"}], "test.jsonl:1: there is no field 'text'", name="test.jsonl")
+
+
+def test_wikitext(files):
+    """Each rule of the detokenizer; the words are those of the file, ends of lines counted."""
+    text = (
+        ' = A Game = \n \n It cost 1 @,@ 000 @.@ 5 , a well @-@ known ( small ) sum ; it \'s " good " . \n'
+        " = = B = = \n the boys ' : [ x ] 5 \u00b0 C ! \n"
+    )
+    plain = (
+        ' = A Game =\n\nIt cost 1,000.5, a well-known (small) sum; it\'s "good".\n'
+        "== B ==\nthe boys': [x] 5\u00b0C!\n"
+    )
+    assert wikitext_detokenized(text) == plain
+    (record,) = files.read(task("text", "WikiText-103", "language_modelling"), text, "wiki.test.tokens")
+    assert record.fields["text"] == plain
+    assert record.fields["word_count"] == len(text.strip().split(" ")) == 47
+    files.refused(task("text", "wikitext2", "language_modelling"), b"a\n\xff\n", "train.txt:2: invalid UTF-8")
+
+
+def test_lines_with_blanks(files):
+    files.write("test.txt", "a b c d\none two\n")
+    records = files.read(BLANKS, "a <blank> d\n<blank> two\n", "blank/test.maskratio0.1.blank")
+    assert records[0].fields == {"text": "a b c d", "masked": "a <blank> d", "fillings": ("b c",)}
+    assert [record.label for record in records] == ["a b c d", "one two"]
+    assert files.read(BLANKS, "a b c d\n", "train.txt")[0].fields == {"text": "a b c d"}
+
+
+def test_lines_with_blanks_without_the_texts(files):
+    (record,) = files.read(BLANKS, "a <blank>\n", "blank/some.blank", labelled=False)
+    assert (record.fields, record.label) == ({"masked": "a <blank>"}, None)
+    files.refused(
+        BLANKS, "a <blank>\n", "there is no some.txt beside it or one folder above", name="some.blank"
+    )
+
+
+def test_lines_with_blanks_refuse(files):
+    files.write("test.txt", "a b\nc d\n")
+    name = "test.blank"
+    files.refused(BLANKS, "a b\nc <blank>\n", "test.blank:1: there is no <blank> in the line", name=name)
+    files.refused(
+        BLANKS, "x <blank>\nc <blank>\n", "test.blank:1: the line with blanks does not agree", name=name
+    )
+    files.refused(BLANKS, "a <blank>\n", "test.txt:2: ", "test.blank has no such line", name=name)
+    files.refused(BLANKS, "<blank> b\n" * 3, "test.blank:2: the line", name=name)
+    files.refused(
+        BLANKS, "<blank> b\n<blank> d\n<blank>\n", "test.blank:3: ", "test.txt has no such", name=name
+    )
+
+
+def test_fillings_put_together_are_the_text():
+    """Over few words, where a piece stands at many places; every second case is made not to agree."""
+    draw = random.Random(3)
+    agreed = 0
+    for case in range(3000):
+        whole = [draw.choice("ab") for _ in range(draw.randint(1, 9))]
+        hidden = [draw.random() < 0.4 for _ in whole]
+        masked = []
+        for word, is_hidden in zip(whole, hidden, strict=True):
+            if not is_hidden:
+                masked.append(word)
+            elif masked[-1:] != ["<blank>"] or draw.random() < 0.3:
+                masked.append("<blank>")
+        if case % 2:
+            masked[draw.randrange(len(masked))] = draw.choice(["a", "b", "<blank>"])
+        if "<blank>" not in masked:
+            continue
+        possible = agree(masked, whole)
+        assert possible or case % 2
+        if not possible:
+            with pytest.raises(BadLine):
+                fillings(masked, whole)
+            continue
+        agreed += 1
+        left = iter(fillings(masked, whole))
+        filled = " ".join(next(left) if word == "<blank>" else word for word in masked)
+        assert filled.split() == whole and next(left, None) is None
+    assert agreed > 1500
+
+
+def agree(masked, whole):
+    """Whether blanks of one word or more can make `whole` of `masked`, by trying every length."""
+    if not masked or not whole:
+        return not masked and not whole
+    if masked[0] != "<blank>":
+        return masked[0] == whole[0] and agree(masked[1:], whole[1:])
+    return any(agree(masked[1:], whole[size:]) for size in range(1, len(whole) + 1))

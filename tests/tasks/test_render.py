@@ -1,0 +1,59 @@
+"""Every kind of task: its head, pure samples, and that parts are found again in a collated batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.task_inputs import record, renderer
+
+from data_utils.objectives.planes import TOKENS, WEIGHTS
+from data_utils.tasks.base import HEADS
+from data_utils.tasks.collate import collate
+from data_utils.tasks.config import KINDS
+from data_utils.tasks.render import KINDS_OF_TASK
+
+TEXT = "rain falls in wet city he runs north and south"
+# Settings and a record for each kind.
+CASES = {
+    "cloze": ({"name": "sst2"}, record("1", text_a=TEXT)),
+    "classification": ({"labels": ("0", "1")}, record("1", text=TEXT)),
+    "regression": ({}, record(1.5, text=TEXT)),
+    "seq2seq": ({}, record("he", source=TEXT, target="he runs")),
+    "blanks": ({}, record(TEXT, text=TEXT)),
+    "language_modelling": ({"sequence_length": 12, "stride": 4}, record(None, text=TEXT)),
+    "lambada": ({}, record("south", text=TEXT)),
+    "spans": (
+        {"sequence_length": 16, "stride": 4, "question_length": 4, "answer_length": 4},
+        record(("city",), question="who", context=TEXT, answers=(("city", TEXT.index("city")),)),
+    ),
+    "tagging": ({"labels": ("O", "B-PER")}, record(("O",) * 10, words=tuple(TEXT.split()))),
+}
+
+
+def test_every_kind_is_rendered():
+    assert set(KINDS) == set(KINDS_OF_TASK) == set(CASES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_pure_and_found_again_in_a_batch(kind):
+    more, given = CASES[kind]
+    made, again = (renderer(kind=kind, **more) for _ in range(2))
+    assert made.head in HEADS
+    records = [given, *made.prepare([given], training=True)] if kind != "language_modelling" else []
+    records += made.prepare([given, given], training=False)
+    samples = [made.sample(each, number, 1) for number, each in enumerate(records)]
+    planes, parts = collate(samples)
+    same, _ = collate([again.sample(each, number, 1) for number, each in enumerate(records)])
+    assert (planes == same).all()
+    assert (planes[:, WEIGHTS].any(axis=1) == (made.head == "tokens")).all(), "a loss by tokens, or by parts"
+    assert bool(len(parts.rows)) == (made.head != "tokens")
+    every = [part for sample in samples for part in sample.parts]
+    documents = [sample.documents[part.document].tokens for sample in samples for part in sample.parts]
+    tokens = planes[:, TOKENS].reshape(-1)
+    for number, (part, document) in enumerate(zip(every, documents, strict=True)):
+        mine = parts.row_part == number
+        assert (tokens[parts.rows[mine]] == document[part.rows]).all()
+        assert (parts.targets[parts.target_part == number] == part.targets).all()
+    if made.head in ("choices", "tags"):
+        assert (parts.row_part == parts.target_part).all(), "a row for each target"
+    assert np.bincount(parts.sample, minlength=len(samples)).tolist() == [len(s.parts) for s in samples]
