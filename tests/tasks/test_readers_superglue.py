@@ -135,6 +135,9 @@ def test_record_refuses(files):
         "an entity is at characters 18 to 99, both of them in it; the passage has 73",
     )
     files.refused(config, [record_line(answers=())], "there is no label")
+    line = record_line()
+    line["qas"][0]["idx"] = [None]
+    files.refused(config, [line], "train.txt:1: field 'idx' is [None]; it must be a whole number")
 
 
 def wsc(text, span2_index, span2_text="him", span1_index=0, span1_text="Ann Lee", **more):
@@ -167,6 +170,10 @@ def test_wsc_spans_that_are_off_and_candidates(files):
     (record,) = files.read(superglue("wsc"), [line])
     assert record.fields["span1_index"] == 1
     assert record.fields["candidates"] == ("Bob", "Bob's dog")
+    for bad in (3, ["Bob"], {}):
+        files.refused(
+            superglue("wsc"), [{**line, "candidates": bad}], "field 'candidates' must hold a list of objects"
+        )
 
 
 @pytest.mark.parametrize("index", [0, 5, -3, 99])
