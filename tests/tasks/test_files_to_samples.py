@@ -68,7 +68,7 @@ def write(files, task: TaskConfig) -> str:
     """A small file of the task's format; returns its path."""
     name = plain_name(task.name)
     if task.reader == "synthetic":
-        return f"{name}:samples=8"
+        return f"{task.name}:samples=8"
     if task.reader in ("superglue", "jsonl"):
         lines = (SUPERGLUE if task.reader == "superglue" else JSONL)[name]
         return str(files.write("a.jsonl", json.dumps(lines) + "\n"))
