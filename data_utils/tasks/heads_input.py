@@ -21,7 +21,7 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import document
 from data_utils.tasks.files import plain_name
-from data_utils.tasks.inputs import Inputs, Tokens
+from data_utils.tasks.inputs import Inputs, Tokens, covering
 from data_utils.tasks.patterns import field_text
 from data_utils.text.special_tokens import NO_TOKEN
 
@@ -281,9 +281,7 @@ class Spans:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
         room = config.sequence_length - overhead(self.inputs, 2) - question
-        step = min(config.stride, room)
-        starts = [0, *range(step, max(context - room + step, 1), step)]
-        return [(start, min(start + room, context)) for start in starts]
+        return covering(context, room, config.stride)
 
     def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) where the text has none; None without a label."""

@@ -136,3 +136,10 @@ class Inputs:
 
 def flat(pieces: Sequence[Tokens]) -> list[int]:
     return [token for piece in pieces for token in piece.ids]
+
+
+def covering(length: int, room: int, step: int) -> list[tuple[int, int]]:
+    """[start, end) of windows of at most `room` that cover 0 .. length and start at most `step` apart."""
+    step = min(step, room)
+    starts = [0, *range(step, max(length - room + step, 1), step)]
+    return [(start, min(start + room, length)) for start in starts]

@@ -24,7 +24,7 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.examples import Draws, after_prefix, blanks_filled, document, left_to_right
 from data_utils.tasks.files import plain_name
-from data_utils.tasks.inputs import Inputs, Tokens, flat
+from data_utils.tasks.inputs import Inputs, Tokens, covering, flat
 from data_utils.tasks.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
 from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.vocabulary import vocabulary_of
@@ -89,7 +89,11 @@ class Seq2Seq:
             )
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
-        return [record for record in records if not training or self._target(record) is not None]
+        if not training:
+            return list(records)
+        if self.task == "squadanswers":
+            records = [window for record in records for window in self._windows(record)]
+        return [record for record in records if self._target(record) is not None]
 
     def prompt(self, record: Record) -> list[int]:
         """What stands before the target where the model is used."""
@@ -149,6 +153,23 @@ class Seq2Seq:
         """Tokens of what stands before the target, beside those of the source."""
         form = self.inputs.form
         return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
+
+    def _windows(self, record: Record) -> list[Record]:
+        """A record for each window of a long context, half a window apart; one without the answer has none."""
+        context, answers = record.fields["context"], record.fields.get("answers", ())
+        _, places = self.inputs.tokenizer.encode_with_places(context)
+        question = self.inputs.tokenizer.encode(record.fields["question"])
+        room = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
+        if len(places) <= room or room < 2:
+            return [record]
+        found = []
+        for start, end in covering(len(places), room, room // 2):
+            first, last = places[start][0], places[end - 1][1]
+            inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
+            fields = {**record.fields, "context": context[first:last]}
+            label = None if record.label is None else inside
+            found.append(Record(record.index, fields, label, record.group, record.place))
+        return found
 
     def _near_answer(self, record: Record) -> Record:
         """The record with the part of a long context that is around its first answer."""

@@ -137,6 +137,20 @@ def test_the_part_of_a_long_context_around_the_answer_is_kept():
     assert len(made.kind.prompt(asked)) <= 40
 
 
+def test_windows_without_the_answer_teach_that_there_is_none():
+    context = " ".join(["rain"] * 60 + ["the man"] + ["wet"] * 60)
+    asked = record(("man",), question="who", context=context, answers=(("man", context.index("man")),))
+    made = made_of("blank_infilling", name="squad_answers", sequence_length=40)
+    windows = made.prepare([asked], training=True)
+    answers = [shown(one(made, window), made).partition("<|startofpiece|> ")[2] for window in windows]
+    assert len(windows) > 4 and 1 <= answers.count("man") <= 2 and set(answers) == {"man", "n / a"}
+    for window, answer in zip(windows, answers, strict=True):
+        assert ("man" in window.fields["context"]) == (answer == "man") and made.sample(window, 0).cut == 0
+    words = [word for window in windows for word in window.fields["context"].split()]
+    assert set(words) == {"rain", "the", "man", "wet"} and len(words) > 122
+    assert made.prepare([asked], training=False) == [asked]
+
+
 # ---- lengths ----
 
 
