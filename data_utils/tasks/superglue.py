@@ -116,11 +116,11 @@ def _near(words: list[str], span: list[str], index: int, form: Callable[[str], s
 
 
 def _glued(words: list[str], pronoun: str, index: int) -> int:
-    """Cut off the punctuation at the pronoun, so that it is a word of its own. Changes `words`."""
+    """Cut off what is glued to the pronoun (`him.`, `she'd`), so that it is a word of its own. Changes `words`."""
     for place in (index, index - 1, index + 1):
         if 0 <= place < len(words):
             before, found, after = words[place].partition(pronoun)
-            if found and not any(letter.isalnum() for letter in before + after):
+            if found and not after[:1].isalnum() and not any(map(str.isalnum, before)):
                 words[place : place + 1] = [part for part in (before, pronoun, after) if part]
                 return place + bool(before)
     raise BadLine(

@@ -153,6 +153,7 @@ def wsc(text, span2_index, span2_text="him", span1_index=0, span1_text="Ann Lee"
         ("Ann Lee saw him there.", 2, "Ann Lee saw him there.", 3),
         ("Ann Lee saw him there.", 4, "Ann Lee saw him there.", 3),
         ("Ann Lee saw him, and", 3, "Ann Lee saw him , and", 3),
+        ("Ann Lee saw him'd and", 3, "Ann Lee saw him 'd and", 3),
         ("Ann Lee saw \u201chim\u201d and", 4, 'Ann Lee saw " him " and', 4),
     ],
 )
@@ -178,6 +179,7 @@ def test_wsc_spans_that_are_off_and_candidates(files):
 
 @pytest.mark.parametrize("index", [0, 5, -3, 99])
 def test_wsc_refuses_a_pronoun_elsewhere(files, index):
+    files.refused(superglue("wsc"), [wsc("Ann Lee saw himself", 3)], "the pronoun 'him' is not at word 3")
     files.refused(
         superglue("wsc"),
         [wsc("Ann Lee saw him there now", index)],
