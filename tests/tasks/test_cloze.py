@@ -225,6 +225,7 @@ def test_choices_of_a_record():
     for choices, label, message in (
         (["falls"], 0, "has no two choices"),
         (["a", "b"], 2, "label 2 is none of the 2 choices"),
+        (["a", "b"], "x", "label 'x' is none of the 2 choices"),
         (["a", ""], 0, "the choice '' has 0 tokens"),
     ):
         with pytest.raises(DataError, match=rf"data.jsonl:1: .*{message}"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.task_inputs import record, renderer
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.planes import TOKENS, WEIGHTS
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.collate import collate
@@ -57,3 +58,15 @@ def test_samples_are_pure_and_found_again_in_a_batch(kind):
     if made.head in ("choices", "tags"):
         assert (parts.row_part == parts.target_part).all(), "a row for each target"
     assert np.bincount(parts.sample, minlength=len(samples)).tolist() == [len(s.parts) for s in samples]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "wsc", "copa", "record"])
+def test_a_record_of_another_format_is_refused_in_one_line(kind):
+    more = {"name": kind, "kind": "cloze"} if kind not in KINDS else {"kind": kind, **CASES[kind][0]}
+    made = renderer(**more)
+    with pytest.raises(
+        DataError, match=r"^data.jsonl:1: the (task|pattern) needs the .* has body;"
+    ) as caught:
+        (given,) = made.prepare([record("0", body="x")], training=False)
+        made.sample(given, 0)
+    assert "\n" not in str(caught.value)
