@@ -87,8 +87,8 @@ def evaluate(
 
 def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
     own = to_tree(run.config)
-    if isinstance(tree.get("task"), Mapping):
-        own["task"] = None  # not a mixture of two tasks
+    if "name" in tree.get("task", {}):
+        own["task"] = None  # another task: not a mixture of two
     together = merge(merge(own, tree), {"task": {"train": None}})
     if "name" not in together["task"]:
         raise ConfigError(f"{run.checkpoint.path} was not trained on a task; give one with --task FILE.")

@@ -136,6 +136,37 @@ def test_beam_search_finds_the_best_of_all_short_spans(model):
         assert scores[tuple(found)] == pytest.approx(max(scores.values()), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"min_length": 3, "no_repeat_ngram_size": 2},
+        {"strategy": "sample"},
+        {"strategy": "beam", "num_beams": 3, "length_penalty": -1.0},
+    ],
+    ids=str,
+)
+def test_several_texts_are_filled_as_if_alone(any_model, options):
+    """Of different lengths and numbers of blanks; draws follow from the number of the text."""
+    contexts = [CONTEXT, [1, 3, 30, 8], [1, 20, 5], [1, 3, 4, 3, 22, 23, 24, 25, 26, 8], [1, 21, 3, 4, 8]]
+    config = GenerationConfig(max_length=16, **options)
+    together = BlankFiller(any_model, SPECIAL, config).fill_all(contexts)
+    filler = BlankFiller(any_model, SPECIAL, config)
+    assert together == [filler.fill(context) for context in contexts]
+    assert [len(spans) for spans in together] == [2, 1, 1, 3, 2]
+    assert len({len(span) for spans in together for span in spans}) > 1 or options.get("min_length")
+
+
+def test_texts_are_taken_in_parts_where_memory_is_short(model, monkeypatch):
+    contexts = [[1, 20 + i, 3, 8] for i in range(5)]
+    filler = BlankFiller(model, SPECIAL, GenerationConfig(max_length=4))
+    sizes, encoded = [], filler.encoded
+    filler.encoded = lambda part: sizes.append(len(part)) or encoded(part)
+    whole = filler.fill_all(contexts)
+    monkeypatch.setattr("megatron_lite.generate.filling.MAX_BEAM_BYTES", 2 * filler._row_bytes(4))
+    assert filler.fill_all(contexts) == whole and sizes == [5, 2, 2, 1]
+
+
 class Pieces:
     """A tokenizer of byte level: white space is a token."""
 
