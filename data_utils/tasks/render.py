@@ -64,6 +64,12 @@ class Renderer:
         """The classes or tags in the order of their numbers."""
         return getattr(self.kind, "labels", ())
 
+    @property
+    def max_position_needed(self) -> int:
+        """Largest position id, of text or block, that a sample can have; the model needs one row more."""
+        last = self.inputs.config.sequence_length - 1
+        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
+
     def check(self) -> None:
         """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
         self.kind.check()

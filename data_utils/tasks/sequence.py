@@ -88,6 +88,16 @@ class Seq2Seq:
                 "to glm, or give another run."
             )
 
+    @property
+    def last_position(self) -> int:
+        """Largest position of a target and its end."""
+        config, form = self.inputs.config, self.inputs.form
+        if form.name == "glm":
+            return config.target_length + 1  # a block's positions count from 1, that of sop
+        if form.name == "encoder_decoder":
+            return config.target_length + form.predict_cls
+        return config.sequence_length + config.target_length
+
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         if not training:
             return list(records)
