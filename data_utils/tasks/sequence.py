@@ -269,7 +269,7 @@ class Seq2Seq:
             weights=[*zeros, *[1.0] * length],
             ord=[*[0] * size, *steps, *-steps],
             grp=[*zeros, *steps],
-            segment_ids=[*[4] * size, *[5] * (2 * length)],
+            segment_ids=[*[0] * size, *[1] * (2 * length)],
             objective=self.inputs.form.loss(1),
         )
 

@@ -141,6 +141,8 @@ def test_a_long_text_is_cut_and_the_pattern_is_not():
 
 def test_labels_are_found_by_name_or_by_number():
     assert one(renderer(**OWN, labels=("1", "0"))).right == 0
+    true_or_false = {"template": "{text} [MASK]", "verbalizers": {False: "no", True: "yes"}}
+    assert one(renderer(**true_or_false, labels=("true", "false")), record("true", text="rain")).right == 0
     by_number = renderer(name="sst2", labels=("negative", "positive"))
     assert one(by_number, record("positive", text_a="rain")).right == 1
     assert one(by_number, record(None, text_a="rain")).right is None
