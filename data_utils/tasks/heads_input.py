@@ -175,7 +175,7 @@ class Tagging:
         return list(records)
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        words = record.fields["words"]
+        words = record.needed("words")
         tags = record.label
         if tags is not None and len(tags) != len(words):
             raise DataError(f"{record.place}: {len(words)} words have {len(tags)} tags; each word needs one.")
@@ -269,12 +269,12 @@ class Spans:
         question, context, places = self._encoded(record)
         start, _ = self._windows(len(question), len(context))[part]
         begin, end = places[start + first - 1][0], places[start + last - 1][1]
-        return record.fields["context"][begin:end].strip()
+        return record.needed("context")[begin:end].strip()
 
     def _encoded(self, record: Record) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         tokenizer, config = self.inputs.tokenizer, self.inputs.config
-        question = tokenizer.encode(record.fields["question"].strip())[: config.question_length]
-        context, places = tokenizer.encode_with_places(record.fields["context"])
+        question = tokenizer.encode(record.needed("question").strip())[: config.question_length]
+        context, places = tokenizer.encode_with_places(record.needed("context"))
         return question, context, places
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:

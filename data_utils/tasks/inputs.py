@@ -14,6 +14,7 @@ from data_utils.tasks.forms import Form
 from data_utils.tasks.patterns import Piece
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
+from data_utils.text.vocabulary import is_chinese
 
 # Which of the masks that a run has learnt a kind of task takes, the best first.
 _MASKS = {
@@ -83,8 +84,9 @@ class Inputs:
         return [Tokens(self.tokenizer.encode(piece.text), piece.shortenable) for piece in pieces]
 
     def continuation(self, text: str) -> list[int]:
-        """Tokens of a text that follows another: with the space before it."""
-        return self.tokenizer.encode(" " + text.strip())
+        """Tokens of a text that follows another: with the space before it, but for Chinese, which has none."""
+        text = text.strip()
+        return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
     def refuse_forms(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.

@@ -88,6 +88,16 @@ class Seq2Seq:
                 "to glm, or give another run."
             )
 
+    @property
+    def last_position(self) -> int:
+        """Largest position of a target and its end."""
+        config, form = self.inputs.config, self.inputs.form
+        if form.name == "glm":
+            return config.target_length + 1  # a block's positions count from 1, that of sop
+        if form.name == "encoder_decoder":
+            return config.target_length + form.predict_cls
+        return config.sequence_length + config.target_length
+
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         if not training:
             return list(records)
@@ -95,9 +105,11 @@ class Seq2Seq:
             records = [window for record in records for window in self._windows(record)]
         return [record for record in records if self._target(record) is not None]
 
-    def prompt(self, record: Record) -> list[int]:
-        """What stands before the target where the model is used."""
+    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
         return self._context(record)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         context, blank, cut = self._context(record)
@@ -156,9 +168,9 @@ class Seq2Seq:
 
     def _windows(self, record: Record) -> list[Record]:
         """A record for each window of a long context, half a window apart; one without the answer has none."""
-        context, answers = record.fields["context"], record.fields.get("answers", ())
+        context, answers = record.needed("context"), record.fields.get("answers", ())
         _, places = self.inputs.tokenizer.encode_with_places(context)
-        question = self.inputs.tokenizer.encode(record.fields["question"])
+        question = self.inputs.tokenizer.encode(record.needed("question"))
         room = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
         if len(places) <= room or room < 2:
             return [record]
@@ -175,7 +187,7 @@ class Seq2Seq:
         """The record with the part of a long context that is around its first answer."""
         text, start = (*record.fields.get("answers", ()), ("", 0))[0]
         fields = {**record.fields, "answer": text}
-        ids, places = self.inputs.tokenizer.encode_with_places(fields["context"])
+        ids, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
         others = self.inputs.tokenizer.encode(f"Question: Answer: {text}")
         room = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
         if len(ids) > room:
@@ -257,7 +269,7 @@ class Seq2Seq:
             weights=[*zeros, *[1.0] * length],
             ord=[*[0] * size, *steps, *-steps],
             grp=[*zeros, *steps],
-            segment_ids=[*[4] * size, *[5] * (2 * length)],
+            segment_ids=[*[0] * size, *[1] * (2 * length)],
             objective=self.inputs.form.loss(1),
         )
 
@@ -284,9 +296,15 @@ class Blanks:
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         return list(records)
 
-    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
-        """The text with its blanks, as the model gets it where it is used."""
+    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
         return self._hidden(record, number, epoch)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The whole text, its blanks filled in their order."""
+        mask, _ = self.inputs.mask()
+        fillings = iter(answers)
+        whole = [token for item in prompt for token in (next(fillings, ()) if item == mask else (item,))]
+        return self.inputs.tokenizer.decode(whole, skip_special=True).strip()
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         context, blanks, cut = self._hidden(record, number, epoch)
@@ -311,7 +329,7 @@ class Blanks:
         return self.inputs.part_a(tokens), blanks, cut
 
     def _as_in_file(self, record: Record) -> tuple[list[tuple[list[int], bool]], int]:
-        texts = record.fields["masked"].split(self.mark)
+        texts = record.needed("masked").split(self.mark)
         given = record.fields.get("fillings") or [""] * (len(texts) - 1)
         stretches: list[tuple[list[int], bool]] = []
         for number, text in enumerate(texts):
@@ -333,7 +351,7 @@ class Blanks:
     def _drawn(self, record: Record, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
         assert self.word_start is not None
         config = self.inputs.config
-        whole = self.inputs.tokenizer.encode(record.fields["text"].strip())
+        whole = self.inputs.tokenizer.encode(record.needed("text").strip())
         ids = np.array(whole[: config.sequence_length - 2], np.int32)
         if not len(ids):
             raise DataError(f"{record.place}: the text has no token; correct it or leave it out.")
