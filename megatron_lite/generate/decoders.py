@@ -33,7 +33,7 @@ from megatron_lite.generate.cache import (
 )
 from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, blank_context
-from megatron_lite.generate.open_run import Run, objective_names
+from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
 from megatron_lite.model.glm import GLM
 
@@ -70,6 +70,17 @@ def decoder_of(run: Run, config: GenerationConfig) -> Decoder:
         f"{run.checkpoint.path} was trained on {', '.join(objective_names(run.objectives))}, which does not teach to "
         f"write; give a run of one of blank_infilling, {', '.join(LAYOUTS)}."
     )
+
+
+def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
+    """Whether the run writes on whole texts; else it fills blanks, or nothing.
+
+    Args: has_blanks: the texts have [MASK] tokens, which only an encoder reads in a text.
+    """
+    names = objective_names(run.objectives)
+    if "blank_infilling" in names and not run.config.model.decoder_layers:
+        return False
+    return any(name in LAYOUTS and not (has_blanks and name not in ENCODED) for name in names)
 
 
 def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
@@ -325,3 +336,4 @@ LAYOUTS: dict[str, Callable[[SpecialTokens, Collection[str], bool], Layout]] = {
     "bart": _bart,
     "mass": _mass,
 }
+ENCODED = ("t5", "bart", "mass")
