@@ -34,7 +34,7 @@ from megatron_lite.generate.cache import (
     stack_rows,
 )
 from megatron_lite.generate.filling import BlankFiller, blank_context
-from megatron_lite.generate.open_run import Run, objective_names
+from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
 from megatron_lite.model.glm import GLM
 
@@ -82,6 +82,17 @@ def decoder_for(
         f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
         f"one of blank_infilling, {', '.join(LAYOUTS)}."
     )
+
+
+def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
+    """Whether the run writes on whole texts; else it fills blanks, or nothing.
+
+    Args: has_blanks: the texts have [MASK] tokens, which only an encoder reads in a text.
+    """
+    names = objective_names(run.objectives)
+    if "blank_infilling" in names and not run.config.model.decoder_layers:
+        return False
+    return any(name in LAYOUTS and not (has_blanks and name not in ENCODED) for name in names)
 
 
 def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
@@ -337,3 +348,4 @@ LAYOUTS: dict[str, Callable[[SpecialTokens, Collection[str], bool], Layout]] = {
     "bart": _bart,
     "mass": _mass,
 }
+ENCODED = ("t5", "bart", "mass")
