@@ -305,11 +305,6 @@ class Config:
             "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
         )
         check(
-            not count or not self.parallel.sequence_parallel,
-            f"parallel.sequence_parallel does not work with model.decoder_layers ({count}), whose parts have numbers "
-            " of tokens that the ranks do not divide; set it to false.",
-        )
-        check(
             not count or not self.training.eval_fillings,
             f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
             "are filled by one stack only; set it to 0.",
