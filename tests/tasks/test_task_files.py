@@ -29,7 +29,7 @@ PUBLISHED = {
     "multirc": (15, 1e-5, 64, 512, 0),
     "record": (5, 1e-5, 64, 512, 0),
 }
-# On sequences: file -> epochs, lr, tokens of input and output; fewest tokens, length penalty, beams, n of no n-gram twice.
+# On sequences: file -> epochs, lr, tokens of input and output; fewest tokens, length penalty, beams, n of n-grams.
 PUBLISHED_SEQUENCES = {
     "gigaword": (10, 3e-5, 192, 32, 0, 0.6, 5, 3),
     "cnn_dm": (15, 3e-5, 608, 160, 55, 0.7, 5, 3),
