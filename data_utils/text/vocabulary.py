@@ -37,7 +37,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     tokens say where words end.
     """
     shown = [tokenizer.token_to_text(i) for i in range(tokenizer.vocab_size)]
-    pieces = any(text.startswith(_CONTINUES) for text in shown)
+    # A vocabulary of whole words has no `##` piece.
+    pieces = tokenizer.config.kind == "bert_wordpiece" or any(text.startswith(_CONTINUES) for text in shown)
     starts = [
         i in tokenizer.special_names
         or (not text.startswith(_CONTINUES) if pieces else text.startswith(_SPACES))

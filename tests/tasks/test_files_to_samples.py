@@ -1,12 +1,16 @@
 """Every file of configs/tasks: a small file of its format is read, and its samples are made for a run of its form."""
 
+import copy
 import dataclasses
 import json
+import random
+from pathlib import Path
 
 import pytest
 from support.project import ROOT
 from support.task_inputs import form, tokenizer
 
+from data_utils.base.errors import UserError
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
 from data_utils.tasks.base import HEADS
@@ -64,7 +68,7 @@ def write(files, task: TaskConfig) -> str:
     """A small file of the task's format; returns its path."""
     name = plain_name(task.name)
     if task.reader == "synthetic":
-        return task.train
+        return f"{task.name}:samples=8"
     if task.reader in ("superglue", "jsonl"):
         lines = (SUPERGLUE if task.reader == "superglue" else JSONL)[name]
         return str(files.write("a.jsonl", json.dumps(lines) + "\n"))
@@ -102,3 +106,82 @@ def test_from_its_file_to_samples(name, files):
             sample.right is not None for sample in samples if made.head == "choices" and task.kind == "cloze"
         )
         assert made.head == "tokens" or len(parts.rows)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Damaged files
+
+VALUES = (
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "nan",
+    "<blank>",
+    "I-PER",
+    "0",
+    [],
+    [1],
+    ["a"],
+    [[]],
+    [{}],
+    {},
+)
+INSERTED = (b"\n", b"\t", b" ", b"\r", b"\xff", b"\x00", b"<blank>", b"-DOCSTART-", b"\xe2\x80\xa8")
+CANDIDATES = {"candidates": [{"text": "Bob"}]}
+
+
+def places(tree, path=()):
+    yield path
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in children:
+        yield from places(value, (*path, key))
+
+
+def with_another_value(content: bytes, draw: random.Random) -> bytes:
+    """A JSON text in which a value is another one, or missing."""
+    tree = json.loads(content)
+    *above, last = draw.choice(list(places(tree))[1:])
+    at = tree
+    for key in above:
+        at = at[key]
+    if draw.random() < 0.25:
+        del at[last]
+    else:
+        at[last] = copy.deepcopy(draw.choice(VALUES))
+    return json.dumps(tree).encode()
+
+
+def with_other_bytes(content: bytes, draw: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(draw.randint(1, 3)):
+        place = draw.randrange(len(data) + 1)
+        data[place : place + draw.randint(0, 3)] = draw.choice([*INSERTED, b"", b"a"])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_read_or_refused_in_one_line(name, files, caplog):
+    caplog.set_level("ERROR")
+    task = build(TaskConfig, load_yaml(ROOT / f"configs/tasks/{name}.yaml")["task"])
+    if task.reader == "synthetic":
+        return
+    path = Path(write(files, task))
+    content, draw, refused = path.read_bytes(), random.Random(name), 0
+    if name == "wsc":
+        content = json.dumps({**json.loads(content), **CANDIDATES}).encode()
+    is_json = task.reader in ("superglue", "jsonl", "squad")
+    for case in range(60):
+        damage = with_another_value if is_json and case % 2 else with_other_bytes
+        path.write_bytes(damage(content, draw))
+        config = dataclasses.replace(task, skip_bad_lines=case % 3 == 0)
+        try:
+            assert all(record.place for record in read_records(config, path, labelled=case % 5 > 0))
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error) and str(error).endswith(".")
+    assert refused or name == "wikitext103"
