@@ -106,7 +106,7 @@ class Seq2Seq:
             records = [window for record in records for window in self._windows(record)]
         return [record for record in records if self._target(record) is not None]
 
-    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
         return self._context(record)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
@@ -296,7 +296,7 @@ class Blanks:
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         return list(records)
 
-    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
         return self._hidden(record, number, epoch)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
