@@ -14,6 +14,8 @@ import numpy as np
 
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.cloze import Cloze
+from data_utils.tasks.heads_input import Spans
+from data_utils.tasks.metrics_by_task import metrics_of
 from data_utils.tasks.render import Renderer
 
 
@@ -28,7 +30,8 @@ def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: 
         return float(answers[0, 0])
     if renderer.head == "tags":
         return [renderer.labels[tag] for tag in answers.argmax(axis=1)]
-    return kind.predict(record, sample, answers)  # type: ignore[attr-defined]
+    assert isinstance(kind, Spans)
+    return _best_span(kind, record, sample, answers)
 
 
 def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
@@ -44,6 +47,30 @@ def _of_choices(kind: Cloze, record: Record, sample: TaskSample, answers: np.nda
         alone = len(sample.parts) == 1
         return "true" if (answers[0, 1] if alone else best == 0) else "false"
     return kind.choices(record)[best] if kind.task == "record" else best
+
+
+def _best_span(kind: Spans, record: Record, sample: TaskSample, answers: np.ndarray) -> str:
+    """The text whose first and last token have the highest sum of scores, "" where CLS has a higher one.
+
+    Only tasks with questions that have no answer compare with CLS: its lowest sum in all windows counts (SQuAD 2.0).
+    """
+    config = kind.inputs.config
+    lengths = [len(part.rows) for part in sample.parts]
+    spans, none = [], []
+    for number, outputs in enumerate(np.split(answers, np.cumsum(lengths)[:-1])):
+        first, last = outputs[1:, 0], outputs[1:, 1]
+        sums = first[:, None] + last[None, :]
+        length = np.arange(len(first))[None, :] - np.arange(len(first))[:, None]
+        sums[(length < 0) | (length >= config.answer_length)] = -np.inf
+        if sums.size:
+            place = int(sums.argmax())
+            spans.append((float(sums.flat[place]), number, *divmod(place, len(first))))
+        none.append(float(outputs[0].sum()))
+    may_be_empty = any(name.endswith("_v2") for name in metrics_of(config).names)
+    if not spans or (may_be_empty and min(none) > max(spans)[0]):
+        return ""
+    _, number, begin, end = max(spans, key=lambda span: span[0])
+    return kind.answer_text(record, number, begin + 1, end + 1)
 
 
 def references(records: Sequence[Record]) -> list[Any]:

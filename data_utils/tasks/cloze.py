@@ -21,12 +21,12 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks import cloze_rules
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import after_prefix, blanks_filled, document, left_to_right, without_loss
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.inputs import Inputs, Tokens, flat
 from data_utils.tasks.patterns import (
     Pattern,
     Piece,
     pattern_of,
-    plain_name,
     rendered,
     require_one_blank,
     slots_of,

@@ -30,7 +30,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.base.errors import DataError
 from data_utils.text.fast.encoders import library_or_faster
-from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder
+from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder, without_lone_surrogates
 from data_utils.text.special_tokens import (
     ROBERTA_NAMES,
     SPECIAL_NAMES,
@@ -105,6 +105,10 @@ class Tokenizer(abc.ABC):
         A lone surrogate, which UTF-8 cannot hold, is encoded as U+FFFD.
         """
         return self._encoder.encode(texts)
+
+    @abc.abstractmethod
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each token the first character of `text` that it stands for and the end, maybe the same."""
 
     def encode_with_specials(self, text: str) -> list[int]:
         """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
@@ -246,6 +250,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # [UNK], or text that spells a hidden name, prefix included
         ids[self._is_forbidden[ids]] = self.special.unk
         return ids, lengths
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False)
+        return [self.special.unk if self._is_forbidden[i] else i for i in encoded.ids], encoded.offsets
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._backend.decode(ids, skip_special_tokens=False)
@@ -452,6 +460,10 @@ class SentencePieceTokenizer(Tokenizer):
         glm = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
         names = control if config.added_tokens == "glm" else control | unknown
         self._set_vocabulary(known, glm, names, pieces.keys())
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")
+        return found["ids"], found["offsets"]
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._model.decode(ids)

@@ -33,6 +33,7 @@ from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -73,6 +74,7 @@ class Config:
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
     )
     finetune: FinetuneConfig = section(FinetuneConfig)
+    generation: GenerationConfig = section(GenerationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_utils.tasks.readers import labels_of, read_records
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
@@ -21,12 +20,18 @@ from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import form_of
 from data_utils.tasks.metrics_by_task import metrics_of
+from data_utils.tasks.readers import labels_of, read_records
 from data_utils.tasks.render import Renderer
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import Config
 
 # How the heads of tasks are called in the section `model`.
 HEADED = ("classes", "values", "tags", "spans")
+_OF_PRETRAINING = {
+    "training": ("steps", "stop_after_step", "eval_interval"),
+    "schedule": ("warmup_steps", "decay_steps"),
+    "checkpoint": ("save_interval", "keep_every"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Task:
 def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iterable[str]) -> dict[str, Any]:
     """Model files, the task's file on top of them, then overrides.
 
-    A model file's steps and warm-up are those of pretraining: they count only where the task says so.
+    A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
     """
     tree: dict[str, Any] = {}
     for path in model_files:
@@ -62,10 +67,7 @@ def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iter
     of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file)
     for override in overrides:
         of_task = merge(of_task, parse_override(override))
-    for section, keys in {
-        "training": ("steps", "stop_after_step"),
-        "schedule": ("warmup_steps", "decay_steps"),
-    }.items():
+    for section, keys in _OF_PRETRAINING.items():
         if isinstance(tree.get(section), Mapping):
             tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
     tree = merge(tree, of_task)
@@ -76,11 +78,8 @@ def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iter
 
 def prepare(tree: Mapping[str, Any]) -> Task:
     """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
-    training = tree.get("training", {})
-    given = training.get("steps") if isinstance(training, Mapping) else None
-    config = build(
-        Config, merge(tree, {} if given else {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}})
-    )
+    needed = {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}  # until the samples are counted
+    config = build(Config, merge(needed, tree))
     check(config.tokenizer is not None, "a task needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
@@ -95,8 +94,8 @@ def prepare(tree: Mapping[str, Any]) -> Task:
         for paths, labelled in ((task.validation, True), (task.test, False))
     )
     config = with_head(config, renderer)
-    check_lengths(config)
-    if train and not given:
+    check_lengths(config, renderer)
+    if train:
         config = with_steps(config, len(train), tree)
     return Task(config, tokenizer, renderer, train, validation, test)
 
@@ -144,35 +143,39 @@ def with_head(config: Config, renderer: Renderer) -> Config:
     return replace(config, model=replace(config.model, task_head=head, task_classes=classes))
 
 
-def check_lengths(config: Config) -> None:
+def check_lengths(config: Config, renderer: Renderer) -> None:
     """Raise ConfigError unless the model has positions for the task's samples."""
-    task, model = config.task, config.model
+    task, model, needed = config.task, config.model, renderer.max_position_needed
     assert task is not None
-    written = {"seq2seq": task.target_length, "blanks": task.target_length, "language_modelling": task.stride}
-    needed = max(task.sequence_length - 1, written.get(task.kind, 0) + 1)
     check(
         needed <= model.max_position or model.positions in ("none", "rotary"),
-        f"a task of kind {task.kind} with task.sequence_length {task.sequence_length}, target_length "
-        f"{task.target_length} and stride {task.stride} needs positions up to {needed}, but model.max_position is "
-        f"{model.max_position}; shorten them.",
+        f"a task of kind {task.kind} with task.sequence_length {task.sequence_length} and target_length "
+        f"{task.target_length} needs positions up to {needed}, but model.max_position is {model.max_position}; shorten "
+        "them.",
     )
 
 
 def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
-    """The steps that `finetune.epochs` are, warm-up, and the steps of saves and evaluations."""
-    finetune, size = config.finetune, config.batch.global_batch_size
-    steps = max(1, finetune.epochs * samples // size)
-    schedule = tree.get("schedule", {})
-    warmup = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
+    """The steps that `finetune.epochs` are, warm-up, and the steps of saves and evaluations; what is given stays."""
+    finetune = config.finetune
+    given = {**_given(tree, "training"), **_given(tree, "schedule")}
+    steps = given.get("steps") or max(1, finetune.epochs * samples // config.batch.global_batch_size)
+    warmup = given.get("warmup_steps")
     if warmup is None:
         warmup = min(round(finetune.warmup_share * steps), steps - 1)
-    interval = max(1, steps // (finetune.epochs * finetune.evaluations_per_epoch))
+    interval = given.get("eval_interval") or max(
+        1, steps // (finetune.epochs * finetune.evaluations_per_epoch)
+    )
     return replace(
         config,
         training=replace(config.training, steps=steps, eval_interval=interval),
         schedule=replace(config.schedule, warmup_steps=warmup),
-        checkpoint=replace(config.checkpoint, save_interval=interval),
+        checkpoint=replace(config.checkpoint, save_interval=interval),  # the best one is a checkpoint
     )
+
+
+def _given(tree: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    return tree.get(section) or {}
 
 
 def run_directory(output: Path, seed: int) -> Path:

@@ -133,7 +133,7 @@ class Trainer:
                 requests = self._train(advance)
             self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
-            outcome = "FINISHED" if self._is_over(self.config.training.steps) else "KILLED"
+            outcome = "FINISHED" if self.is_over else "KILLED"
         finally:
             self.metrics.close(outcome)
         if self._is_over(self._last_step):
@@ -174,6 +174,11 @@ class Trainer:
                 with self._aside(interval, Section.EVALUATION):
                     self.evaluate()
         return requests
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, not only this start."""
+        return self._is_over(self.config.training.steps)
 
     def _is_over(self, last_step: int) -> bool:
         return self.step >= last_step or (self._judge is not None and self._judge.ends_training)
@@ -222,15 +227,14 @@ class Trainer:
         self._read_outcomes()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        is_over = self._is_over(steps)
-        if is_over and not self._is_multiple(self.config.training.eval_interval):
+        if self.is_over and not self._is_multiple(self.config.training.eval_interval):
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main:
             then = "start again with the same run.directory to continue."
-            if is_over:
+            if self.is_over:
                 then = f"`python scripts/report.py {self.directory}` shows the run."
-            ending = "finished" if is_over else "stopped"
+            ending = "finished" if self.is_over else "stopped"
             log.info("%s at step %d of %d; %s", ending, self.step, steps, then)
 
     def _is_multiple(self, interval: int) -> bool:

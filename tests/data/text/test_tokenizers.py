@@ -35,6 +35,26 @@ def test_gpt2_ids_agree_with_transformers(tokenizer_files, loaded, text):
     assert loaded["gpt2"].encode(text) == reference.encode(text, split_special_tokens=True)
 
 
+@given(text=texts)
+@settings(deadline=None, max_examples=60)
+def test_places_of_tokens_in_the_text(loaded, text):
+    for name, tokenizer in loaded.items():
+        ids, places = tokenizer.encode_with_places(text)
+        assert ids == tokenizer.encode(text) and len(places) == len(ids)
+        assert all(0 <= start <= end <= len(text) for start, end in places)
+        assert [start for start, _ in places] == sorted(start for start, _ in places)
+        if name in ("gpt2", "json", "sentencepiece"):  # nothing is left out, except spaces
+            covered = {i for start, end in places for i in range(start, end)}
+            assert all(text[i].isspace() for i in set(range(len(text))) - covered)
+
+
+def test_places_show_the_words_of_tokens(loaded):
+    text = "The  quick cafe, naive"
+    _, places = loaded["bert"].encode_with_places(text)
+    words = [text[start:end] for start, end in places]
+    assert "".join(words) == "Thequickcafe,naive" and words[:2] == ["The", "quick"]
+
+
 _cache = {}
 
 
