@@ -22,8 +22,10 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf import published_runs
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.model.memory import read_segment
 from megatron_lite.train.plain import make_engine
 
 TREE = {
@@ -258,3 +260,17 @@ def test_spanbert_begins_with_a_bert(tmp_path):
     extra = load_file(tmp_path / "export/span_boundary.safetensors")
     assert extra["heads.span_boundary.place_embeddings.weight"].shape == (20, 200)
     assert {name.split(".")[1] for name in extra} == {"span_boundary", "boundary_bias"}
+
+
+def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
+    """The class's own mem_len and reuse_len count; a memory that is forgotten is noticed."""
+    write_directory("xlnet", tmp_path / "xlnet")
+    edit(tmp_path / "xlnet", mem_len=30, reuse_len=50)
+    import_directory(tmp_path / "xlnet", tmp_path / "run", TREE | OBJECTIVE["xlnet"])
+    monkeypatch.setattr(
+        published_runs,
+        "read_segment",
+        lambda model, planes, memory=None, **sizes: read_segment(model, planes, **sizes),
+    )
+    with pytest.raises(CheckpointError, match="the import of"):
+        import_directory(tmp_path / "xlnet", tmp_path / "other", TREE | OBJECTIVE["xlnet"])
