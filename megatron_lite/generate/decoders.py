@@ -33,6 +33,7 @@ from megatron_lite.generate.cache import (
 )
 from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, blank_context
+from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
 from megatron_lite.model.glm import GLM
@@ -189,11 +190,21 @@ class TextDecoder:
                 f"{self.model.config.max_position + 1}, its answer counted; shorten it, or give a model with a larger "
                 "model.max_position."
             )
+        require_memory(self.model.config, self.config, len(context) + self.config.max_length)
 
     @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
         for context in contexts:
             self.require_room(context)
+        longest = max(map(len, contexts)) + self.config.max_length
+        most = most_texts(self.model.config, self.config, longest)
+        return [
+            found
+            for first in range(0, len(contexts), most)
+            for found in self._together(contexts[first : first + most])
+        ]
+
+    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
         limits = [min(self.config.max_length, self._room(context)) for context in contexts]
         state = self.layout.make(self.model, contexts, self.layout)
         found = self.search.run(state, limits, [self._generator() for _ in contexts])

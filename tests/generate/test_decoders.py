@@ -173,6 +173,21 @@ def test_sampled_answers_do_not_depend_on_the_batch(runs):
         assert decoders[0].generate(contexts) == [decoders[1].generate([c])[0] for c in contexts]
 
 
+def test_texts_are_taken_in_parts_where_memory_is_short(runs, monkeypatch):
+    config = GenerationConfig(strategy="beam", num_beams=2, max_length=4)
+    decoder = decoder_of(runs["bart"], config)
+    contexts = [decoder.context(text) for text in TEXTS]
+    whole, parts, make = decoder.generate(contexts), [], decoder.layout.make
+    row_bytes = 4 * (2 * 4 * 32 * (9 + 4) + 4 * 40)  # four layers, the longest text with its answer
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 3 * 2 * row_bytes)
+    counted = dataclasses.replace(decoder.layout, make=lambda *a: parts.append(len(a[1])) or make(*a))
+    monkeypatch.setattr(decoder, "layout", counted)
+    assert decoder.generate(contexts) == whole and parts == [3, 1]
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", row_bytes)
+    with pytest.raises(DataError, match=r"num_beams \(2\) need .* set it to 1 or less"):
+        decoder.generate(contexts)
+
+
 def test_blanks_are_answers_too(runs):
     decoder = decoder_of(runs["blank_infilling"], GenerationConfig(max_length=5))
     contexts = [decoder.context([*text, 5]) for text in TEXTS]
