@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
 from data_utils.text.tokenizers import PROMPT_MARKERS
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_lite.generate.open_run import Run

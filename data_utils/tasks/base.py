@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.planes import Example
 
 # What a kind of task predicts: how the loss and the scores of a TaskSample's parts are computed.
@@ -45,6 +46,15 @@ class Record:
     label: Any = None
     group: Any = None
     place: str = ""
+
+    def needed(self, name: str) -> Any:
+        """A field that the kind of task needs. Raises DataError where the sample does not have it."""
+        if name not in self.fields:
+            raise DataError(
+                f"{self.place}: the task needs the field {name!r}, but the sample has {', '.join(self.fields)}; "
+                "correct the file, or choose the task.reader or task.name that go with it."
+            )
+        return self.fields[name]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ FORM_OF_OBJECTIVE = {
     "bart": "encoder_decoder",
     "mass": "encoder_decoder",
 }
+# Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
+_OWN_ONLY = ("encoder_decoder", "unilm")
 ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
     "glm": ("cls", "mask", "sop", "eop", "eos"),
     "causal": (),
@@ -81,13 +83,13 @@ def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
     for form in forms.values():
         if form.name == setting:
             return form
-    if setting == "encoder_decoder":
+    fitting = [name for name, form in FORM_OF_OBJECTIVE.items() if form == setting]
+    if setting in _OWN_ONLY:
         raise ConfigError(
-            f"task.form is encoder_decoder, but the run's objective is {', '.join(forms)}; set it to auto, or give a "
-            "run of t5, bart or mass."
+            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
+            f"{' or '.join(fitting)}."
         )
-    objective = next(name for name, form in FORM_OF_OBJECTIVE.items() if form == setting)
-    return Form(setting, objective)
+    return Form(setting, fitting[0])
 
 
 def _natural(choice: ObjectiveChoice) -> Form:

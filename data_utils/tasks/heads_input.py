@@ -21,7 +21,7 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import document
 from data_utils.tasks.files import plain_name
-from data_utils.tasks.inputs import Inputs, Tokens
+from data_utils.tasks.inputs import Inputs, Tokens, covering
 from data_utils.tasks.patterns import field_text
 from data_utils.text.special_tokens import NO_TOKEN
 
@@ -175,7 +175,7 @@ class Tagging:
         return list(records)
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        words = record.fields["words"]
+        words = record.needed("words")
         tags = record.label
         if tags is not None and len(tags) != len(words):
             raise DataError(f"{record.place}: {len(words)} words have {len(tags)} tags; each word needs one.")
@@ -269,21 +269,19 @@ class Spans:
         question, context, places = self._encoded(record)
         start, _ = self._windows(len(question), len(context))[part]
         begin, end = places[start + first - 1][0], places[start + last - 1][1]
-        return record.fields["context"][begin:end].strip()
+        return record.needed("context")[begin:end].strip()
 
     def _encoded(self, record: Record) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         tokenizer, config = self.inputs.tokenizer, self.inputs.config
-        question = tokenizer.encode(record.fields["question"].strip())[: config.question_length]
-        context, places = tokenizer.encode_with_places(record.fields["context"])
+        question = tokenizer.encode(record.needed("question").strip())[: config.question_length]
+        context, places = tokenizer.encode_with_places(record.needed("context"))
         return question, context, places
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
         room = config.sequence_length - overhead(self.inputs, 2) - question
-        step = min(config.stride, room)
-        starts = [0, *range(step, max(context - room + step, 1), step)]
-        return [(start, min(start + room, context)) for start in starts]
+        return covering(context, room, config.stride)
 
     def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) where the text has none; None without a label."""

@@ -14,6 +14,7 @@ from data_utils.tasks.forms import Form
 from data_utils.tasks.patterns import Piece
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
+from data_utils.text.vocabulary import is_chinese
 
 # Which of the masks that a run has learnt a kind of task takes, the best first.
 _MASKS = {
@@ -83,8 +84,9 @@ class Inputs:
         return [Tokens(self.tokenizer.encode(piece.text), piece.shortenable) for piece in pieces]
 
     def continuation(self, text: str) -> list[int]:
-        """Tokens of a text that follows another: with the space before it."""
-        return self.tokenizer.encode(" " + text.strip())
+        """Tokens of a text that follows another: with the space before it, but for Chinese, which has none."""
+        text = text.strip()
+        return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
     def refuse_forms(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.
@@ -136,3 +138,10 @@ class Inputs:
 
 def flat(pieces: Sequence[Tokens]) -> list[int]:
     return [token for piece in pieces for token in piece.ids]
+
+
+def covering(length: int, room: int, step: int) -> list[tuple[int, int]]:
+    """[start, end) of windows of at most `room` that cover 0 .. length and start at most `step` apart."""
+    step = min(step, room)
+    starts = [0, *range(step, max(length - room + step, 1), step)]
+    return [(start, min(start + room, length)) for start in starts]

@@ -17,6 +17,7 @@ from data_utils.tasks.metrics import require_metrics
 
 # Metrics that follow from a text's log probability (`perplexities`), not from predictions.
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
+LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Metrics:
     compared: tuple[str, ...] = ()
 
     def score(self, measured: Mapping[str, float]) -> float:
-        """The number by which evaluations are compared: the higher, the better. Perplexities count negative."""
+        """What evaluations are compared by: the higher, the better. Perplexities and losses are negative."""
         numbers = [
-            -measured[name] if name in PERPLEXITIES else measured[name]
+            -measured[name] if name in (*PERPLEXITIES, LOSS) else measured[name]
             for name in self.compared or self.names
         ]
         return sum(numbers) / len(numbers)

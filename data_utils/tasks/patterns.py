@@ -22,7 +22,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shown
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.files import plain_name
+from data_utils.tasks.files import label_name, plain_name
 
 MARK = "[MASK]"
 OPTIONS = ("strip", "lower", "fixed", "exact")
@@ -98,7 +98,7 @@ def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.
 def pattern_of(config: TaskConfig) -> Pattern:
     """The pattern that a task's settings choose. Raises ConfigError for an unknown one, or none."""
     if config.template is not None:
-        words = {str(label): _verbalizer(label, value) for label, value in config.verbalizers.items()}
+        words = dict(_verbalizer(label, value) for label, value in config.verbalizers.items())
         return Pattern(config.template, words)
     patterns = PATTERNS.get(plain_name(config.name))
     if patterns is None:
@@ -116,10 +116,13 @@ def pattern_of(config: TaskConfig) -> Pattern:
     return patterns[config.pattern]
 
 
-def _verbalizer(label: Any, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"task.verbalizers.{label} is {shown(value)}; it must be a text in quotes.")
-    return value
+def _verbalizer(label: Any, words: Any) -> tuple[str, str]:
+    """A class's name and its words."""
+    if not isinstance(label, (str, int)):
+        raise ConfigError(f"task.verbalizers has the label {shown(label)}; write the class in quotes.")
+    if not isinstance(words, str) or not words.strip():
+        raise ConfigError(f"task.verbalizers.{label} is {shown(words)}; it must be a text in quotes.")
+    return label_name(label), words
 
 
 def field_text(name: str, record: Record, config: TaskConfig) -> str:

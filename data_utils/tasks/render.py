@@ -6,7 +6,7 @@ What a record gives, by kind; `prepare` may make several records of one, and few
     classification, regression  classes, values    one part
     tagging                     tags       parts of one sentence, which follow each other
     spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
-    seq2seq, blanks             tokens     `kind.prompt` is what stands before the answer in use
+    seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
     language_modelling          tokens     a record for each window (group: the document)
     lambada                     choices    one part, whose tokens must all be the likeliest
 """
@@ -64,6 +64,12 @@ class Renderer:
         """The classes or tags in the order of their numbers."""
         return getattr(self.kind, "labels", ())
 
+    @property
+    def max_position_needed(self) -> int:
+        """Largest position id, of text or block, that a sample can have; the model needs one row more."""
+        last = self.inputs.config.sequence_length - 1
+        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
+
     def check(self) -> None:
         """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
         self.kind.check()
@@ -79,3 +85,21 @@ class Renderer:
         Raises: DataError for a record that gives no sample.
         """
         return self.kind.sample(record, number, epoch)
+
+    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
+        """What stands before the answer where the model writes it: seq2seq and blanks.
+
+        GLM's is part A, which ends with eos; its masks are the blanks.
+        """
+        return self._writer().prompt(record, number, epoch)
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The text that answers give: the target, or the whole text with its blanks filled.
+
+        Args: answers: tokens that the model has written, without an end; several where the prompt has several blanks.
+        """
+        return self._writer().written(prompt, answers)
+
+    def _writer(self) -> Seq2Seq | Blanks:
+        assert isinstance(self.kind, (Seq2Seq, Blanks)), f"{self.inputs.config.kind} writes no text"
+        return self.kind

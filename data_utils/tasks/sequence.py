@@ -24,7 +24,7 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.examples import Draws, after_prefix, blanks_filled, document, left_to_right
 from data_utils.tasks.files import plain_name
-from data_utils.tasks.inputs import Inputs, Tokens, flat
+from data_utils.tasks.inputs import Inputs, Tokens, covering, flat
 from data_utils.tasks.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
 from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.vocabulary import vocabulary_of
@@ -88,12 +88,28 @@ class Seq2Seq:
                 "to glm, or give another run."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
-        return [record for record in records if not training or self._target(record) is not None]
+    @property
+    def last_position(self) -> int:
+        """Largest position of a target and its end."""
+        config, form = self.inputs.config, self.inputs.form
+        if form.name == "glm":
+            return config.target_length + 1  # a block's positions count from 1, that of sop
+        if form.name == "encoder_decoder":
+            return config.target_length + form.predict_cls
+        return config.sequence_length + config.target_length
 
-    def prompt(self, record: Record) -> list[int]:
-        """What stands before the target where the model is used."""
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        if not training:
+            return list(records)
+        if self.task == "squadanswers":
+            records = [window for record in records for window in self._windows(record)]
+        return [record for record in records if self._target(record) is not None]
+
+    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
         return self._context(record)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         context, blank, cut = self._context(record)
@@ -150,11 +166,28 @@ class Seq2Seq:
         form = self.inputs.form
         return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
 
+    def _windows(self, record: Record) -> list[Record]:
+        """A record for each window of a long context, half a window apart; one without the answer has none."""
+        context, answers = record.needed("context"), record.fields.get("answers", ())
+        _, places = self.inputs.tokenizer.encode_with_places(context)
+        question = self.inputs.tokenizer.encode(record.needed("question"))
+        room = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
+        if len(places) <= room or room < 2:
+            return [record]
+        found = []
+        for start, end in covering(len(places), room, room // 2):
+            first, last = places[start][0], places[end - 1][1]
+            inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
+            fields = {**record.fields, "context": context[first:last]}
+            label = None if record.label is None else inside
+            found.append(Record(record.index, fields, label, record.group, record.place))
+        return found
+
     def _near_answer(self, record: Record) -> Record:
         """The record with the part of a long context that is around its first answer."""
         text, start = (*record.fields.get("answers", ()), ("", 0))[0]
         fields = {**record.fields, "answer": text}
-        ids, places = self.inputs.tokenizer.encode_with_places(fields["context"])
+        ids, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
         others = self.inputs.tokenizer.encode(f"Question: Answer: {text}")
         room = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
         if len(ids) > room:
@@ -236,7 +269,7 @@ class Seq2Seq:
             weights=[*zeros, *[1.0] * length],
             ord=[*[0] * size, *steps, *-steps],
             grp=[*zeros, *steps],
-            segment_ids=[*[4] * size, *[5] * (2 * length)],
+            segment_ids=[*[0] * size, *[1] * (2 * length)],
             objective=self.inputs.form.loss(1),
         )
 
@@ -263,9 +296,15 @@ class Blanks:
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         return list(records)
 
-    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
-        """The text with its blanks, as the model gets it where it is used."""
+    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
         return self._hidden(record, number, epoch)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The whole text, its blanks filled in their order."""
+        mask, _ = self.inputs.mask()
+        fillings = iter(answers)
+        whole = [token for item in prompt for token in (next(fillings, ()) if item == mask else (item,))]
+        return self.inputs.tokenizer.decode(whole, skip_special=True).strip()
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         context, blanks, cut = self._hidden(record, number, epoch)
@@ -290,7 +329,7 @@ class Blanks:
         return self.inputs.part_a(tokens), blanks, cut
 
     def _as_in_file(self, record: Record) -> tuple[list[tuple[list[int], bool]], int]:
-        texts = record.fields["masked"].split(self.mark)
+        texts = record.needed("masked").split(self.mark)
         given = record.fields.get("fillings") or [""] * (len(texts) - 1)
         stretches: list[tuple[list[int], bool]] = []
         for number, text in enumerate(texts):
@@ -312,7 +351,7 @@ class Blanks:
     def _drawn(self, record: Record, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
         assert self.word_start is not None
         config = self.inputs.config
-        whole = self.inputs.tokenizer.encode(record.fields["text"].strip())
+        whole = self.inputs.tokenizer.encode(record.needed("text").strip())
         ids = np.array(whole[: config.sequence_length - 2], np.int32)
         if not len(ids):
             raise DataError(f"{record.place}: the text has no token; correct it or leave it out.")

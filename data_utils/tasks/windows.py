@@ -77,7 +77,7 @@ class LanguageModelling:
         """A record for each window, with its tokens and how many of them are new."""
         found = []
         for record in records:
-            ids = np.array(self.inputs.tokenizer.encode(record.fields["text"]), np.int32)
+            ids = np.array(self.inputs.tokenizer.encode(record.needed("text")), np.int32)
             if len(ids) < 2:
                 raise DataError(
                     f"{record.place}: the text has {len(ids)} tokens; it needs two, since the first is not predicted."
@@ -123,7 +123,7 @@ class Lambada:
         return list(records)
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        words = record.fields["text"].rsplit(maxsplit=1)
+        words = record.needed("text").rsplit(maxsplit=1)
         if len(words) < 2:
             raise DataError(f"{record.place}: the text has one word; it needs a context and a last word.")
         context, word = words

@@ -245,10 +245,11 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True for GLM's own layers and no others: only such models can be exported in GLM's format."""
+        """True for GLM's own layers and heads and no others: only such models can be exported in GLM's format."""
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
-        return is_default and self.activation.startswith("gelu")
+        has_its_head = self.task_head in ("none", "classes", "values") and not self.has_task_pooler
+        return is_default and self.activation.startswith("gelu") and has_its_head
 
     @property
     def total_layers(self) -> int:
@@ -297,5 +298,6 @@ _OF_GLM = frozenset(
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
         "final_dropout", "sentence_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
+        "task_head", "task_classes", "task_pooler", "task_dropout",
     )
 )  # fmt: skip

@@ -14,8 +14,9 @@ import torch
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
-from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation
+from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
 from megatron_lite.finetune.setup import HEADED, Task, prepare
+from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.task_batch import TaskBatch
@@ -80,15 +81,17 @@ def evaluate(
             file: Evaluation(task.settings, task.renderer, records, context, size)
             for file, records in (task.validation | task.test).items()
         }
-        answer = answer_of(run.with_model(device))
-        found = {file: evaluation.run(answer) for file, evaluation in evaluations.items()}
+        loaded = run.with_model(device)
+        write = writer(loaded.model, task.config, task.tokenizer, loaded.objectives, str(run.checkpoint.path))
+        model = Model(answer_of(loaded), write)
+        found = {file: evaluation.run(model) for file, evaluation in evaluations.items()}
         return Measured(str(path), run.checkpoint.step, task, found)
 
 
 def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
     own = to_tree(run.config)
-    if isinstance(tree.get("task"), Mapping):
-        own["task"] = None  # not a mixture of two tasks
+    if "name" in tree.get("task", {}):
+        own["task"] = None  # another task: not a mixture of two
     together = merge(merge(own, tree), {"task": {"train": None}})
     if "name" not in together["task"]:
         raise ConfigError(f"{run.checkpoint.path} was not trained on a task; give one with --task FILE.")

@@ -20,8 +20,10 @@ import torch
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.random_streams import derive_seed
+from data_utils.objectives import ObjectiveChoice
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.cache import (
     CachedCross,
     CachedPlan,
@@ -31,7 +33,6 @@ from megatron_lite.generate.cache import (
     padded,
     stack_rows,
 )
-from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, blank_context
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
@@ -59,17 +60,28 @@ class Decoder(Protocol):
 
 def decoder_of(run: Run, config: GenerationConfig) -> Decoder:
     """Raises: ConfigError if none of the run's objectives teaches to write."""
-    lacking, special = run.tokenizer.lacking, run.tokenizer.special
-    ignored = ignored_tokens(run.tokenizer, config)
-    for name, choice in zip(objective_names(run.objectives), run.objectives, strict=True):
-        if name == "blank_infilling" and not run.config.model.decoder_layers:
-            return BlankDecoder(BlankFiller(run.model, special, config, ignored))
+    return decoder_for(run.model, run.tokenizer, run.objectives, config, str(run.checkpoint.path))
+
+
+def decoder_for(
+    model: GLM,
+    tokenizer: Tokenizer,
+    objectives: Sequence[ObjectiveChoice],
+    config: GenerationConfig,
+    run: str,
+) -> Decoder:
+    """The same for a model. Args: objectives: that it was trained on. run: its name, for messages."""
+    lacking, special = tokenizer.lacking, tokenizer.special
+    ignored = ignored_tokens(tokenizer, config)
+    for name, choice in zip(objective_names(objectives), objectives, strict=True):
+        if name == "blank_infilling" and not model.config.decoder_layers:
+            return BlankDecoder(BlankFiller(model, special, config, ignored))
         if name in LAYOUTS:
             layout = LAYOUTS[name](special, lacking, getattr(choice.section, "predict_cls", False))
-            return TextDecoder(run.model, special, config, layout, ignored)
+            return TextDecoder(model, special, config, layout, ignored)
     raise ConfigError(
-        f"{run.checkpoint.path} was trained on {', '.join(objective_names(run.objectives))}, which does not teach to "
-        f"write; give a run of one of blank_infilling, {', '.join(LAYOUTS)}."
+        f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
+        f"one of blank_infilling, {', '.join(LAYOUTS)}."
     )
 
 

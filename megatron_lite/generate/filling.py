@@ -18,8 +18,8 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.random_streams import derive_seed
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.cache import CachedPlan, id_planes, padded, stack_rows
-from megatron_lite.generate.config import GenerationConfig
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.search import Found, Search
 from megatron_lite.model.glm import GLM

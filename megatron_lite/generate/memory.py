@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from data_utils.base.errors import DataError
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.config import GenerationConfig
 
 MAX_BYTES = 16 << 30  # of all rows: cached keys and values, and logits
 LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts

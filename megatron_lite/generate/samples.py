@@ -8,7 +8,7 @@ from typing import Any
 from data_utils.samples.blanks import Prompt, prompts
 from data_utils.samples.loader import SampleLoader
 from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, numbered_text, span_text
 from megatron_lite.model.glm import GLM
 

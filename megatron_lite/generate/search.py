@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 
 NEVER = float("-inf")
 

@@ -50,6 +50,7 @@ from megatron_lite.hf.conversion import (
     to_theirs,
 )
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.model_card import published_card
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -211,6 +212,13 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
         write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     _write_tokenizer(directory, run.tokenizer, kept)
+    card = published_card(
+        run,
+        system.class_of(config),
+        is_imported=kept.exists(),
+        extra_file=EXTRA_WEIGHTS if extra else None,
+    )
+    (directory / "README.md").write_text(card, encoding="utf-8")
     return system.class_of(config)
 
 

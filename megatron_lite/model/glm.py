@@ -20,7 +20,7 @@ from torch import nn
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm
+from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm, own_lengths
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.encoder_decoder import (
@@ -148,10 +148,10 @@ class GLM(nn.Module):
 
     def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
-        encoder, decoder = part_flows(flow)
-        lengths = [encoder.shape[0], decoder.shape[0]]
-        encoded, decoded = hidden.split(lengths)
-        of_encoder, of_decoder = positions.split(lengths)
+        encoder, decoder = part_flows(flow, self.parallel)
+        plan = cast(PartsPlan, flow.plan)
+        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        of_encoder, of_decoder = positions.split(plan.lengths)
         encoded = self._run_blocks(encoded, encoder, of_encoder).summed()
         decoder = cast(DecoderFlow, self._biased(decoder, self.decoder_relative_bias, of_decoder))
         if self.encoder_layernorm is not None:

@@ -82,6 +82,39 @@ def test_an_export_has_the_same_answers(run, tmp_path):
     assert ours.predictions == theirs.predictions and ours.measured == theirs.measured
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
+    files = write_task(tmp_path / "task", train=32, kind=kind)
+    if kind == "regression":
+        for name in ("train", "validation"):
+            path = tmp_path / f"task/{name}.jsonl"
+            path.write_text(
+                path.read_text()
+                .replace('"label": "1"', '"label": 0.8')
+                .replace('"label": "0"', '"label": 0.1')
+            )
+    run_ranks(learn, 1, files, tmp_path / "out", "finetune.epochs=2")
+    best = tmp_path / "out/seed_1234/best"
+    export_run(best, tmp_path / "export", ExportOptions())
+    ours, theirs = measured(best, {}), measured(tmp_path / "export", {})
+    assert ours.predictions == pytest.approx(theirs.predictions) and ours.measured == pytest.approx(
+        theirs.measured
+    )
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "export", trust_remote_code=True
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    texts = [line["text"] for line in votes(1, 32)]
+    with torch.no_grad():
+        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+    if kind == "regression":
+        assert logits[:, 0].tolist() == pytest.approx(ours.predictions, abs=1e-5)
+    else:
+        assert [model.config.id2label[i] for i in logits.argmax(-1).tolist()] == ours.predictions
+
+
 def test_another_task_and_a_file_without_labels(run, tmp_path):
     lines = [{"text": line["text"]} for line in votes(5, 9)]
     test = write_lines(tmp_path / "test.jsonl", lines)

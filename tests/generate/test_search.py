@@ -8,7 +8,7 @@ import torch
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.search import Search, repeats
 
 END, TOKENS = 5, range(5)  # six tokens

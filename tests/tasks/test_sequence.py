@@ -67,7 +67,7 @@ def test_the_layout_of_every_form(objective, tokens, predicted):
     assert (mask_of(example) == mask).all()
     words = np.where(example.targets > 4, example.weights, 0.0)  # a special token may stand elsewhere too
     assert not leaks(example.tokens, example.targets, words, mask_of(example))
-    prompt = made.kind.prompt(PAIR)
+    prompt = made.prompt(PAIR, 0)
     assert example.tokens[: len(prompt)].tolist() == prompt
 
 
@@ -93,6 +93,20 @@ def test_a_published_bart_predicts_cls_and_a_published_t5_begins_with_pad():
     example = one(made)
     assert "sop" in made.inputs.tokenizer.lacking
     assert example.tokens[np.flatnonzero(example.weights)[0]] == made.inputs.special.pad
+
+
+@pytest.mark.parametrize("kind_of_tokenizer", ["bert", "gpt2"])
+def test_what_is_written_is_text(kind_of_tokenizer):
+    made = made_of("blank_infilling", kind_of_tokenizer)
+    rows = one(made).targets[one(made).weights > 0]
+    assert made.written(made.prompt(PAIR, 0), [rows[:-1].tolist()]) == TARGET
+
+
+def test_chinese_has_no_space_before_it():
+    made = made_of("blank_infilling", "gpt2")
+    tokens = made.inputs.tokenizer.encode
+    assert made.inputs.continuation("\u4eca\u5929 x") == tokens("\u4eca\u5929 x")
+    assert made.inputs.continuation("x") == tokens(" x") != tokens("x")
 
 
 # ---- GLM ----
@@ -121,7 +135,7 @@ def test_the_context_is_that_of_use(masks):
     made = Renderer(settings(kind="seq2seq"), tokenizer(), form(masks=masks), 7)
     special, name = made.inputs.special, masks[1] if len(masks) > 1 else "mask"
     words = made.inputs.tokenizer.encode(SOURCE)
-    assert made.kind.prompt(PAIR) == blank_context([*words, getattr(special, name)], special)
+    assert made.prompt(PAIR, 0) == blank_context([*words, getattr(special, name)], special)
     example = one(made)
     assert set(example.objective) == {ALL_MASKS.index(name)}
     assert set(example.position_ids[-4:]) == {len(words) + 1}
@@ -134,7 +148,21 @@ def test_the_part_of_a_long_context_around_the_answer_is_kept():
     made = made_of("blank_infilling", name="squad_questions", sequence_length=40)
     text = shown(one(made, asked), made)
     assert "rain the man wet" in text and "Answer : man" in text.replace("answer", "Answer")
-    assert len(made.kind.prompt(asked)) <= 40
+    assert len(made.prompt(asked, 0)) <= 40
+
+
+def test_windows_without_the_answer_teach_that_there_is_none():
+    context = " ".join(["rain"] * 60 + ["the man"] + ["wet"] * 60)
+    asked = record(("man",), question="who", context=context, answers=(("man", context.index("man")),))
+    made = made_of("blank_infilling", name="squad_answers", sequence_length=40)
+    windows = made.prepare([asked], training=True)
+    answers = [shown(one(made, window), made).partition("<|startofpiece|> ")[2] for window in windows]
+    assert len(windows) > 4 and 1 <= answers.count("man") <= 2 and set(answers) == {"man", "n / a"}
+    for window, answer in zip(windows, answers, strict=True):
+        assert ("man" in window.fields["context"]) == (answer == "man") and made.sample(window, 0).cut == 0
+    words = [word for window in windows for word in window.fields["context"].split()]
+    assert set(words) == {"rain", "the", "man", "wet"} and len(words) > 122
+    assert made.prepare([asked], training=False) == [asked]
 
 
 # ---- lengths ----
@@ -146,7 +174,7 @@ def test_source_and_target_are_cut(objective):
     long = record(None, source="in " * 30 + "rain", target="he runs north and south")
     sample = made.sample(long, 0)
     example = sample.documents[0]
-    prompt = made.kind.prompt(long)
+    prompt = made.prompt(long, 0)
     assert len(prompt) == 10 and sample.cut == 31 - (len(prompt) - made.kind._overhead()) + 2
     kept_end = made.inputs.tokenizer.encode("rain")[0] in prompt
     assert kept_end == (objective in ("blank_infilling", "causal", "prefix_lm")), (
@@ -168,7 +196,7 @@ def test_unlabelled_records_have_no_loss(objective):
     made = made_of(objective)
     unlabelled = record(None, source=SOURCE)
     example = one(made, unlabelled)
-    assert not example.weights.any() and example.tokens.tolist() == made.kind.prompt(PAIR)
+    assert not example.weights.any() and example.tokens.tolist() == made.prompt(PAIR, 0)
     assert made.prepare([unlabelled, PAIR], training=True) == [PAIR]
     assert made.prepare([unlabelled], training=False) == [unlabelled]
 
@@ -279,17 +307,22 @@ def blanks(**more):
     return renderer("blank_infilling", kind="blanks", **more)
 
 
-def filled(example, made):
-    """The text with its blanks filled, from part A and the fillings in their order."""
-    special = made.inputs.special
-    size = int((example.ord == 0).sum())
+def fillings(example, made):
+    """What part B predicts, span by span."""
     spans, span = [], []
-    for target in example.targets[size:]:
-        if target == special.eop:
+    for target in example.targets[example.ord > 0]:
+        if target == made.inputs.special.eop:
             spans.append(span)
             span = []
         else:
             span.append(int(target))
+    return spans
+
+
+def filled(example, made):
+    """The text with its blanks filled, from part A and the fillings in their order."""
+    special, spans = made.inputs.special, fillings(example, made)
+    size = int((example.ord == 0).sum())
     out = []
     for token in example.tokens[1 : size - 1]:
         out += spans.pop(0) if token == special.mask else [int(token)]
@@ -315,11 +348,13 @@ def test_hidden_words_fill_the_text_again(words, ratio, number):
     begins = made.kind.word_start[hidden].sum()
     assert begins == max(1, int(ratio * len(words) + 1e-9)), "whole words, as many as asked for"
     context = example.tokens[example.ord == 0]
+    spans = fillings(example, made)
+    assert made.written(context.tolist(), spans) == made.inputs.tokenizer.decode(ids)
     double = (context[1:] == made.inputs.special.mask) & (context[:-1] == made.inputs.special.mask)
     assert not double.any(), "neighbours are one blank"
     positions = example.position_ids[example.ord > 0]
     assert (np.diff(positions) >= 0).all() and (context[positions] == made.inputs.special.mask).all()
-    assert made.kind.prompt(record(text, text=text), number) == context.tolist()
+    assert made.prompt(record(text, text=text), number) == context.tolist()
     assert (example.ord[len(context) :] == np.arange(1, len(example.tokens) - len(context) + 1)).all()
 
 

@@ -1,4 +1,4 @@
-"""How text is generated. A module of its own without torch, so that mistakes are reported before torch is loaded."""
+"""The section `generation`, also the options of scripts/generate.py: how text is generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONLY_FOR = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-@checked("")
+@checked("generation")
 class GenerationConfig:
     strategy: str = setting("greedy", "greedy, sample or beam", one_of=STRATEGIES)
     max_length: int = setting(64, "most tokens per blank", at_least=1)
