@@ -10,7 +10,7 @@ scores read. Both are pure functions. Where a kind masks at random, the seed, th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class Record:
                 "correct the file, or choose the task.reader or task.name that go with it."
             )
         return self.fields[name]
+
+    def with_fields(self, **fields: Any) -> Record:
+        """The same sample with other fields besides, or in place of its own."""
+        return replace(self, fields={**self.fields, **fields})
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Cloze:
         prepared = prepare(record) if prepare and self.inputs.config.template is None else record
         if self.one_document_each:
             word = self._answer(prepared.fields["joint"].strip(" ,"))
-            asked = [cloze_rules.with_fields(prepared, choice=choice) for choice in texts]
+            asked = [prepared.with_fields(choice=choice) for choice in texts]
             answers = [word] * len(texts)
         else:
             asked, answers = [prepared], [self._answer(text) for text in texts]

@@ -12,7 +12,6 @@ import dataclasses
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import shown
@@ -23,22 +22,23 @@ NEGATIVES = 9  # wrong entities beside the right one in a training sample of ReC
 JOINTS = {"cause": " because", "effect": ", so"}
 
 
-def with_fields(record: Record, **fields: Any) -> Record:
-    return dataclasses.replace(record, fields={**record.fields, **fields})
-
-
 def _copa(record: Record) -> Record:
     question = record.fields.get("question")
     if question not in JOINTS:
         raise DataError(
             f"{record.place}: the question of COPA is {shown(question)}; it must be cause or effect."
         )
-    return with_fields(record, joint=JOINTS[question])
+    return record.with_fields(joint=JOINTS[question])
 
 
 def _wsc(record: Record) -> Record:
     """Stars around the pronoun, whose index may be off by one word; punctuation glued to it stays outside."""
-    pronoun, index = str(record.needed("span2_text")), int(record.needed("span2_index"))
+    pronoun, given = str(record.needed("span2_text")), str(record.needed("span2_index"))
+    if not given.isdecimal():
+        raise DataError(
+            f"{record.place}: span2_index is {shown(given)}; it must be the number of a word, from 0."
+        )
+    index = int(given)
     words = record.needed("text").split()
     for place in (index, index + 1, index - 1):
         if 0 <= place < len(words):
@@ -50,7 +50,7 @@ def _wsc(record: Record) -> Record:
             if found:
                 inside = words[place][found.end(1) : found.start(2)]
                 words[place] = f"{found[1]}*{inside}*{found[2]}"
-                return with_fields(record, text=" ".join(words), pronoun=pronoun)
+                return record.with_fields(text=" ".join(words), pronoun=pronoun)
     raise DataError(
         f"{record.place}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
         "correct span2_index."
@@ -63,7 +63,7 @@ def _record(record: Record) -> Record:
     if len(rest) != 1:
         raise DataError(f"{record.place}: the query has {len(rest)} times @placeholder; it must have one.")
     passage = re.sub(r"\s*@highlight\s*", "\n- ", record.needed("passage"))
-    return with_fields(record, passage=passage, query_start=start, query_end=rest[0].rstrip())
+    return record.with_fields(passage=passage, query_start=start, query_end=rest[0].rstrip())
 
 
 def _race(record: Record) -> Record:
@@ -71,7 +71,7 @@ def _race(record: Record) -> Record:
     start, blank, end = question.partition("_")
     if not blank:
         start, end = f"Question: {question} Answer:", ""
-    return with_fields(record, query_start=start, query_end=end.lstrip("_"))
+    return record.with_fields(query_start=start, query_end=end.lstrip("_"))
 
 
 PREPARED: dict[str, Callable[[Record], Record]] = {
@@ -90,7 +90,7 @@ def training_records(task: str, records: Sequence[Record]) -> list[Record]:
         return [record for record in records if record.label == "true"]
     if task == "record":
         return [
-            with_fields(record, answer=answer)
+            record.with_fields(answer=answer)
             for record in records
             for answer in sorted(set(record.label or ()))
         ]
@@ -101,7 +101,7 @@ def _exchanged(record: Record) -> Record:
     choices = {"choice1": record.needed("choice2"), "choice2": record.needed("choice1")}
     right = _right(record, 2)
     label = None if right is None else 1 - right
-    return dataclasses.replace(with_fields(record, **choices), label=label)
+    return dataclasses.replace(record.with_fields(**choices), label=label)
 
 
 def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[str], int | None]:

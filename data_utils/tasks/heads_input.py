@@ -239,14 +239,30 @@ class Spans:
             )
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
-        return list(records)
+        """In training a record for each window, so that a long context does not make a large batch."""
+        if not training:
+            return list(records)
+        lengths: dict[str, int] = {}  # several questions have one context
+        found = []
+        for record in records:
+            context = record.needed("context")
+            if context not in lengths:
+                lengths[context] = len(self.inputs.tokenizer.encode(context))
+            count = len(self._windows(len(self._question(record)[0]), lengths[context]))
+            alone = [record] if count == 1 else []
+            found += alone or [record.with_fields(window=number) for number in range(count)]
+        return found
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        question, context, places = self._encoded(record)
+        question, cut = self._question(record)
+        context, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
         answer = self._answer(record, places)
+        windows = self._windows(len(question), len(context))
+        if "window" in record.fields:
+            windows = [windows[record.fields["window"]]]
         documents: list[Example] = []
         parts: list[Part] = []
-        for start, end in self._windows(len(question), len(context)):
+        for start, end in windows:
             made = head_document(self.inputs, [question, context[start:end]])
             rows = np.array([made.row, *range(made.starts[1], made.starts[1] + end - start)], np.int32)
             targets: list[int] = []
@@ -256,7 +272,7 @@ class Spans:
                 targets = [first - start + 1, last - start + 1] if inside else [0, 0]
             parts.append(Part(len(documents), rows, np.array(targets, np.int32)))
             documents.append(made.example)
-        return TaskSample(documents, parts)
+        return TaskSample(documents, parts, cut=cut)
 
     def answer_text(self, record: Record, part: int, first: int, last: int) -> str:
         """The text of an answer, cut from the context's own characters.
@@ -266,16 +282,18 @@ class Spans:
         """
         if not 0 < first <= last:
             return ""
-        question, context, places = self._encoded(record)
-        start, _ = self._windows(len(question), len(context))[part]
+        context = record.needed("context")
+        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        windows = self._windows(len(self._question(record)[0]), len(ids))
+        start, _ = windows[record.fields.get("window", part)]
         begin, end = places[start + first - 1][0], places[start + last - 1][1]
-        return record.needed("context")[begin:end].strip()
+        return context[begin:end].strip()
 
-    def _encoded(self, record: Record) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        tokenizer, config = self.inputs.tokenizer, self.inputs.config
-        question = tokenizer.encode(record.needed("question").strip())[: config.question_length]
-        context, places = tokenizer.encode_with_places(record.needed("context"))
-        return question, context, places
+    def _question(self, record: Record) -> tuple[list[int], int]:
+        """Its tokens, and how many were cut."""
+        ids = self.inputs.tokenizer.encode(record.needed("question").strip())
+        most = self.inputs.config.question_length
+        return ids[:most], max(0, len(ids) - most)
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -105,7 +106,7 @@ class Seq2Seq:
             records = [window for record in records for window in self._windows(record)]
         return [record for record in records if self._target(record) is not None]
 
-    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
         return self._context(record)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
@@ -178,23 +179,22 @@ class Seq2Seq:
         for start, end in covering(len(places), room, room // 2):
             first, last = places[start][0], places[end - 1][1]
             inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
-            fields = {**record.fields, "context": context[first:last]}
-            label = None if record.label is None else inside
-            found.append(Record(record.index, fields, label, record.group, record.place))
+            part = record.with_fields(context=context[first:last])
+            found.append(part if record.label is None else replace(part, label=inside))
         return found
 
     def _near_answer(self, record: Record) -> Record:
         """The record with the part of a long context that is around its first answer."""
         text, start = (*record.fields.get("answers", ()), ("", 0))[0]
-        fields = {**record.fields, "answer": text}
-        ids, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
+        context = record.needed("context")
+        ids, places = self.inputs.tokenizer.encode_with_places(context)
         others = self.inputs.tokenizer.encode(f"Question: Answer: {text}")
         room = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
         if len(ids) > room:
             at = next((i for i, (_, end) in enumerate(places) if end > start), 0)
             first = min(max(0, at - room // 2), len(ids) - room)
-            fields["context"] = fields["context"][places[first][0] : places[first + room - 1][1]]
-        return Record(record.index, fields, record.label, record.group, record.place)
+            context = context[places[first][0] : places[first + room - 1][1]]
+        return record.with_fields(context=context, answer=text)
 
     def _example(self, context: list[int], blank: int, target: list[int], draws: Draws) -> Example:
         inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
@@ -296,7 +296,7 @@ class Blanks:
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         return list(records)
 
-    def prompt(self, record: Record, number: int, epoch: int) -> list[int]:
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
         return self._hidden(record, number, epoch)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:

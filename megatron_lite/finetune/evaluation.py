@@ -18,7 +18,7 @@ from data_utils.tasks.metrics_by_task import LOSS, metrics_of, perplexities
 from data_utils.tasks.render import Renderer
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.gather import gather_arrays
-from megatron_lite.finetune.writing import Write, prompt_of, reference_text, written_text
+from megatron_lite.finetune.writing import Write, reference_text
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 
@@ -122,19 +122,20 @@ class Evaluation:
     def _written(self, write: Write) -> list[str]:
         """What the model writes for each record; each rank writes for its share."""
         dp, renderer = self._context.dp, self._renderer
-        mine = range(len(self.records))[dp.rank :: dp.size]
+        prompts = [renderer.prompt(record, number) for number, record in enumerate(self.records)]
+        mine = prompts[dp.rank :: dp.size]
         spans: list[np.ndarray] = []
         for start in range(0, len(mine), self._size):
-            numbers = mine[start : start + self._size]
-            prompts = [prompt_of(renderer, self.records[n], n) for n in numbers]
-            # A row for each token: the number of its blank, and its id.
-            for found in write(prompts):
+            for found in write(mine[start : start + self._size]):
+                # A row for each token: the number of its blank, and its id.
                 tokens = [(blank, token) for blank, span in enumerate(found) for token in span]
                 spans.append(np.array(tokens, np.float64).reshape(-1, 2))
-        by_record: list[str] = [""] * len(self.records)
+        by_record: list[str] = [""] * len(prompts)
         for rank, theirs in enumerate(gather_arrays(self._context, spans)):
-            for number, rows in zip(range(len(self.records))[rank :: dp.size], theirs, strict=True):
-                by_record[number] = written_text(renderer, self.records[number], number, rows.astype(int))
+            for number, rows in zip(range(len(prompts))[rank :: dp.size], theirs, strict=True):
+                blanks, ids = rows.astype(int).T
+                answers = [ids[blanks == blank].tolist() for blank in range(blanks.max(initial=0) + 1)]
+                by_record[number] = renderer.written(prompts[number], answers)
         return by_record
 
     def _answers(self, answer: Answer, samples: Sequence[TaskSample]) -> list[np.ndarray]:

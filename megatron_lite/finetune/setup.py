@@ -149,9 +149,8 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
     assert task is not None
     check(
         needed <= model.max_position or model.positions in ("none", "rotary"),
-        f"a task of kind {task.kind} with task.sequence_length {task.sequence_length} and target_length "
-        f"{task.target_length} needs positions up to {needed}, but model.max_position is {model.max_position}; shorten "
-        "them.",
+        f"task.sequence_length ({task.sequence_length}) and target_length ({task.target_length}) need positions up to "
+        f"{needed}, but model.max_position is {model.max_position}; shorten them.",
     )
 
 

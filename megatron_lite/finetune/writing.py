@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
 from data_utils.tasks.base import Record
 from data_utils.tasks.render import Renderer
-from data_utils.tasks.sequence import NO_ANSWER, Blanks, Seq2Seq
+from data_utils.tasks.sequence import Blanks
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import BlankDecoder, decoder_for
-from megatron_lite.generate.filling import insert_spans
 from megatron_lite.model.glm import GLM
 
 Write = Callable[
@@ -46,30 +43,6 @@ def writer(
             f"task.kind is blanks, but {run} writes what follows a text; give a run of blank_infilling."
         )
     return decoder.filler.fill_all
-
-
-def prompt_of(renderer: Renderer, record: Record, number: int) -> list[int]:
-    """What a model reads before it writes."""
-    kind = renderer.kind
-    if isinstance(kind, Blanks):
-        return kind.prompt(record, number)
-    assert isinstance(kind, Seq2Seq)
-    return kind.prompt(record)
-
-
-def written_text(renderer: Renderer, record: Record, number: int, rows: np.ndarray) -> str:
-    """A record's prediction. Args: rows: int [n, 2], the number of its blank and the id of each written token."""
-    tokenizer, kind = renderer.inputs.tokenizer, renderer.kind
-    if not isinstance(kind, Blanks):
-        text = tokenizer.decode(rows[:, 1].tolist(), skip_special=True).strip()
-        return "" if renderer.inputs.config.name == "squad" and text == NO_ANSWER else text
-    special = tokenizer.special
-    context = [token for token in kind.prompt(record, number) if token not in (special.cls, special.eos)]
-    masks = {special.mask, special.smask, special.gmask}
-    blanks = sum(token in masks for token in context)
-    spans = [rows[rows[:, 0] == blank, 1].tolist() for blank in range(blanks)]
-    whole = [token for part in insert_spans(context, spans, special) for token in part]
-    return tokenizer.decode(whole, skip_special=True).strip()
 
 
 def reference_text(renderer: Renderer, record: Record) -> Any:

@@ -26,7 +26,7 @@ MODELS = {
     "causal": {},
     "prefix_lm": {"positions": "rotary", "num_key_value_heads": 2},
     "unilm": {"segments": 6, "norm": "post", "embedding_norm": True},
-    "unilmv2": {"relative": "buckets", "norm": "post", "embedding_norm": True},
+    "unilmv2": {"segments": 2, "relative": "buckets", "norm": "post", "embedding_norm": True},
     "t5": {**TWO_STACKS, "positions": "none", "relative": "buckets", "unscaled_scores": True, "segments": 1},
     "bart": {**TWO_STACKS, "norm": "post", "embedding_norm": True, "scale_embedding": True},
     "mass": {**TWO_STACKS, "embedding_norm": True},
@@ -75,7 +75,8 @@ def row(objective, text, answer):
         grp = None
         if objective == "unilmv2":  # a pseudo mask is seen by none but itself
             order[-1], grp = -last, [*[0] * (len(tokens) - 1), last]
-        segments = [*[4] * len(source), *[5] * last] if objective == "unilm" else None
+        kinds = (4, 5) if objective == "unilm" else (0, 1)
+        segments = [*[kinds[0]] * len(source), *[kinds[1]] * last]
         return tokens, range(len(tokens)), order, grp, segments
     start = 1 if objective == "mass" else 6
     segments = None if objective == "t5" else [*none, *[1] * (n + 1)]

@@ -182,6 +182,8 @@ def test_wsc_marks_the_pronoun_even_if_its_index_is_off_by_one():
     assert "*HE*'S cold" in shown(one(made, wsc(6, pronoun="he")).documents[0], made)
     with pytest.raises(DataError, match=r"the pronoun 'she' is not word 6"):
         one(made, wsc(6))
+    with pytest.raises(DataError, match=r"data.jsonl:1: span2_index is 'x'; it must be the number of a word"):
+        one(made, wsc("x"))
 
 
 def test_wsc_trains_on_true_samples_only():

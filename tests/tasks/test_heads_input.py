@@ -168,7 +168,15 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
             found.append(answer)
         else:
             assert answer == "", "a window without the answer points at CLS"
-    assert found and set(found) == {text}
+    assert found and set(found) == {text} and sample.cut > 0, "the question is cut"
+    trained = [made.sample(window, 0) for window in made.prepare([given], training=True)]
+    assert made.prepare([given], training=False) == [given]
+    for whole, part, (alone,) in zip(
+        sample.documents, sample.parts, (each.parts for each in trained), strict=True
+    ):
+        (document,) = trained[part.document].documents
+        assert (document.tokens == whole.tokens).all() and alone.document == 0
+        assert (alone.rows == part.rows).all() and (alone.targets == part.targets).all()
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 80))
