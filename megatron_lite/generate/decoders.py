@@ -13,7 +13,7 @@ An answer ends with eos, that of UniLM with [SEP], that of MASS with either.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,11 +34,13 @@ from megatron_lite.generate.cache import (
     stack_rows,
 )
 from megatron_lite.generate.filling import BlankFiller, blank_context
+from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
 from megatron_lite.model.glm import GLM
 
-SOURCE, TARGET = 4, 5  # segments of UniLM's sequence-to-sequence kind
+_SEQ2SEQ = (4, 5)  # segments of UniLM's sequence-to-sequence kind
+_PAIR = (0, 1)  # those of two texts
 
 
 class Decoder(Protocol):
@@ -143,6 +145,7 @@ class Layout:
         forced: what the answer begins with, unseen.
         allowed: special tokens that answers may have.
         mask: what predicts the token in its place.
+        segments: of a text, of its answer.
     """
 
     make: Callable[[GLM, Sequence[Sequence[int]], Layout], State]
@@ -154,6 +157,7 @@ class Layout:
     allowed: tuple[int, ...] = ()
     is_causal: bool = False
     mask: int = NO_TOKEN
+    segments: tuple[int, int] = (0, 0)
 
 
 class TextDecoder:
@@ -201,11 +205,21 @@ class TextDecoder:
                 f"{self.model.config.max_position + 1}, its answer counted; shorten it, or give a model with a larger "
                 "model.max_position."
             )
+        require_memory(self.model.config, self.config, len(context) + self.config.max_length)
 
     @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
         for context in contexts:
             self.require_room(context)
+        longest = max(map(len, contexts)) + self.config.max_length
+        most = most_texts(self.model.config, self.config, longest)
+        return [
+            found
+            for first in range(0, len(contexts), most)
+            for found in self._together(contexts[first : first + most])
+        ]
+
+    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
         limits = [min(self.config.max_length, self._room(context)) for context in contexts]
         state = self.layout.make(self.model, contexts, self.layout)
         found = self.search.run(state, limits, [self._generator() for _ in contexts])
@@ -229,11 +243,16 @@ class _Rows:
         self.lengths = torch.tensor([len(context) for context in contexts], device=self.device)
         self.places = self.lengths.clone()  # position of each row's next token
 
-    def read(self, segment: int = 0) -> torch.Tensor:
+    def segment(self, is_answer: bool) -> int:
+        return self.layout.segments[is_answer] if self.model.config.segments > 1 else 0
+
+    def read(self) -> torch.Tensor:
         """Hidden states [R, N, D] of the texts."""
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
         self.plan.expect(positions, real=self.real, is_causal=self.layout.is_causal)
-        return stack_rows(self.model, self.tokens, id_planes(positions, segment=segment), self.plan)
+        return stack_rows(
+            self.model, self.tokens, id_planes(positions, segment=self.segment(False)), self.plan
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden).float()
@@ -260,7 +279,7 @@ class _LeftToRight(_Rows):
 
 class _MaskAppending(_Rows):
     def first(self) -> torch.Tensor:
-        self.read(self._segment(SOURCE))
+        self.read()
         return self._predicted(self.places.new_zeros(len(self.places), 0))
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -273,11 +292,8 @@ class _MaskAppending(_Rows):
         words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.layout.mask)], dim=1)
         positions = self.places[:, None] + torch.arange(-count, 1, device=self.device)
         self.plan.expect(positions, is_causal=True, kept=count)
-        ids = id_planes(positions, segment=self._segment(TARGET))
+        ids = id_planes(positions, segment=self.segment(True))
         return self.logits(stack_rows(self.model, words, ids, self.plan)[:, -1])
-
-    def _segment(self, segment: int) -> int:
-        return segment if self.model.config.segments > TARGET else 0
 
 
 class _EncoderDecoder(_Rows):
@@ -299,7 +315,7 @@ class _EncoderDecoder(_Rows):
         words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
         self.places = self.places + 1
         self.plan.expect(positions)
-        ids = id_planes(positions, segment=min(1, max(self.model.config.segments - 1, 0)))
+        ids = id_planes(positions, segment=self.segment(True))
         hidden = decoder_rows(self.model, words, ids, self.plan, self.encoded, self.cross)
         return self.logits(hidden[:, -1])
 
@@ -318,32 +334,39 @@ def _prefix(special: SpecialTokens, lacking: Collection[str], predict_cls: bool)
 
 
 def _unilm(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    return Layout(_MaskAppending, (special.cls,), (special.sep,), (special.sep,), mask=special.mask)
+    end = (special.sep,)
+    return Layout(_MaskAppending, (special.cls,), end, end, mask=special.mask, segments=_SEQ2SEQ)
+
+
+def _unilmv2(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    return replace(_unilm(special, lacking, predict_cls), segments=_PAIR)
 
 
 def _t5(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
     start = (special.pad if "sop" in lacking else special.sop,)
     end = (special.eos,)
     # [MASK] may be the sentinel of all spans.
-    return Layout(_EncoderDecoder, (), end, end, start=start, allowed=(special.mask,))
+    return Layout(_EncoderDecoder, (), end, end, start=start, allowed=(special.mask,), segments=_PAIR)
 
 
 def _bart(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
     forced = (special.cls,) if predict_cls else ()
     end = (special.eos,)
-    return Layout(_EncoderDecoder, (special.cls,), end, end, start=(special.sop,), forced=forced)
+    return Layout(
+        _EncoderDecoder, (special.cls,), end, end, start=(special.sop,), forced=forced, segments=_PAIR
+    )
 
 
 def _mass(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
     cls, ends = (special.cls,), (special.sep, special.eos)
-    return Layout(_EncoderDecoder, cls, (special.sep,), ends, start=cls)
+    return Layout(_EncoderDecoder, cls, (special.sep,), ends, start=cls, segments=_PAIR)
 
 
 LAYOUTS: dict[str, Callable[[SpecialTokens, Collection[str], bool], Layout]] = {
     "causal": _causal,
     "prefix_lm": _prefix,
     "unilm": _unilm,
-    "unilmv2": _unilm,
+    "unilmv2": _unilmv2,
     "t5": _t5,
     "bart": _bart,
     "mass": _mass,

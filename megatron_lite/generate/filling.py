@@ -20,11 +20,9 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.cache import CachedPlan, id_planes, padded, stack_rows
+from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.search import Found, Search
 from megatron_lite.model.glm import GLM
-
-MAX_BEAM_BYTES = 16 << 30  # of all rows: cached keys and values, and logits
-LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts
 
 
 class BlankFiller:
@@ -89,7 +87,8 @@ class BlankFiller:
         blanks = [self._blanks(context) for context in contexts]
         for context in contexts:
             self.require_room(context)
-        most = min(map(self._most_texts, map(len, contexts)))
+        longest = max(map(len, contexts)) + self._longest()
+        most = most_texts(self.model.config, self.config, longest)
         return [
             found
             for first in range(0, len(contexts), most)
@@ -164,24 +163,7 @@ class BlankFiller:
                 f"a text has {len(context)} tokens with [CLS] and the end, but the model has positions for {limit}; "
                 f"shorten it by {len(context) - limit} tokens, or give a model with a larger model.max_position."
             )
-        row_bytes = self._row_bytes(len(context))
-        if self.config.strategy == "beam" and self.config.num_beams * row_bytes > MAX_BEAM_BYTES:
-            raise DataError(
-                f"num_beams ({self.config.num_beams}) need {self.config.num_beams * row_bytes / 2**30:.3g} GiB for a "
-                f"text of {len(context)} tokens, more than {MAX_BEAM_BYTES / 2**30:g}; set it to "
-                f"{max(1, MAX_BEAM_BYTES // row_bytes)} or less, or shorten the text."
-            )
-
-    def _row_bytes(self, length: int) -> int:
-        model = self.model.config
-        assert model.vocab_size is not None
-        cached = 2 * model.num_layers * model.hidden_size * (length + self._longest())
-        return 4 * (cached + LOGIT_COPIES * model.vocab_size)
-
-    def _most_texts(self, length: int) -> int:
-        """Texts of this length that may be computed together."""
-        rows = self.config.num_beams if self.config.strategy == "beam" else 1
-        return max(1, MAX_BEAM_BYTES // (rows * self._row_bytes(length)))
+        require_memory(self.model.config, self.config, len(context) + self._longest())
 
     def _longest(self) -> int:
         return min(self.config.max_length, self.model.config.max_position)

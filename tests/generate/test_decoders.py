@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron_lite.generate.config import GenerationConfig
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.decoders import decoder_of, ignored_tokens
 from megatron_lite.model.batch import Batch
@@ -26,7 +26,7 @@ MODELS = {
     "causal": {},
     "prefix_lm": {"positions": "rotary", "num_key_value_heads": 2},
     "unilm": {"segments": 6, "norm": "post", "embedding_norm": True},
-    "unilmv2": {"relative": "buckets", "norm": "post", "embedding_norm": True},
+    "unilmv2": {"segments": 2, "relative": "buckets", "norm": "post", "embedding_norm": True},
     "t5": {**TWO_STACKS, "positions": "none", "relative": "buckets", "unscaled_scores": True, "segments": 1},
     "bart": {**TWO_STACKS, "norm": "post", "embedding_norm": True, "scale_embedding": True},
     "mass": {**TWO_STACKS, "embedding_norm": True},
@@ -75,7 +75,8 @@ def row(objective, text, answer):
         grp = None
         if objective == "unilmv2":  # a pseudo mask is seen by none but itself
             order[-1], grp = -last, [*[0] * (len(tokens) - 1), last]
-        segments = [*[4] * len(source), *[5] * last] if objective == "unilm" else None
+        kinds = (4, 5) if objective == "unilm" else (0, 1)
+        segments = [*[kinds[0]] * len(source), *[kinds[1]] * last]
         return tokens, range(len(tokens)), order, grp, segments
     start = 1 if objective == "mass" else 6
     segments = None if objective == "t5" else [*none, *[1] * (n + 1)]
@@ -171,6 +172,21 @@ def test_sampled_answers_do_not_depend_on_the_batch(runs):
         decoders = [decoder_of(runs[objective], config) for _ in range(2)]
         contexts = [decoders[0].context(text) for text in TEXTS]
         assert decoders[0].generate(contexts) == [decoders[1].generate([c])[0] for c in contexts]
+
+
+def test_texts_are_taken_in_parts_where_memory_is_short(runs, monkeypatch):
+    config = GenerationConfig(strategy="beam", num_beams=2, max_length=4)
+    decoder = decoder_of(runs["bart"], config)
+    contexts = [decoder.context(text) for text in TEXTS]
+    whole, parts, make = decoder.generate(contexts), [], decoder.layout.make
+    row_bytes = 4 * (2 * 4 * 32 * (9 + 4) + 4 * 40)  # four layers, the longest text with its answer
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 3 * 2 * row_bytes)
+    counted = dataclasses.replace(decoder.layout, make=lambda *a: parts.append(len(a[1])) or make(*a))
+    monkeypatch.setattr(decoder, "layout", counted)
+    assert decoder.generate(contexts) == whole and parts == [3, 1]
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", row_bytes)
+    with pytest.raises(DataError, match=r"num_beams \(2\) need .* set it to 1 or less"):
+        decoder.generate(contexts)
 
 
 def test_blanks_are_answers_too(runs):

@@ -163,7 +163,8 @@ def test_texts_are_taken_in_parts_where_memory_is_short(model, monkeypatch):
     sizes, encoded = [], filler.encoded
     filler.encoded = lambda part: sizes.append(len(part)) or encoded(part)
     whole = filler.fill_all(contexts)
-    monkeypatch.setattr("megatron_lite.generate.filling.MAX_BEAM_BYTES", 2 * filler._row_bytes(4))
+    row_bytes = 4 * (2 * 2 * 32 * (4 + 4) + 4 * 40)  # keys and values of text and answer, and logits
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 2 * row_bytes)
     assert filler.fill_all(contexts) == whole and sizes == [5, 2, 2, 1]
 
 

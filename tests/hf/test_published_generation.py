@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from megatron_lite.generate.config import GenerationConfig
 from support.published import CASES, random_model
 from support.tokenizer_files import bert_vocab
 
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run

@@ -86,9 +86,7 @@ def test_more_beams_than_memory_are_refused(run, monkeypatch):
     opened = load_run(run)
     config = GenerationConfig(strategy="beam", num_beams=8)
     filler = BlankFiller(opened.model, opened.tokenizer.special, config)
-    monkeypatch.setattr(
-        "megatron_lite.generate.filling.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72)
-    )
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
     with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
         filler.fill([2, 10, 4, 3])
     three = dataclasses.replace(config, num_beams=3)
