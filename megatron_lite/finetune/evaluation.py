@@ -15,6 +15,7 @@ from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics import measure
 from data_utils.tasks.metrics_by_task import LOSS, metrics_of, perplexities
+from data_utils.tasks.pairs import sentences_on_lines
 from data_utils.tasks.render import Renderer
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.gather import gather_arrays
@@ -39,6 +40,7 @@ class Evaluated:
     records: list[Record]
     predictions: list[Any]  # of the records; [] where only losses are measured
     cut: int  # samples of which something was cut off
+    skipped: int = 0  # lines that could not be read, with task.skip_bad_lines
 
 
 class Evaluation:
@@ -57,12 +59,16 @@ class Evaluation:
     ):
         self._task, self._renderer, self._context, self._size = task, renderer, context, size
         self._whole = list(records)
+        self._skipped = getattr(records, "skipped", 0)
         self.records = renderer.prepare(records, training=False)
         self._samples = [renderer.sample(record, number) for number, record in enumerate(self.records)]
         self.cut = sum(sample.cut > 0 for sample in self._samples)
 
     def run(self, model: Model) -> Evaluated:
         """Called by every rank; every rank gets the same result."""
+        return replace(self._run(model), skipped=self._skipped)
+
+    def _run(self, model: Model) -> Evaluated:
         if self._renderer.head == "tokens":
             return self._of_texts(model)
         answers = self._answers(model.answer, self._samples)
@@ -106,7 +112,10 @@ class Evaluation:
             return Evaluated(losses, self.records, [], self.cut)
         found = self._written(model.write)
         right = [reference_text(self._renderer, record) for record in self.records]
-        measured = {} if None in right else {**self._measured(found, right), **losses}
+        compared = found
+        if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
+            compared = [sentences_on_lines(text) for text in found]  # as references have it
+        measured = {} if None in right else {**self._measured(compared, right), **losses}
         return Evaluated(measured, self.records, found, self.cut)
 
     def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:

@@ -162,7 +162,12 @@ def write_file_predictions(
 
 def described(found: Evaluated) -> dict[str, Any]:
     """A file's entry in results.json."""
-    return {"samples": len(found.records), "cut": found.cut, "metrics": found.measured}
+    return {
+        "samples": len(found.records),
+        "cut": found.cut,
+        "skipped": found.skipped,
+        "metrics": found.measured,
+    }
 
 
 def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:

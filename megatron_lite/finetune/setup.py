@@ -41,9 +41,9 @@ class Task:
     config: Config  # complete: steps, head, vocabulary
     tokenizer: Tokenizer
     renderer: Renderer
-    train: list[Record]  # as `Renderer.prepare` made them for training
-    validation: dict[str, list[Record]]  # by file
-    test: dict[str, list[Record]]
+    train: Sequence[Record]  # as `Renderer.prepare` made them for training
+    validation: Mapping[str, Sequence[Record]]  # by file
+    test: Mapping[str, Sequence[Record]]
 
     @property
     def settings(self) -> TaskConfig:
@@ -90,7 +90,7 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     metrics_of(task)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
-        {path: list(read_records(task, path, labelled=labelled)) for path in paths}
+        {path: read_records(task, path, labelled=labelled) for path in paths}
         for paths, labelled in ((task.validation, True), (task.test, False))
     )
     config = with_head(config, renderer)
