@@ -25,8 +25,9 @@ class FinetuneConfig:
     )
     trained: str = setting(
         "all",
-        "which parameters are trained beside the head that the task adds: all, biases (BitFit), or head: none",
-        one_of=("all", "biases", "head"),
+        "which parameters are trained beside the head that the task adds: all, biases (BitFit), adapters (of "
+        "model.adapter_size, and LayerNorms), or head: none",
+        one_of=("all", "biases", "adapters", "head"),
     )
     unfreeze: str = setting(
         "all",

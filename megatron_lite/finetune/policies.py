@@ -13,17 +13,18 @@ import math
 from collections.abc import Callable, Iterable
 
 from data_utils.base.errors import ConfigError
+from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
 from megatron_lite.train.engine import is_idle
 from megatron_lite.train.rates import NEVER, Rate
 
-NEW_HEAD = "heads.task."
 _ABOVE = ("heads.", "final_layernorm.")
 
 # What `finetune.trained` chooses beside the head that the task adds.
 _CHOSEN: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
     "biases": lambda name: name.endswith("bias"),
+    "adapters": lambda name: ADAPTER in name or "layernorm" in name,
     "head": lambda name: False,
 }
 
@@ -37,10 +38,10 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
     Raises: ConfigError if no parameter is trained.
     """
     finetune, names = config.finetune, list(names)
-    top = depth(NEW_HEAD, config)
+    top = depth(TASK_HEAD, config)
     chosen = _CHOSEN[finetune.trained]
     trained = [
-        name for name in names if not is_idle(name, config) and (chosen(name) or name.startswith(NEW_HEAD))
+        name for name in names if not is_idle(name, config) and (chosen(name) or name.startswith(TASK_HEAD))
     ]
     if not trained:
         assert config.task is not None

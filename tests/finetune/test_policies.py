@@ -6,8 +6,8 @@ import torch
 from support.distributed import run_ranks
 from support.tasks import task_of, write_task
 
-from data_utils.base.errors import ConfigError
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from data_utils.base.errors import CheckpointError, ConfigError
+from megatron_lite.checkpoint.manifest import list_checkpoints, new_parameters, read_checkpoint
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.finetune import policies
@@ -26,6 +26,7 @@ POLICIES = {
     "decay": ["finetune.layer_decay=0.5"],
     "gradual": ULMFIT,
     "biases": ["finetune.trained=biases"],
+    "adapters": ["finetune.trained=adapters", "model.adapter_size=8"],
     "head": ["finetune.trained=head"],
 }
 
@@ -93,7 +94,9 @@ def test_policies_equal_plain_torch(tmp_path, policy):
         torch.testing.assert_close(weight, expected[name][:rows].detach(), rtol=1e-4, atol=2e-5, msg=name)
         is_frozen = rates[name].first_step > 12
         assert torch.equal(weight, initial[name][:rows]) == is_frozen, name
-    assert (NEVER in {rate.first_step for rate in rates.values()}) == (policy in ("biases", "head"))
+    assert (NEVER in {rate.first_step for rate in rates.values()}) == (
+        policy in ("biases", "adapters", "head")
+    )
 
 
 LAYOUTS = [
@@ -106,7 +109,14 @@ LAYOUTS = [
 def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
     """With dropout, and what begins later: head and top block in epoch 1, the other block in 2, embeddings in 3."""
     files = write_task(tmp_path / "task")
-    options = [*ULMFIT, *STEPS, "model.output_dropout=0.1", "training.steps=12", "training.eval_interval=5"]
+    options = [
+        *ULMFIT,
+        *STEPS,
+        "model.adapter_size=8",
+        "model.output_dropout=0.1",
+        "training.steps=12",
+        "training.eval_interval=5",
+    ]
     one = last(learn(files, tmp_path / "one", *options))
     expected = load_weights(one)
     counts = one.optimizer["adam_steps"]
@@ -194,3 +204,42 @@ def test_biases_and_the_new_head_are_trained(tmp_path):
     rates = task_rates(task)
     biases = {name for name, rate in rates.items() if rate.first_step == 1}
     assert biases == {name for name in rates if name.endswith("bias")} | {"heads.task.classifier.weight"}
+
+
+def test_adapters_begin_as_nothing_and_alone_change_a_checkpoint(tmp_path):
+    files = write_task(tmp_path / "task")
+    body = load_weights(last(learn(files, tmp_path / "one", "finetune.epochs=1")))
+    begin = [f"checkpoint.initialize_from={tmp_path / 'one/seed_1234'}", "finetune.epochs=2"]
+    adapters = ["finetune.trained=adapters", "model.adapter_size=8", "optimizer.weight_decay=0"]
+    found = load_weights(last(learn(files, tmp_path / "two", *begin, *adapters)))
+    for name, weight in body.items():
+        assert torch.equal(found[name], weight) != ("layernorm" in name or name.startswith("heads.")), name
+    new = {name for name in found if name not in body}
+    assert len(new) == 2 * 2 * 4 and all(found[name].abs().sum() > 0 for name in new)
+    again = learn(
+        files,
+        tmp_path / "again",
+        *adapters,
+        "optimizer.lr=1e-30",
+        "finetune.epochs=1",
+        f"checkpoint.initialize_from={tmp_path / 'two/seed_1234'}",
+    )
+    found_again = load_weights(last(again))
+    assert all(
+        torch.equal(found_again[name], found[name]) for name in new
+    )  # a checkpoint's own are taken over
+    for size in (4, 0):
+        shapes = parameter_shapes(task_of(files, tmp_path, f"model.adapter_size={size}").config.model)
+        with pytest.raises(CheckpointError, match="holds another model"):
+            new_parameters(last(again), shapes)
+
+
+def test_adapters_begin_as_nothing(tmp_path):
+    files = write_task(tmp_path / "task")
+    losses = []
+    for size in (0, 8):
+        task = task_of(files, tmp_path / "out", f"model.adapter_size={size}")
+        batch = TaskData(task.train, task.renderer, 0).batch(np.arange(8))
+        model = build_model(task.config, 1)
+        losses.append(model(ModelInput.from_batch(batch, torch.device("cpu"), task.config.model))[0].item())
+    assert losses[0] == losses[1] > 0
