@@ -335,9 +335,9 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """What a checkpoint to begin with does not hold: a task's head, unless it has just this one; adapters if it has none.
+    """What is new to a checkpoint to begin with: a task's head, unless it has just this one; adapters, if it has none.
 
-    All others it must hold. Raises: CheckpointError if it holds another model.
+    Raises: CheckpointError if it holds another model for the rest.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
     adapters = {name for name in shapes if ADAPTER in name}

@@ -397,7 +397,8 @@ class Block(nn.Module):
 
     def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Stream:
         """With the MLP. Args: hidden, normed: a sum and its norm."""
-        x = _normed(_adapted(self.mlp(normed, flow, layer), self.mlp_adapter), self.expanded_layernorm)
+        x = _adapted(self.mlp(normed, flow, layer), self.mlp_adapter)
+        x = _normed(x, self.expanded_layernorm)
         dropout = flow.features(self.dropout, layer, "expanded")
         if self.output_layernorm is None:
             return Stream(hidden, x, dropout)
