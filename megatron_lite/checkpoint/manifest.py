@@ -35,7 +35,9 @@ FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
-TASK_HEAD = "heads.task."  # names of what fine-tuning adds to a model
+# In the names of what fine-tuning adds to a model.
+TASK_HEAD = "heads.task."
+ADAPTER = "_adapter."
 _MAX_MANIFEST_BYTES = 1 << 30
 
 
@@ -333,16 +335,20 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """The parameters of a task's head, if a checkpoint to begin with does not hold just these. All others it must hold.
+    """What is new to a checkpoint to begin with: a task's head, unless it has just this one; adapters, if it has none.
 
-    Raises: CheckpointError if it holds another model.
+    Raises: CheckpointError if it holds another model for the rest.
     """
-    ours = {name for name in shapes if name.startswith(TASK_HEAD)}
-    holds_head = bool(ours) and all(checkpoint.shapes.get(name) == shapes[name] for name in ours)
+    head = {name for name in shapes if name.startswith(TASK_HEAD)}
+    adapters = {name for name in shapes if ADAPTER in name}
+    if any(ADAPTER in name for name in checkpoint.shapes):
+        adapters = set()
     theirs = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith(TASK_HEAD)}
     without_head = dataclasses.replace(checkpoint, shapes=theirs)
-    check_model(without_head, {name: shape for name, shape in shapes.items() if name not in ours})
-    return frozenset() if holds_head else frozenset(ours)
+    check_model(without_head, {name: shapes[name] for name in shapes if name not in head | adapters})
+    if all(checkpoint.shapes.get(name) == shapes[name] for name in head):
+        head = set()
+    return frozenset(head | adapters)
 
 
 def check_same_number(checkpoint: Checkpoint, count: int) -> None:

@@ -23,6 +23,25 @@ class FinetuneConfig:
     patience: int | None = setting(
         None, "evaluations without a better one after which the training ends; null = never", at_least=1
     )
+    trained: str = setting(
+        "all",
+        "which parameters are trained beside the head that the task adds: all, biases (BitFit), adapters (of "
+        "model.adapter_size, and LayerNorms), or head: none",
+        one_of=("all", "biases", "adapters", "head"),
+    )
+    unfreeze: str = setting(
+        "all",
+        "all: from the first step on; gradual: the head and the top block in the first epoch, one block more downwards "
+        "in each further epoch, then the embeddings (ULMFiT)",
+        one_of=("all", "gradual"),
+    )
+    layer_decay: float = setting(
+        1.0,
+        "factor of the learning rate for each layer down from the head: lr x layer_decay^d, with d 0 for the head, 1 "
+        "for the top block, num_layers + 1 for the embeddings (ULMFiT 1/2.6 = 0.385, XLNet 0.75, ELECTRA 0.8)",
+        above=0,
+        at_most=1,
+    )
 
     def __post_init__(self) -> None:
         for seed in self.seeds:

@@ -183,6 +183,11 @@ class ModelConfig:
         at_least=1,
     )
     share_layers: bool = setting(False, "one set of weights for all blocks (ALBERT)")
+    adapter_size: int = setting(
+        0,
+        "inner width of adapters, which fine-tuning adds to the outputs of attention and FFN: 64; 0 = none",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         check(

@@ -226,8 +226,9 @@ class ScheduleConfig:
     kind: str = setting(
         "cosine",
         "cosine, linear or constant, after a linear warm-up; inverse_sqrt = then falling with 1/sqrt(step), which is "
-        "Noam's schedule for a peak of factor / sqrt(hidden_size warmup_steps)",
-        one_of=("cosine", "linear", "constant", "inverse_sqrt"),
+        "Noam's schedule for a peak of factor / sqrt(hidden_size warmup_steps); slanted = linear up from the floor and "
+        "down to it (ULMFiT: warm-up over a tenth of the steps, min_lr_ratio 1/32 = 0.03125)",
+        one_of=("cosine", "linear", "constant", "inverse_sqrt", "slanted"),
     )
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", at_least=0)
     decay_steps: int | None = setting(

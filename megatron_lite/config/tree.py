@@ -283,6 +283,10 @@ class Config:
         )
         if task is None:
             return
+        check(
+            self.finetune.trained != "adapters" or self.model.adapter_size > 0,
+            "finetune.trained is adapters, but model.adapter_size is 0; set it to their inner width, such as 64.",
+        )
         stages, normalization = self.parallel.pipeline_parallel_size, self.training.loss_normalization
         check(
             stages == 1,

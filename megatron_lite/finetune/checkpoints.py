@@ -79,7 +79,7 @@ def evaluate(
         context = ParallelContext.alone()
         evaluations = {
             file: Evaluation(task.settings, task.renderer, records, context, size)
-            for file, records in (task.validation | task.test).items()
+            for file, records in {**task.validation, **task.test}.items()
         }
         loaded = run.with_model(device)
         write = writer(loaded.model, task.config, task.tokenizer, loaded.objectives, str(run.checkpoint.path))

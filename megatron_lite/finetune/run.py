@@ -23,15 +23,18 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics_by_task import LOSS, Metrics
 from data_utils.tasks.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
+from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by, writes_only
 from megatron_lite.finetune.setup import Task, run_directory
 from megatron_lite.finetune.writing import writer
+from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.control import RunControl
 from megatron_lite.train.engine import memory_advice
 from megatron_lite.train.plain import PlainEngine
+from megatron_lite.train.rates import Rate
 from megatron_lite.train.trainer import Trainer
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
@@ -49,6 +52,10 @@ def finetune(
 ) -> ExitStatus:
     """Train every seed that is not done yet, then sum up. Returns FINISHED, or why it ended before."""
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
+    of_parameters = task_rates(task)
+    if context.is_main and of_parameters:
+        elements = {name: math.prod(shape) for name, shape in parameter_shapes(task.config.model).items()}
+        log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
     for seed in seeds:
         directory = run_directory(output, seed)
         if _is_done(directory, context):
@@ -60,6 +67,11 @@ def finetune(
     if context.is_main:
         _sum_up(task, output, seeds)
     return ExitStatus.FINISHED
+
+
+def task_rates(task: Task) -> dict[str, Rate]:
+    """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
+    return policies.rates(task.config, parameter_shapes(task.config.model), len(task.train))
 
 
 def _is_done(directory: Path, context: ParallelContext) -> bool:
@@ -82,7 +94,7 @@ def _one_seed(
         for files in (task.validation, task.test)
     )
     with memory_advice(config):
-        engine = PlainEngine(config, context, len(LOSS_NAMES) + 1)
+        engine = PlainEngine(config, context, len(LOSS_NAMES) + 1, task_rates(task))
         model, judge = asked(task, engine, context), None
         if validation:
             metrics = compared_by(task.settings, config.finetune.best)

@@ -318,12 +318,33 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(x)
 
 
+class Adapter(nn.Module):
+    """x + up(gelu(down(x))) within a residual branch, [T, D]. `up` begins as 0: the model is what it was.
+
+    Source: Houlsby et al., arXiv:1902.00751.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.down = Linear(config.hidden_size, config.adapter_size)
+        self.up = Linear(config.adapter_size, config.hidden_size)
+        self.parallel = parallel
+        parallel.mark_replicated(*self.parameters())
+
+    def forward(self, branch: Biased) -> Biased:
+        parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
+        down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
+        x = branch.added()
+        inner = activate(Biased(linear(x, down, down_bias)), "gelu_erf")
+        return Biased(x + linear(inner, up, up_bias))
+
+
 class Block(nn.Module):
     """Attention and MLP. `layer` is its index, for dropout and caches.
 
     Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
     then the same with the MLP. In both `post_attention_layernorm` lies between the two. DeepNorm: post-norm with the
-    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides.
+    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides, after their adapters.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
@@ -337,6 +358,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = MLP(config, parallel)
         self.output_layernorm = norm() if config.norm != "pre" else None
+        adapters = [Adapter(config, parallel) if config.adapter_size else None for _ in range(2)]
+        self.attention_adapter, self.mlp_adapter = adapters
         more = [norm() if config.sandwich_norm else None for _ in range(2)]
         self.attended_layernorm, self.expanded_layernorm = more
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
@@ -389,13 +412,15 @@ class Block(nn.Module):
             hidden = normed = stream.summed()
         else:
             hidden, normed = self.input_layernorm.after_sum(*stream)
-        x = _normed(self.attention(normed, flow, layer), self.attended_layernorm)
+        x = _adapted(self.attention(normed, flow, layer), self.attention_adapter)
+        x = _normed(x, self.attended_layernorm)
         dropout = flow.features(self.dropout, layer, "attended")
         return norm.after_sum(self._residual(hidden), x, dropout)
 
     def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Stream:
         """With the MLP. Args: hidden, normed: a sum and its norm."""
-        x = _normed(self.mlp(normed, flow, layer), self.expanded_layernorm)
+        x = _adapted(self.mlp(normed, flow, layer), self.mlp_adapter)
+        x = _normed(x, self.expanded_layernorm)
         dropout = flow.features(self.dropout, layer, "expanded")
         if self.output_layernorm is None:
             return Stream(hidden, x, dropout)
@@ -403,6 +428,10 @@ class Block(nn.Module):
 
     def _residual(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale
+
+
+def _adapted(x: Biased, adapter: Adapter | None) -> Biased:
+    return x if adapter is None else adapter(x)
 
 
 def _normed(x: Biased, norm: nn.Module | None) -> Biased:

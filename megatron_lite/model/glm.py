@@ -305,9 +305,11 @@ def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -
 
     init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference), with `init: t5`
     by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks Xavier's, of values, output
-    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
+    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1). Adapters begin as nothing.
     """
     is_fused = name.endswith("query_key_value.weight")
+    if name.endswith("_adapter.up.weight"):
+        return 0.0
     if config.init == "deepnorm" and name.startswith("layers."):
         xavier = math.sqrt(2 / sum(part.shape))
         return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)

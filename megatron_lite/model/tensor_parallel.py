@@ -185,9 +185,9 @@ class _ColumnParallel(torch.autograd.Function):
             grad_hidden, summing = grad_whole, start_sum(grad_whole, group)
         finish(gathering)
         grad_weight = None
-        if ctx.take is not None:
+        if ctx.needs_input_grad[1] and ctx.take is not None:
             ctx.take(grad, whole)
-        else:
+        elif ctx.needs_input_grad[1]:
             grad_weight = _product(grad.T, whole)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         finish(summing)

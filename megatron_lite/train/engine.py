@@ -45,6 +45,7 @@ from megatron_lite.model.tensor_parallel import (
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import nvidia_apex
 from megatron_lite.train.deepspeed_engines import deepspeed_engine
+from megatron_lite.train.rates import USUAL, Rate
 from megatron_lite.train.sharded import Outcome, ShardedOptimizer, Treatment
 from megatron_lite.train.zero3 import Zero3
 
@@ -55,20 +56,26 @@ TIED = "embedding.word_embeddings.weight"  # also the output projection, which t
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def parameter_groups(named: Mapping[str, nn.Parameter], config: Config) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without."""
-    groups: dict[float, list[nn.Parameter]] = {config.optimizer.weight_decay: [], 0.0: []}
+def parameter_groups(
+    named: Mapping[str, nn.Parameter], config: Config, rates: Mapping[str, Rate] | None = None
+) -> list[dict[str, Any]]:
+    """Matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without. By rate."""
+    groups: dict[tuple[float, Rate], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        groups[_weight_decay(name, config)].append(parameter)
-    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
+        key = _weight_decay(name, config), (rates or {}).get(name, USUAL)
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "rate": rate}
+        for (decay, rate), parameters in groups.items()
+    ]
 
 
 def _weight_decay(name: str, config: Config) -> float:
-    no_decay = name.endswith("bias") or "layernorm" in name or _is_idle(name, config)
+    no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)
     return 0.0 if no_decay else config.optimizer.weight_decay
 
 
-def _is_idle(name: str, config: Config) -> bool:
+def is_idle(name: str, config: Config) -> bool:
     """Whether a head that the model brings has no part in the loss. It has no gradient, and stays as it is."""
     if config.task is None:
         return name.startswith("heads.sentence.") and not config.has_sentence_labels
@@ -157,8 +164,12 @@ class Engine(ABC):
         config: Config,
         context: ParallelContext,
         mpu: Any,
+        rates: Mapping[str, Rate] | None = None,
     ):
-        """Args: named: the parameters of this rank under their global names."""
+        """Args:
+        named: the parameters of this rank under their global names.
+        rates: of those that are not trained with the learning rate of the step from the first step on.
+        """
         from deepspeed.accelerator import get_accelerator
 
         # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
@@ -172,11 +183,17 @@ class Engine(ABC):
         self.context = context
         self._config = config
         self._named = named
+        self._rates = rates or {}
+        self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             if config.parallel.zero_stage == 3:
                 self._engine = self._stage_3(module, options, mpu)
-                self._zero: ShardedOptimizer | Zero3 = Zero3(self._engine.optimizer, context.dp)
+                self._zero: ShardedOptimizer | Zero3 = Zero3(
+                    self._engine.optimizer,
+                    context.dp,
+                    {named[name]: rate for name, rate in self._rates.items()},
+                )
             else:
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
                 self._zero = self._engine.optimizer
@@ -188,7 +205,7 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, self._config), settings)
+        optimizer = make_adamw(parameter_groups(self._named, self._config, self._rates), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
@@ -234,6 +251,7 @@ class Engine(ABC):
             weight_decay=_weight_decay(name, self._config),
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
+            rate=self._rates.get(name, USUAL),
         )
 
     @property
@@ -293,10 +311,17 @@ class Engine(ABC):
             if isinstance(module, PositionEmbeddings):
                 module.gradient_shrink = factor
 
+    def set_step(self, step: int) -> None:
+        """The number of the next step, from 1: it decides which parameters are trained."""
+        self._step = step
+        if self._rates:
+            self._zero.set_step(step)
+
     def _begin_step(self, micro_batches: int, lr: float) -> None:
         self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
-            group["lr"] = lr
+            rate: Rate = group["rate"]
+            group["lr"] = lr * rate.lr_factor if rate.is_trained(self._step) else 0.0
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         return StepResult(objective_sums, self._zero.outcome)
@@ -360,16 +385,20 @@ class Engine(ABC):
         return name.startswith("embedding.") and self.context.pp.rank > 0
 
     def scalar_state(self) -> dict[str, Any]:
-        """Adam's step count and the loss scaler, as JSON values."""
+        """Adam's step count, that of parameters with another one by their names, and the loss scaler; JSON values."""
         self._zero.outcome()  # it adapts the loss scale
-        first = next(iter(self._zero.optimizer.state.values()))
+        counts = {name: self._zero.step_count(parameter) for name, parameter in self._named.items()}
+        read = {id(count): float(count) for count in counts.values()}  # few: each read waits for the device
+        most = max(read.values())
+        others = {name: read[id(count)] for name, count in counts.items() if read[id(count)] != most}
         scaler = self._zero.loss_scaler
         values = {key: getattr(scaler, key) for key in SCALER_STATE if hasattr(scaler, key)}
-        return {"adam_step": float(first["step"]), "loss_scaler": values}
+        return {"adam_step": most, "adam_steps": others, "loss_scaler": values}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        for values in self._zero.optimizer.state.values():
-            values["step"].fill_(state["adam_step"])
+        others = state.get("adam_steps", {})
+        for name, parameter in self._named.items():
+            self._zero.step_count(parameter).fill_(others.get(name, state["adam_step"]))
         scaler = self._zero.loss_scaler
         for key, value in state["loss_scaler"].items():
             if key in SCALER_STATE and hasattr(scaler, key):

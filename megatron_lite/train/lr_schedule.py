@@ -12,8 +12,11 @@ def learning_rate(
 
     Linear warm-up from 0 to `peak` over `warmup_steps`, then cosine or linear decay that reaches
     `min_lr_ratio * peak` at `decay_steps` and stays there, or constant, or falling with 1/sqrt(step) to that floor.
-    (The reference's linear schedule falls below zero.)
+    (The reference's linear schedule falls below zero.) ULMFiT's slanted triangle (arXiv:1801.06146, section 3.2) is
+    linear both ways and begins at the floor.
     """
+    if step <= warmup_steps and kind == "slanted":
+        return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * step / warmup_steps)
     if step <= warmup_steps:
         return peak * step / warmup_steps
     if kind == "constant":
@@ -21,5 +24,7 @@ def learning_rate(
     if kind == "inverse_sqrt":
         return peak * max(min_lr_ratio, math.sqrt(max(1, warmup_steps) / step))
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    remaining = (
+        1.0 - progress if kind in ("linear", "slanted") else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * remaining)

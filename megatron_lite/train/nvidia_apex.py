@@ -88,7 +88,10 @@ def _adamw_class() -> type[torch.optim.Optimizer]:
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             groups = self.param_groups
-            self.param_groups = [group for group in groups if group["params"]]
+            # A group has a gradient for all of its parameters, or, while they are frozen, for none.
+            self.param_groups = [
+                group for group in groups if any(p.grad is not None for p in group["params"])
+            ]
             try:
                 for group in self.param_groups:
                     counts = [self._count(parameter) for parameter in group["params"]]

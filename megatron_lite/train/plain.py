@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,17 +14,27 @@ from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.train.engine import Engine, StepResult
+from megatron_lite.train.rates import Rate
 
 
 class PlainEngine(Engine):
     """Every process holds all layers: data parallelism, ZeRO and tensor parallelism."""
 
-    def __init__(self, config: Config, context: ParallelContext, num_losses: int):
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        num_losses: int,
+        rates: Mapping[str, Rate] | None = None,
+    ):
+        """Args: rates: as of `Engine`."""
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
         self._model = build_model(config, num_losses, parallel)
-        super().__init__(self._model, dict(self._model.named_parameters()), config, context, Mpu(context))
+        super().__init__(
+            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), rates
+        )
         self._model.before_use = self._zero.await_weights
 
     @property

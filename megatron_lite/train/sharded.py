@@ -12,6 +12,8 @@ on all ranks, each as soon as its gradients are complete:
 The global norm, clipping, and skipping a step whose gradients are not finite happen on the device: ranks agree by one
 sum of one number, and the host reads the outcome when it asks for it.
 
+A frozen parameter has a bucket with its fp32 weights, but no gradient: autograd does not compute it.
+
 Source: ZeRO, arXiv:1910.02054; buckets of equal parts as in Megatron-LM's distributed optimizer.
 """
 
@@ -36,6 +38,7 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_parts,
 )
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.rates import USUAL, Rate
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
 ADDED_ALONE = (
@@ -54,6 +57,7 @@ class Treatment:
     summed_over: Group | None = (
         None  # ranks that each hold a part of the gradient, beside the data-parallel ranks
     )
+    rate: Rate = USUAL
 
 
 def assign(
@@ -276,16 +280,27 @@ class ShardedOptimizer:
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
-        masters: dict[float, list[torch.Tensor]] = {}
+        masters: dict[tuple[float, Rate], list[torch.Tensor]] = {}
         for bucket in self.buckets:
-            masters.setdefault(bucket.treatment.weight_decay, []).append(bucket.master)
-        groups = [{"params": flats, "weight_decay": decay} for decay, flats in masters.items()]
+            treatment = bucket.treatment
+            masters.setdefault((treatment.weight_decay, treatment.rate), []).append(bucket.master)
+        groups = [
+            {"params": flats, "weight_decay": decay, "rate": rate} for (decay, rate), flats in masters.items()
+        ]
         self.optimizer = make_optimizer(groups)
         allocate_moments(self.optimizer, (bucket.master for bucket in self.buckets))
         self._skipped = torch.zeros((), device=context.device)
         # Of the last step. Waits for its norm, and adapts the loss scale.
         self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
+        self.set_step(1)
         self.begin(1)
+
+    def set_step(self, step: int) -> None:
+        """Before `begin`: train what has its turn in this step, freeze all else."""
+        self._trained = [bucket for bucket in self.buckets if bucket.treatment.rate.is_trained(step)]
+        for bucket in self.buckets:
+            for parameter in bucket.starts:
+                parameter.requires_grad_(bucket.treatment.rate.is_trained(step))
 
     # The backward passes of a step
 
@@ -293,7 +308,7 @@ class ShardedOptimizer:
         """Before the first forward pass of a step with this number of micro-batches."""
         if self.loss_scaler.dynamic:
             self.outcome()  # the next loss scale depends on it
-        for bucket in self.buckets:
+        for bucket in self._trained:
             bucket.part = None
             bucket.await_gradients(micro_batches if self._stage == 1 else 1)
         self._next = 0  # the bucket that is reduced next
@@ -307,22 +322,24 @@ class ShardedOptimizer:
 
     def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Take in the gradient of a parameter that the backward pass uses once, and autograd does not know of."""
-        parameter.grad = gradient
-        self._take(parameter)
+        if parameter.requires_grad:
+            parameter.grad = gradient
+            self._take(parameter)
 
     @torch.no_grad()
     def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""
-        self._bucket_of[parameter].add_product(parameter, grad, rows)
-        self._reduce_complete()
+        if parameter.requires_grad:
+            self._bucket_of[parameter].add_product(parameter, grad, rows)
+            self._reduce_complete()
 
     def _reduce_complete(self) -> None:
-        while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
+        while self._next < len(self._trained) and not self._trained[self._next].incomplete:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
         """Start the next bucket's reduction. At stage 2, take in the sum of the one before, to free its memory."""
-        bucket = self.buckets[self._next]
+        bucket = self._trained[self._next]
         self._next += 1
         sums = bucket.complete()
         bucket.summed = sums.to(self._communication_type)
@@ -330,7 +347,7 @@ class ShardedOptimizer:
             bucket.forget_views()
         bucket.work = reduce_scatter_parts(bucket.summed, self._context.dp)
         if self._stage == 2 and self._next > 1:
-            self._collect(self.buckets[self._next - 2])
+            self._collect(self._trained[self._next - 2])
 
     def _collect(self, bucket: Bucket) -> None:
         """Take in this rank's part of the bucket's sum over the data-parallel ranks."""
@@ -351,9 +368,9 @@ class ShardedOptimizer:
     @torch.no_grad()
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """At the end of a backward pass, at stage 1 of the last one: start and finish all reductions."""
-        while self._next < len(self.buckets):
+        while self._next < len(self._trained):
             self._reduce_next()
-        for bucket in self.buckets:
+        for bucket in self._trained:
             self._collect(bucket)
         self._next = 0
 
@@ -370,10 +387,10 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Clip and update, unless a gradient is not finite; then give all ranks the weights. Waits for no device."""
-        parts = [self._final_part(bucket) for bucket in self.buckets]
+        parts = [self._final_part(bucket) for bucket in self._trained]
         squares = [
             norm.double().square()
-            for norm, bucket in zip(torch._foreach_norm(parts), self.buckets, strict=True)
+            for norm, bucket in zip(torch._foreach_norm(parts), self._trained, strict=True)
             if bucket.treatment.counts
         ]
         total = torch.stack(squares).sum() if squares else parts[0].new_zeros((), dtype=torch.float64)
@@ -387,9 +404,9 @@ class ShardedOptimizer:
         factor.masked_fill_(self._skipped.bool(), 0.0)  # what lies between the parameters stays 0
         torch._foreach_mul_(parts, factor)
         self._update(parts)
-        for bucket in self.buckets:
+        for bucket in self._trained:
             bucket.part = None
-        self._start_to_publish()
+        self._start_to_publish(self._trained)
 
     def _final_part(self, bucket: Bucket) -> torch.Tensor:
         assert bucket.part is not None, "a step follows reduce_gradients"
@@ -398,7 +415,7 @@ class ShardedOptimizer:
         return bucket.part
 
     def _update(self, parts: list[torch.Tensor]) -> None:
-        for bucket, part in zip(self.buckets, parts, strict=True):
+        for bucket, part in zip(self._trained, parts, strict=True):
             # On the CPU only after the copy: the next step may overwrite the part while the CPU is still updating.
             bucket.master.grad = part.cpu() if self._offload else part
         skipped = self._skipped.cpu() if self._offload else self._skipped
@@ -408,19 +425,19 @@ class ShardedOptimizer:
             self.optimizer.step()
         elif not skipped:  # waits for the device
             self.optimizer.step()
-        for bucket in self.buckets:
+        for bucket in self._trained:
             bucket.master.grad = None
 
     def publish_weights(self) -> None:
         """Copy the fp32 weights of every rank's part to the model on all ranks."""
-        self._start_to_publish()
+        self._start_to_publish(self.buckets)
         self.await_weights()
 
     @torch.no_grad()
-    def _start_to_publish(self) -> None:
+    def _start_to_publish(self, changed: Sequence[Bucket]) -> None:
         """In the order of the forward pass, which computes with the first weights while others are on their way."""
         self.await_weights()
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(changed):
             bucket.weights[bucket.own].copy_(bucket.master, non_blocking=True)
             bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
 
@@ -470,3 +487,7 @@ class ShardedOptimizer:
         state = self.optimizer.state[bucket.master]
         tensors = {"weight": bucket.master[place], **{key: state[key][place] for key in MOMENTS}}
         return tuple(parameter.shape), start, tensors
+
+    def step_count(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Adam's count of steps, which the parameter shares with others of the same rate."""
+        return self.optimizer.state[self._bucket_of[parameter].master]["step"]

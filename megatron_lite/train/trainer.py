@@ -33,7 +33,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.ahead import Ahead, HostStep, Place, Samples, StepMaker, same_passes
 from megatron_lite.train.control import Phase, Requests, RunControl
-from megatron_lite.train.engine import Engine, StepResult
+from megatron_lite.train.engine import TYPES, Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.judge import Judge
 from megatron_lite.train.lr_schedule import learning_rate
@@ -59,8 +59,6 @@ from megatron_lite.train.trackers import make_trackers
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Trainer:
@@ -193,7 +191,7 @@ class Trainer:
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         events = self._resume()
         self.watchdog.enter(Section.SETUP, "measuring the machine")
-        peak, dtype = self.config.run.peak_tflops, DTYPES[self.config.training.precision]
+        peak, dtype = self.config.run.peak_tflops, TYPES[self.config.training.precision]
         self.yardstick = Yardstick(peak, dtype, self.context, self._machine_rates)
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
@@ -330,6 +328,7 @@ class Trainer:
         """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
         step, interval = self.step + 1, self.config.training.gradient_norm_interval
         lr = self._learning_rate(step)
+        self.engine.set_step(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
         layers = GradientNorms(self.config.model, self.context)

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.tasks import votes, write_lines, write_task
+from support.tasks import task_of, votes, write_lines, write_task
 
 from data_utils.base.errors import ConfigError, ExitStatus
-from data_utils.base.settings import merge, parse_override
+from data_utils.base.settings import parse_override
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, step_of
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.finetune.run import finetune
-from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.train.metrics import read_metrics
 
 CLOZE = {
@@ -22,11 +21,6 @@ CLOZE = {
     "template": "{text} It was [MASK] .",
     "verbalizers": {"0": "bad", "1": "good"},
 }
-
-
-def task_of(files, output, *overrides):
-    tree = load_tree([files[0]], files[1], overrides)
-    return prepare(merge(tree, {"run": {"directory": str(output)}}))
 
 
 def run(context, files, output, *overrides):

@@ -71,12 +71,6 @@ CASES = {
 LONG = {
     "two words together": ("xor", {}, {"kind": "classification", "train": 1600}, "accuracy"),
     "span": ("span", {}, {**SPANS, "train": 1600, "epochs": 8}, "answer_em"),
-    "last word of two": (
-        "recall",
-        {"pairs": 2},
-        {"kind": "lambada", "train": 3200, "epochs": 10},
-        "accuracy",
-    ),
 }
 
 

@@ -41,9 +41,8 @@ from megatron_lite.model.glm import build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import Engine, parameter_groups
+from megatron_lite.train.engine import TYPES, Engine, parameter_groups
 from megatron_lite.train.plain import make_engine
-from megatron_lite.train.trainer import DTYPES
 from support.batches import prefix_batch
 from support.distributed import run_ranks
 from support.parity_cases import (
@@ -266,7 +265,7 @@ def run_case(context: ParallelContext, case: Case, record: Record) -> Outcome:
     engine = make_engine(case.config(), context, OBJECTIVES)
     start = Outcome(case)
     # DeepSpeed takes its fp32 weights from the model after the cast to half precision.
-    initial = {name: weight.to(DTYPES[case.precision]).float() for name, weight in record.initial.items()}
+    initial = {name: weight.to(TYPES[case.precision]).float() for name, weight in record.initial.items()}
     for fragment in engine.fragments():
         compare_fragment(start, "weights", -1, fragment, fragment.tensors["weight"], initial)
     assert start.largest["weights"] == 0.0, f"initial weights depend on the layout: {start.where}"

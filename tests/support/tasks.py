@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from data_utils.base.settings import merge
+from megatron_lite.finetune.setup import Task, load_tree, prepare
+
 WORDS = ["good", "bad", "film", "plot", "Yes", "No", "yes", "no", "It", "was", ".", "?", ",", '"']
 
 
@@ -69,3 +72,9 @@ def write_task(directory: Path, train: int = 64, **task: Any) -> tuple[str, str]
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
         files.append(str(path))
     return files[0], files[1]
+
+
+def task_of(files: tuple[str, str], output: Path, *overrides: str) -> Task:
+    """The task of a model's file and a task's file, with overrides, for a run below `output`."""
+    tree = load_tree([files[0]], files[1], overrides)
+    return prepare(merge(tree, {"run": {"directory": str(output)}}))

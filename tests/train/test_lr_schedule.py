@@ -41,3 +41,15 @@ def test_inverse_square_root_is_noams_schedule():
         assert ours == pytest.approx(noam)
     floor = {"peak": 1.0, "kind": "inverse_sqrt", "warmup_steps": 10, "decay_steps": 1, "min_lr_ratio": 0.1}
     assert learning_rate(10**6, **floor) == 0.1
+
+
+def test_slanted_is_ulmfits_triangle():
+    """The paper's formula with cut_frac 0.1 and ratio 32."""
+    steps, peak, ratio = 200, 0.01, 32
+    cut = int(steps * 0.1)
+    for step in range(1, steps + 1):
+        p = step / cut if step < cut else 1 - (step - cut) / (cut * (1 / 0.1 - 1))
+        ours = learning_rate(
+            step, peak=peak, kind="slanted", warmup_steps=cut, decay_steps=steps, min_lr_ratio=1 / ratio
+        )
+        assert ours == pytest.approx(peak * (1 + p * (ratio - 1)) / ratio)

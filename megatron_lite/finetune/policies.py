@@ -1,0 +1,85 @@
+"""Policies of fine-tuning as data: which parameters are trained, from which step on, with which factor of the rate.
+
+The depth of a parameter orders them: embeddings 0, block i (from 0) i + 1, all above the blocks one more than the last.
+With `model.share_layers` the one block has depth 1.
+
+Source: discriminative rates and gradual unfreezing: ULMFiT, arXiv:1801.06146; layer-wise decay: ELECTRA,
+arXiv:2003.10555; biases alone: BitFit, arXiv:2106.10199; adapters: arXiv:1902.00751.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
+from megatron_lite.config.tree import Config
+from megatron_lite.train.engine import is_idle
+from megatron_lite.train.rates import NEVER, Rate
+
+_ABOVE = ("heads.", "final_layernorm.")
+
+# What `finetune.trained` chooses beside the head that the task adds.
+_CHOSEN: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "biases": lambda name: name.endswith("bias"),
+    "adapters": lambda name: ADAPTER in name or "layernorm" in name,
+    "head": lambda name: False,
+}
+
+
+def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]:
+    """How each parameter of a model is trained, {} where all are trained alike.
+
+    Args:
+        names: of all parameters of the whole model.
+        samples: of an epoch.
+    Raises: ConfigError if no parameter is trained.
+    """
+    finetune, names = config.finetune, list(names)
+    top = depth(TASK_HEAD, config)
+    chosen = _CHOSEN[finetune.trained]
+    trained = [
+        name for name in names if not is_idle(name, config) and (chosen(name) or name.startswith(TASK_HEAD))
+    ]
+    if not trained:
+        assert config.task is not None
+        raise ConfigError(
+            f"finetune.trained is {finetune.trained}, which no parameter of this model is: a task of kind "
+            f"{config.task.kind} adds no head; set finetune.trained to all."
+        )
+    if (finetune.layer_decay, finetune.trained, finetune.unfreeze) == (1.0, "all", "all"):
+        return {}
+    per_step = config.batch.global_batch_size
+
+    def rate(name: str) -> Rate:
+        below = top - depth(name, config)  # layers from the head
+        epoch = max(1, below) if finetune.unfreeze == "gradual" else 1
+        return Rate(finetune.layer_decay**below, first_step_of(epoch, samples, per_step))
+
+    return {name: Rate(first_step=NEVER) for name in names} | {name: rate(name) for name in trained}
+
+
+def depth(name: str, config: Config) -> int:
+    """See the head of this file."""
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) + 1
+    if name.startswith("encoder_layernorm."):
+        return config.model.num_layers
+    blocks = 1 if config.model.share_layers else config.model.total_layers
+    return blocks + 1 if name.startswith(_ABOVE) else 0
+
+
+def first_step_of(epoch: int, samples: int, per_step: int) -> int:
+    """The first step all of whose samples are of this epoch or later ones. Args: epoch: from 1."""
+    return math.ceil((epoch - 1) * samples / per_step) + 1
+
+
+def described(rates: dict[str, Rate], elements: dict[str, int], steps: int) -> str:
+    """One line for the log. Args: elements: of each parameter. steps: of the run."""
+    trained = {name for name, rate in rates.items() if rate.is_trained(steps)}
+    starts = sorted({rates[name].first_step for name in trained})
+    share = sum(elements[name] for name in trained)
+    line = f"trained: {share:,} of {sum(elements.values()):,} numbers in {len(trained)} of {len(rates)} parameters"
+    return line if len(starts) == 1 else f"{line}, which begin at the steps {', '.join(map(str, starts))}"
