@@ -78,7 +78,8 @@ _KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("
 # Options that a user may change: they do not alter what the imported weights compute.
 _FREE = frozenset(
     ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
-     "sentence_dropout", "init", "init_std", "embedding_gradient_shrink", "span_boundary_places", "system")
+     "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "embedding_gradient_shrink",
+     "span_boundary_places", "system")
 )  # fmt: skip
 EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has

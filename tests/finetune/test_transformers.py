@@ -1,0 +1,240 @@
+"""Fifty steps of fine-tuning are those of the class of transformers under plain torch AdamW, on the same samples."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from support.distributed import run_ranks
+from support.published import random_model
+from support.tasks import write_lines
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import merge
+from data_utils.objectives.planes import SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.tasks.collate import collate
+from megatron_lite.finetune.data import TaskData
+from megatron_lite.finetune.run import finetune
+from megatron_lite.finetune.setup import load_tree, prepare
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
+from megatron_lite.hf.published_runs import encoder_decoder_inputs, in_rows
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.train.lr_schedule import learning_rate
+from megatron_lite.train.metrics import read_metrics
+
+STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]
+NO_DROPOUT = {
+    **dict.fromkeys(("embedding_dropout", "attention_dropout", "output_dropout", "task_dropout"), 0.0)
+}
+BASE = {
+    "training": {"steps": 1, "precision": "fp32", "seed": 7},
+    "data": {"sequence_length": 40},
+    "model": NO_DROPOUT,
+}
+OBJECTIVES = {
+    "bert": {"objectives": {"masked_lm": 1}},
+    "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
+}
+TASKS = {
+    "classification": {"kind": "classification", "labels": ["0", "1", "2"]},
+    "cloze": {"kind": "cloze", "template": "{text} word300 [MASK] .", "verbalizers": {
+        "0": "word301", "1": "word302 word303", "2": "word304 word305 word306"}},
+    "seq2seq": {"kind": "seq2seq"},
+}  # fmt: skip
+# fp32: 50 steps add up the rounding of sums in another order.
+TOLERANCE = 1e-4
+
+
+def lines_of(kind):
+    rng = np.random.default_rng(3)
+    lines = []
+    for _ in range(120):
+        words = [f"word{n}" for n in rng.integers(0, 60, rng.integers(4, 12))]
+        if kind == "seq2seq":
+            lines.append({"src": " ".join(words), "tgt": " ".join(words[::-1][:4])})
+        else:
+            label = int(rng.integers(3))
+            lines.append({"text": " ".join([*words, f"word{70 + label}"]), "label": str(label)})
+    return lines
+
+
+def glm_run(directory):
+    """The configuration of a small GLM."""
+    (directory / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    return merge(BASE, {
+        "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_position": 63, "init_std": 0.1},
+        "tokenizer": {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt")},
+    })  # fmt: skip
+
+
+def task_tree(directory, kind, smoothing):
+    train = write_lines(directory / f"{kind}.jsonl", lines_of(kind))
+    task = {"name": "own", "reader": "jsonl", "train": train, "sequence_length": 40, "target_length": 8}
+    return {
+        "task": task | TASKS[kind],
+        "training": {"steps": STEPS, "label_smoothing": smoothing, "eval_interval": STEPS},
+        "schedule": {"kind": "linear", "warmup_steps": WARMUP, "min_lr_ratio": 0.0},
+        "batch": {"micro_batch_size": 4, "global_batch_size": BATCH},
+        "optimizer": {"lr": LR, "weight_decay": DECAY, "clip_grad_norm": 1.0, "eps": 1e-6, "beta2": 0.98},
+        "run": {"log_interval": 1, "tensorboard": False},
+    }  # fmt: skip
+
+
+def prepared(run_config, directory, kind, smoothing, start):
+    path = directory / "task.yaml"
+    path.write_text(yaml.safe_dump(task_tree(directory, kind, smoothing)))
+    tree = merge(load_tree([str(run_config)], str(path), []), {"model": NO_DROPOUT})
+    if start is not None:
+        tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
+    return prepare(tree)
+
+
+def ours(context, run_config, directory, kind, smoothing, start, steps=STEPS):
+    """Losses of the steps."""
+    task = prepared(run_config, directory, kind, smoothing, start)
+    finetune(task, directory / "out", context)
+    records = read_metrics(directory / "out/seed_7")
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def theirs(model, task, loss_of):
+    named = dict(model.named_parameters())
+    plain = [p for name, p in named.items() if name.endswith(".bias") or "norm" in name.lower()]
+    decay = [p for p in named.values() if not any(p is other for other in plain)]
+    groups = [{"params": decay, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
+    data, losses = TaskData(task.train, task.renderer, 7), []
+    for step in range(1, STEPS + 1):
+        samples = [data.sample(number) for number in range((step - 1) * BATCH, step * BATCH)]
+        loss = loss_of(model, samples)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, peak=LR, kind="linear", warmup_steps=WARMUP, decay_steps=STEPS, min_lr_ratio=0.0
+            )
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def of_classes(model, samples):
+    planes, parts = collate(samples)
+    tokens = torch.from_numpy(planes[:, TOKENS].astype(np.int64))
+    inputs = {"input_ids": tokens, "attention_mask": torch.from_numpy((planes[:, 5] >= 0).astype(np.int64))}
+    if "bert" in type(model).__name__.lower():
+        inputs["token_type_ids"] = torch.from_numpy(planes[:, SEGMENT_IDS].astype(np.int64))
+    return model(**inputs, labels=torch.from_numpy(parts.targets)).loss
+
+
+def of_choices(model, samples):
+    """GLMForMultipleChoice takes a sample with all its choices."""
+    total = 0.0
+    for sample in samples:
+        planes, parts = collate([sample])
+        tensors = torch.from_numpy(planes.astype(np.int64))
+        labels = torch.full_like(tensors[:, TOKENS], -100)
+        labels.view(-1)[torch.from_numpy(parts.rows)] = torch.from_numpy(parts.targets)
+        total = (
+            total
+            + model(
+                input_ids=tensors[None, :, TOKENS],
+                choice_labels=labels[None],
+                attention_mask=(tensors[None, :, 5] >= 0).long(),
+                position_ids=tensors[None, :, 1],
+                block_position_ids=tensors[None, :, 2],
+                labels=torch.tensor([sample.right]),
+            ).loss
+        )
+    return total / len(samples)
+
+
+def of_targets(model, samples):
+    planes, _ = collate(samples)
+    tensors = torch.from_numpy(planes.astype(np.int64))
+    logits = in_rows(model(**encoder_decoder_inputs(planes)).logits, planes)
+    rows = torch.from_numpy(planes[:, WEIGHTS] != 0)
+    return F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], label_smoothing=0.1)
+
+
+def initial_head(task):
+    """The weights with which our head begins."""
+    model = GLM(task.config.model)
+    initialize_parameters(model.named_parameters(), task.config.model, 7)
+    assert model.heads.task is not None
+    return model.heads.task.classifier
+
+
+@pytest.mark.parametrize("kind", ["classification", "cloze"])
+def test_glm_is_tuned_as_its_exported_classes(tmp_path, kind):
+    """They begin with the same export."""
+    config = tmp_path / "glm.yaml"
+    config.write_text(yaml.safe_dump(glm_run(tmp_path)))
+    # A checkpoint to begin with: of a task that trains nothing.
+    (tmp_path / "first").mkdir()
+    start_tree = [
+        "optimizer.lr=1e-30",
+        "training.steps=1",
+        "schedule.warmup_steps=0",
+        "training.eval_interval=1",
+    ]
+    run_ranks(first_run, 1, config, tmp_path / "first", start_tree)
+    start = tmp_path / "first/out/seed_7"
+    export_run(start, tmp_path / "export", ExportOptions())
+    task = prepared(config, tmp_path, kind, 0.0, start)
+    if kind == "cloze":
+        model, loss_of = GLMForMultipleChoice.from_pretrained(tmp_path / "export"), of_choices
+    else:
+        model = GLMForSequenceClassification.from_pretrained(tmp_path / "export", num_labels=3)
+        model.score.load_state_dict(initial_head(task).state_dict())
+        loss_of = of_classes
+    expected = theirs(model.eval(), task, loss_of)
+    (actual,) = run_ranks(ours, 1, config, tmp_path, kind, 0.0, start)
+    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
+    assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.02  # it learns
+
+
+def first_run(context, config, directory, overrides):
+    path = directory / "task.yaml"
+    path.write_text(yaml.safe_dump(task_tree(directory, "cloze", 0.0)))
+    return finetune(prepare(load_tree([str(config)], str(path), overrides)), directory / "out", context)
+
+
+@pytest.mark.parametrize(("case", "kind"), [("bert", "classification"), ("t5", "seq2seq")])
+def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case, kind):
+    """BertForSequenceClassification, which begins with the pretrained pooler; T5 with label smoothing."""
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    random_model(case, std=0.05, vocab_size=len(WORDS)).save_pretrained(original)
+    import_directory(original, tmp_path / "run", BASE | OBJECTIVES[case], verify=False)
+    smoothing = 0.1 if kind == "seq2seq" else 0.0
+    task = prepared(tmp_path / "run/config.yaml", tmp_path, kind, smoothing, tmp_path / "run")
+    if case == "bert":
+        from transformers import BertForSequenceClassification
+
+        model = BertForSequenceClassification.from_pretrained(original, num_labels=3, classifier_dropout=0.0)
+        model.classifier.load_state_dict(initial_head(task).state_dict())
+        loss_of = of_classes
+    else:
+        described = json.loads((original / "config.json").read_text())
+        model, loss_of = random_model("t5", std=0.05, vocab_size=described["vocab_size"]), of_targets
+    expected = theirs(model.eval(), task, loss_of)
+    (actual,) = run_ranks(ours, 1, tmp_path / "run/config.yaml", tmp_path, kind, smoothing, tmp_path / "run")
+    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
+    assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.02
+    if case == "bert":
+        with pytest.raises(
+            CheckpointError, match="task_head is 'classes', which BertForPreTraining does not have"
+        ):
+            export_run(tmp_path / "out/seed_7", tmp_path / "export", ExportOptions())
+    else:
+        export_run(tmp_path / "out/seed_7", tmp_path / "export", ExportOptions())  # with its proof
