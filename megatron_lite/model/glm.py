@@ -96,7 +96,9 @@ class GLM(nn.Module):
         ids: torch.Tensor,
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
+        outputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        """The end of the last block. Args: outputs: takes those of the embeddings and of each block of one stack."""
         rotary = Rotary.of(self.config, ids.flatten(1))
         distances = Distances.of(self.config, ids.flatten(1), plan)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
@@ -104,8 +106,10 @@ class GLM(nn.Module):
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
-        run = self._run_parts if self.config.decoder_layers else self._run_blocks
-        stream = run(hidden, flow, ids[0].flatten())
+        if self.config.decoder_layers:
+            stream = self._run_parts(hidden, flow, ids[0].flatten())
+        else:
+            stream = self._run_blocks(hidden, flow, ids[0].flatten(), outputs)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -124,11 +128,20 @@ class GLM(nn.Module):
         made = table(pairs, positions)
         return replace(flow, bias=lambda call, queries, keys: made[call])
 
-    def _run_blocks(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
-        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
+    def _run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        outputs: list[torch.Tensor] | None = None,
+    ) -> Stream:
+        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]. Args: outputs: see `_run`."""
         flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
+            if outputs is not None:
+                stream = Stream(stream.summed())
+                outputs.append(stream.hidden)
             stream = self._block(layer)(stream, flow, layer)
         return stream
 
@@ -198,8 +211,10 @@ class GLM(nn.Module):
         return none.index_add(0, parts.row_part, log_p), others == 0
 
     def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
-        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
-        return self.heads.task_rows(hidden, parts.rows, self.final_layernorm, batch.dropout)
+        layers: list[torch.Tensor] | None = [] if self.config.task_mix else None
+        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, layers)
+        layers = [*(layers or ()), hidden]
+        return self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
 
     def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
