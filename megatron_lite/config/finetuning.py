@@ -32,8 +32,8 @@ class FinetuneConfig:
     unfreeze: str = setting(
         "all",
         "all: from the first step on; gradual: the head and the top block in the first epoch, one block more downwards "
-        "in each further epoch, then the embeddings (ULMFiT); siatl: the head alone, from epoch 2 on the blocks, from 5 "
-        "on the embeddings",
+        "in each further epoch, then the embeddings (ULMFiT); siatl: the head alone, from epoch 2 on the blocks, from "
+        "5 on the embeddings",
         one_of=("all", "gradual", "siatl"),
     )
     layer_decay: float = setting(
@@ -47,8 +47,8 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         check(
             self.trained != "lora",
-            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface.md), or set it "
-            "to adapters.",
+            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface.md), or set "
+            "it to adapters.",
         )
         for seed in self.seeds:
             check(

@@ -170,7 +170,7 @@ class ModelConfig:
     )
     task_mix: bool = setting(
         False,
-        "the task's head reads a learned mix of the embeddings' and all blocks' outputs, not only the last one's (ELMo)",
+        "the task's head reads a learned mix of the embeddings' and all blocks' outputs, not the last one's (ELMo)",
     )
     task_dropout: float = setting(0.1, "dropout probability before the task's head", at_least=0, below=1)
     span_boundary_places: int = setting(
