@@ -18,7 +18,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import entry  # noqa: F401
+if __name__ == "__main__":
+    import entry  # noqa: F401
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitStatus, run_command

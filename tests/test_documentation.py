@@ -104,7 +104,7 @@ def test_options_of_documented_commands_exist():
     for script, options in found.items():
         text = (ROOT / script).read_text(encoding="utf-8")
         if script == "scripts/generate.py":
-            text += (ROOT / "megatron_lite/generate/config.py").read_text(encoding="utf-8")
+            text += (ROOT / "megatron_lite/config/generation.py").read_text(encoding="utf-8")
         for option in options - {"--help"}:
             assert f'"{option}"' in text or re.search(rf"\b{option[2:].replace('-', '_')}:", text), (
                 script,

@@ -61,16 +61,13 @@ class UniLmConfig(MaskedTextConfig):
         return (*given, max(0.0, 1.0 - sum(given)))
 
 
-SEQ2SEQ_LOSS = Loss("seq2seq", 12)
-
-
 @register
 class UniLm(MaskedText):
     name = "unilm"
     config_class = UniLmConfig
     losses = (
         Loss("bidirectional", 11),
-        SEQ2SEQ_LOSS,
+        Loss("seq2seq", 12),
         Loss("left_to_right", 13),
         Loss("right_to_left", 14),
         NEXT_SENTENCE_LOSS,

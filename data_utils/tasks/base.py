@@ -10,11 +10,12 @@ scores read. Both are pure functions. Where a kind masks at random, the seed, th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from data_utils.base.errors import DataError
 from data_utils.objectives.planes import Example
 
 # What a kind of task predicts: how the loss and the scores of a TaskSample's parts are computed.
@@ -45,6 +46,19 @@ class Record:
     label: Any = None
     group: Any = None
     place: str = ""
+
+    def needed(self, name: str) -> Any:
+        """A field that the kind of task needs. Raises DataError where the sample does not have it."""
+        if name not in self.fields:
+            raise DataError(
+                f"{self.place}: the task needs the field {name!r}, but the sample has {', '.join(self.fields)}; "
+                "correct the file, or choose the task.reader or task.name that go with it."
+            )
+        return self.fields[name]
+
+    def with_fields(self, **fields: Any) -> Record:
+        """The same sample with other fields besides, or in place of its own."""
+        return replace(self, fields={**self.fields, **fields})
 
 
 @dataclass(frozen=True)

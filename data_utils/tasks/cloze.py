@@ -21,12 +21,12 @@ from data_utils.objectives.planes import Example
 from data_utils.tasks import cloze_rules
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import after_prefix, blanks_filled, document, left_to_right, without_loss
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.inputs import Inputs, Tokens, flat
 from data_utils.tasks.patterns import (
     Pattern,
     Piece,
     pattern_of,
-    plain_name,
     rendered,
     require_one_blank,
     slots_of,
@@ -159,7 +159,7 @@ class Cloze:
         prepared = prepare(record) if prepare and self.inputs.config.template is None else record
         if self.one_document_each:
             word = self._answer(prepared.fields["joint"].strip(" ,"))
-            asked = [cloze_rules.with_fields(prepared, choice=choice) for choice in texts]
+            asked = [prepared.with_fields(choice=choice) for choice in texts]
             answers = [word] * len(texts)
         else:
             asked, answers = [prepared], [self._answer(text) for text in texts]

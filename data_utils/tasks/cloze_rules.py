@@ -12,7 +12,6 @@ import dataclasses
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import shown
@@ -23,24 +22,24 @@ NEGATIVES = 9  # wrong entities beside the right one in a training sample of ReC
 JOINTS = {"cause": " because", "effect": ", so"}
 
 
-def with_fields(record: Record, **fields: Any) -> Record:
-    return dataclasses.replace(record, fields={**record.fields, **fields})
-
-
 def _copa(record: Record) -> Record:
     question = record.fields.get("question")
     if question not in JOINTS:
         raise DataError(
             f"{record.place}: the question of COPA is {shown(question)}; it must be cause or effect."
         )
-    return with_fields(record, joint=JOINTS[question])
+    return record.with_fields(joint=JOINTS[question])
 
 
 def _wsc(record: Record) -> Record:
     """Stars around the pronoun, whose index may be off by one word; punctuation glued to it stays outside."""
-    fields = record.fields
-    pronoun, index = str(fields["span2_text"]), int(fields["span2_index"])
-    words = fields["text"].split()
+    pronoun, given = str(record.needed("span2_text")), str(record.needed("span2_index"))
+    if not given.isdecimal():
+        raise DataError(
+            f"{record.place}: span2_index is {shown(given)}; it must be the number of a word, from 0."
+        )
+    index = int(given)
+    words = record.needed("text").split()
     for place in (index, index + 1, index - 1):
         if 0 <= place < len(words):
             found = re.fullmatch(
@@ -51,7 +50,7 @@ def _wsc(record: Record) -> Record:
             if found:
                 inside = words[place][found.end(1) : found.start(2)]
                 words[place] = f"{found[1]}*{inside}*{found[2]}"
-                return with_fields(record, text=" ".join(words), pronoun=pronoun)
+                return record.with_fields(text=" ".join(words), pronoun=pronoun)
     raise DataError(
         f"{record.place}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
         "correct span2_index."
@@ -59,20 +58,20 @@ def _wsc(record: Record) -> Record:
 
 
 def _record(record: Record) -> Record:
-    query = record.fields["query"]
+    query = record.needed("query")
     start, *rest = query.split("@placeholder")
     if len(rest) != 1:
         raise DataError(f"{record.place}: the query has {len(rest)} times @placeholder; it must have one.")
-    passage = re.sub(r"\s*@highlight\s*", "\n- ", record.fields["passage"])
-    return with_fields(record, passage=passage, query_start=start, query_end=rest[0].rstrip())
+    passage = re.sub(r"\s*@highlight\s*", "\n- ", record.needed("passage"))
+    return record.with_fields(passage=passage, query_start=start, query_end=rest[0].rstrip())
 
 
 def _race(record: Record) -> Record:
-    question = record.fields["question"]
+    question = record.needed("question")
     start, blank, end = question.partition("_")
     if not blank:
         start, end = f"Question: {question} Answer:", ""
-    return with_fields(record, query_start=start, query_end=end.lstrip("_"))
+    return record.with_fields(query_start=start, query_end=end.lstrip("_"))
 
 
 PREPARED: dict[str, Callable[[Record], Record]] = {
@@ -91,7 +90,7 @@ def training_records(task: str, records: Sequence[Record]) -> list[Record]:
         return [record for record in records if record.label == "true"]
     if task == "record":
         return [
-            with_fields(record, answer=answer)
+            record.with_fields(answer=answer)
             for record in records
             for answer in sorted(set(record.label or ()))
         ]
@@ -99,9 +98,10 @@ def training_records(task: str, records: Sequence[Record]) -> list[Record]:
 
 
 def _exchanged(record: Record) -> Record:
-    choices = {"choice1": record.fields["choice2"], "choice2": record.fields["choice1"]}
-    label = None if record.label is None else 1 - int(record.label)
-    return dataclasses.replace(with_fields(record, **choices), label=label)
+    choices = {"choice1": record.needed("choice2"), "choice2": record.needed("choice1")}
+    right = _right(record, 2)
+    label = None if right is None else 1 - right
+    return dataclasses.replace(record.with_fields(**choices), label=label)
 
 
 def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
@@ -112,24 +112,29 @@ def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[
     fields = record.fields
     if task == "wsc":
         right = 0 if record.label == "true" else None  # of a false one it is not known
-        return [str(fields["span1_text"]), *map(str, fields.get("candidates") or ())], right
+        return [str(record.needed("span1_text")), *map(str, fields.get("candidates") or ())], right
     if task == "record":
         return _entities(record, seed, number)
     if task == "copa":
-        choices = [_as_in_pattern(str(fields[name])) for name in ("choice1", "choice2")]
-        return choices, None if record.label is None else int(record.label)
+        choices = [_as_in_pattern(str(record.needed(name))) for name in ("choice1", "choice2")]
+        return choices, _right(record, len(choices))
     given = fields.get("choices")
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise DataError(
             f"{record.place}: the sample has no two choices, and the pattern has no verbalizers; give the file "
             "choices, or the task verbalizers."
         )
-    right = None if record.label is None else int(record.label)
-    if right is not None and not 0 <= right < len(given):
+    return [str(choice) for choice in given], _right(record, len(given))
+
+
+def _right(record: Record, count: int) -> int | None:
+    """The number of the right choice. Raises DataError for what is none."""
+    label = record.label
+    if label is not None and str(label) not in map(str, range(count)):
         raise DataError(
-            f"{record.place}: label {right} is none of the {len(given)} choices, counted from 0; correct it."
+            f"{record.place}: label {shown(label)} is none of the {count} choices, counted from 0; correct it."
         )
-    return [str(choice) for choice in given], right
+    return None if label is None else int(label)
 
 
 def _as_in_pattern(choice: str) -> str:
@@ -138,7 +143,7 @@ def _as_in_pattern(choice: str) -> str:
 
 
 def _entities(record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
-    entities = sorted({str(entity).strip() for entity in record.fields["entities"]})
+    entities = sorted({str(entity).strip() for entity in record.needed("entities")})
     known = [answer.strip() for answer in record.label or ()]
     if "answer" in record.fields:
         wrong = [entity for entity in entities if entity not in known]

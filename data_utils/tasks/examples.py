@@ -39,7 +39,9 @@ class Draws:
         return np.sort(np.argsort(self.uniform(total), kind="stable")[:count])
 
 
-def document(*, tokens: Sequence[int], objective: int, **planes: Sequence | np.ndarray) -> Example:
+def document(
+    *, tokens: Sequence[int] | np.ndarray, objective: int, **planes: Sequence | np.ndarray
+) -> Example:
     """An Example of one document from sequences of one length; planes not given are 0, positions 0, 1, ..."""
     length = len(tokens)
     given = {"tokens": tokens, "position_ids": np.arange(length), **planes}

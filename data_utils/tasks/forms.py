@@ -28,16 +28,17 @@ FORM_OF_OBJECTIVE = {
     "bart": "encoder_decoder",
     "mass": "encoder_decoder",
 }
-# Special tokens that a form writes, and that a vocabulary must therefore have.
-ROLES_OF_FORM = {
+# Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
+_OWN_ONLY = ("encoder_decoder", "unilm")
+ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
     "glm": ("cls", "mask", "sop", "eop", "eos"),
     "causal": (),
     "prefix": ("cls", "sop", "eos"),
     "bert": ("cls", "sep", "mask"),
     "unilm": ("cls", "sep", "mask"),
     "unilmv2": ("cls", "sep", "mask"),
-    "encoder_decoder": (),
 }
+ROLES_OF_ENCODER_DECODER = {"t5": ("eos",), "bart": ("cls", "eos"), "mass": ("cls", "sep")}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Form:
     objective: str
     masks: tuple[str, ...] = ("mask",)
     predict_cls: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The special tokens that the layout writes, and that a vocabulary must therefore have."""
+        return ROLES_OF_FORM.get(self.name) or ROLES_OF_ENCODER_DECODER.get(self.objective, ())
 
     def loss(self, number: int = 0) -> int:
         """The number of the objective's loss, for the `objective` plane."""
@@ -77,13 +83,13 @@ def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
     for form in forms.values():
         if form.name == setting:
             return form
-    if setting == "encoder_decoder":
+    fitting = [name for name, form in FORM_OF_OBJECTIVE.items() if form == setting]
+    if setting in _OWN_ONLY:
         raise ConfigError(
-            f"task.form is encoder_decoder, but the run's objective is {', '.join(forms)}; set it to auto, or give a "
-            "run of t5, bart or mass."
+            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
+            f"{' or '.join(fitting)}."
         )
-    objective = next(name for name, form in FORM_OF_OBJECTIVE.items() if form == setting)
-    return Form(setting, objective)
+    return Form(setting, fitting[0])
 
 
 def _natural(choice: ObjectiveChoice) -> Form:
@@ -104,6 +110,6 @@ def _natural(choice: ObjectiveChoice) -> Form:
     if form is None:
         raise ConfigError(
             f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
-            f"{', '.join(ROLES_OF_FORM)}."
+            f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
         )
     return Form(form, choice.name, predict_cls=choice.name == "bart" and section.predict_cls)

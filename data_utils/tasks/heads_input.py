@@ -20,8 +20,9 @@ from data_utils.base.setting_files import shown
 from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import document
-from data_utils.tasks.inputs import Inputs, Tokens
-from data_utils.tasks.patterns import field_text, plain_name
+from data_utils.tasks.files import plain_name
+from data_utils.tasks.inputs import Inputs, Tokens, covering
+from data_utils.tasks.patterns import field_text
 from data_utils.text.special_tokens import NO_TOKEN
 
 FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")
@@ -174,7 +175,7 @@ class Tagging:
         return list(records)
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        words = record.fields["words"]
+        words = record.needed("words")
         tags = record.label
         if tags is not None and len(tags) != len(words):
             raise DataError(f"{record.place}: {len(words)} words have {len(tags)} tags; each word needs one.")
@@ -238,14 +239,30 @@ class Spans:
             )
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
-        return list(records)
+        """In training a record for each window, so that a long context does not make a large batch."""
+        if not training:
+            return list(records)
+        lengths: dict[str, int] = {}  # several questions have one context
+        found = []
+        for record in records:
+            context = record.needed("context")
+            if context not in lengths:
+                lengths[context] = len(self.inputs.tokenizer.encode(context))
+            count = len(self._windows(len(self._question(record)[0]), lengths[context]))
+            alone = [record] if count == 1 else []
+            found += alone or [record.with_fields(window=number) for number in range(count)]
+        return found
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
-        question, context, places = self._encoded(record)
+        question, cut = self._question(record)
+        context, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
         answer = self._answer(record, places)
+        windows = self._windows(len(question), len(context))
+        if "window" in record.fields:
+            windows = [windows[record.fields["window"]]]
         documents: list[Example] = []
         parts: list[Part] = []
-        for start, end in self._windows(len(question), len(context)):
+        for start, end in windows:
             made = head_document(self.inputs, [question, context[start:end]])
             rows = np.array([made.row, *range(made.starts[1], made.starts[1] + end - start)], np.int32)
             targets: list[int] = []
@@ -255,7 +272,7 @@ class Spans:
                 targets = [first - start + 1, last - start + 1] if inside else [0, 0]
             parts.append(Part(len(documents), rows, np.array(targets, np.int32)))
             documents.append(made.example)
-        return TaskSample(documents, parts)
+        return TaskSample(documents, parts, cut=cut)
 
     def answer_text(self, record: Record, part: int, first: int, last: int) -> str:
         """The text of an answer, cut from the context's own characters.
@@ -265,24 +282,24 @@ class Spans:
         """
         if not 0 < first <= last:
             return ""
-        question, context, places = self._encoded(record)
-        start, _ = self._windows(len(question), len(context))[part]
+        context = record.needed("context")
+        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        windows = self._windows(len(self._question(record)[0]), len(ids))
+        start, _ = windows[record.fields.get("window", part)]
         begin, end = places[start + first - 1][0], places[start + last - 1][1]
-        return record.fields["context"][begin:end].strip()
+        return context[begin:end].strip()
 
-    def _encoded(self, record: Record) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        tokenizer, config = self.inputs.tokenizer, self.inputs.config
-        question = tokenizer.encode(record.fields["question"].strip())[: config.question_length]
-        context, places = tokenizer.encode_with_places(record.fields["context"])
-        return question, context, places
+    def _question(self, record: Record) -> tuple[list[int], int]:
+        """Its tokens, and how many were cut."""
+        ids = self.inputs.tokenizer.encode(record.needed("question").strip())
+        most = self.inputs.config.question_length
+        return ids[:most], max(0, len(ids) - most)
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
         room = config.sequence_length - overhead(self.inputs, 2) - question
-        step = min(config.stride, room)
-        starts = [0, *range(step, max(context - room + step, 1), step)]
-        return [(start, min(start + room, context)) for start in starts]
+        return covering(context, room, config.stride)
 
     def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) where the text has none; None without a label."""

@@ -10,10 +10,11 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.examples import LOSS_OF_MASK
-from data_utils.tasks.forms import ROLES_OF_FORM, Form
+from data_utils.tasks.forms import Form
 from data_utils.tasks.patterns import Piece
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
+from data_utils.text.vocabulary import is_chinese
 
 # Which of the masks that a run has learnt a kind of task takes, the best first.
 _MASKS = {
@@ -83,8 +84,9 @@ class Inputs:
         return [Tokens(self.tokenizer.encode(piece.text), piece.shortenable) for piece in pieces]
 
     def continuation(self, text: str) -> list[int]:
-        """Tokens of a text that follows another: with the space before it."""
-        return self.tokenizer.encode(" " + text.strip())
+        """Tokens of a text that follows another: with the space before it, but for Chinese, which has none."""
+        text = text.strip()
+        return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
     def refuse_forms(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.
@@ -98,17 +100,19 @@ class Inputs:
                 f"task.kind is {self.config.kind}, but the run's inputs have the form {name} "
                 f"({self.form.objective}), which {reason}; give a run of the form {' or '.join(allowed)}."
             )
-        lacking = sorted(set(ROLES_OF_FORM[name]) & self.tokenizer.lacking)
+        lacking = sorted(set(self.form.roles) & self.tokenizer.lacking)
         if lacking:
             raise ConfigError(
                 f"inputs of the form {name} need the special tokens {', '.join(lacking)}, which the tokenizer lacks; "
                 "set tokenizer.added_tokens to glm, or choose another task.form."
             )
 
-    def cut(self, pieces: Sequence[Tokens], room: int, record: Record) -> tuple[list[Tokens], int]:
+    def cut(
+        self, pieces: Sequence[Tokens], room: int, record: Record, *, at_start: bool = False
+    ) -> tuple[list[Tokens], int]:
         """The pieces in at most `room` tokens, and how many tokens were cut.
 
-        Tokens go from the ends of shortenable pieces, always of the one that is the longest then.
+        Tokens go from the ends (`at_start`: the beginnings) of shortenable pieces, always of the longest one.
         Raises: DataError if what must not be cut does not fit.
         """
         over = sum(len(piece.ids) for piece in pieces) - room
@@ -124,12 +128,20 @@ class Inputs:
         for _ in range(over):
             longest = max(lengths, key=lambda i: lengths[i])
             lengths[longest] -= 1
-        kept = [
-            Tokens(piece.ids[: lengths.get(i, len(piece.ids))], piece.shortenable)
-            for i, piece in enumerate(pieces)
-        ]
+        kept = []
+        for i, piece in enumerate(pieces):
+            length = lengths.get(i, len(piece.ids))
+            ids = piece.ids[len(piece.ids) - length :] if at_start else piece.ids[:length]
+            kept.append(Tokens(ids, piece.shortenable))
         return kept, over
 
 
 def flat(pieces: Sequence[Tokens]) -> list[int]:
     return [token for piece in pieces for token in piece.ids]
+
+
+def covering(length: int, room: int, step: int) -> list[tuple[int, int]]:
+    """[start, end) of windows of at most `room` that cover 0 .. length and start at most `step` apart."""
+    step = min(step, room)
+    starts = [0, *range(step, max(length - room + step, 1), step)]
+    return [(start, min(start + room, length)) for start in starts]

@@ -1,10 +1,10 @@
 """One's own samples as JSONL, one object in each line, for every kind of task.
 
-    cloze, classification   {"text"} or {"text_a", "text_b"}, "label": a class; other texts may be used by a template
+    cloze, classification   {"text"} or {"text_a", "text_b"}, "label": a class; or what task.template names
     cloze, several choices  {"inputs_pretokenized", "choices_pretokenized", "label": number of the right one}
     race                    {"article", "questions", "options", "answers"}: RACE's files, one after another
     regression              as classification, "label": a number
-    seq2seq                 {"src", "tgt"}: text, or a list of tokens
+    seq2seq                 {"src", "tgt"}: text, or a list of tokens; or what task.template names, and "tgt"
     spans                   {"question", "context", "answers": [{"text", "answer_start"}], "is_impossible"}
     tagging                 {"words", "label": a tag for each}
     blanks, language_modelling, lambada   {"text"}
@@ -67,37 +67,32 @@ def _add_classified(intake: Intake, tree: dict[str, Any]) -> None:
         return _add_choices(intake, tree)
     if plain_name(intake.config.name) == "race":
         return _add_race(intake, tree)
-    config, label = intake.config, _label_field(intake.config)
-    fields = {name: value for name, value in tree.items() if name != label and _is_text(value)}
-    names = _text_fields(config, tree)
-    if not any([text_in(tree, name).strip() for name in names]):
-        raise BadLine(f"the text is empty ({', '.join(names)})")
-    value = tree.get(label)
+    config = intake.config
+    fields = {name: text_in(tree, name) for name in _text_fields(config, tree)}
+    if not any(text.strip() for text in fields.values()):
+        raise BadLine(f"the text is empty ({', '.join(fields)})")
+    value = tree.get(_label_field(config))
     if value is not None:
         value = finite(value) if config.kind == "regression" else intake.class_name(value)
     return intake.add(fields, value, index_in(tree))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(item, str) for item in value)
-    )
-
-
 def _text_fields(config: TaskConfig, tree: dict[str, Any]) -> tuple[str, ...]:
-    """The fields that a line must have."""
-    if config.text_fields:
-        return config.text_fields
-    if config.template is not None:
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(config.template) if name]
-        except ValueError:  # the template is refused where it is used
-            names = []
-        if names:
-            return tuple(dict.fromkeys(names))
+    """What is read of a line: what the settings name, be it in a template, else the generic names."""
+    names = [*config.text_fields, *_in_template(config.template or "")]
+    if names:
+        return tuple(dict.fromkeys(names))
     if "text_a" in tree:
         return ("text_a", "text_b") if "text_b" in tree else ("text_a",)
     return ("text",)
+
+
+def _in_template(template: str) -> list[str]:
+    """The fields that a template names; one that cannot be read is refused where it is used."""
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    except ValueError:
+        return []
 
 
 def _add_choices(intake: Intake, tree: dict[str, Any]) -> None:
@@ -136,7 +131,8 @@ def _add_race(intake: Intake, tree: dict[str, Any]) -> None:
 def _add_pair(intake: Intake, tree: dict[str, Any]) -> None:
     config = intake.config
     source, target = (*config.text_fields, "src")[0], config.label_field or "tgt"
-    fields = {"source": _joined(tree, source)}
+    names = _in_template(config.template or "") or ["source"]
+    fields = {name: _joined(tree, source if name == "source" else name) for name in names}
     if tree.get(target) is not None:
         fields["target"] = _joined(tree, target)
     intake.add(fields, fields.get("target"), index_in(tree))

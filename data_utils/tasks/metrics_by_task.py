@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from data_utils.base.errors import ConfigError
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.files import plain_name
 from data_utils.tasks.metrics import require_metrics
 
 # Metrics that follow from a text's log probability (`perplexities`), not from predictions.
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
+LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Metrics:
     compared: tuple[str, ...] = ()
 
     def score(self, measured: Mapping[str, float]) -> float:
-        """The number by which evaluations are compared: the higher, the better. Perplexities count negative."""
+        """What evaluations are compared by: the higher, the better. Perplexities and losses are negative."""
         numbers = [
-            -measured[name] if name in PERPLEXITIES else measured[name]
+            -measured[name] if name in (*PERPLEXITIES, LOSS) else measured[name]
             for name in self.compared or self.names
         ]
         return sum(numbers) / len(numbers)
@@ -71,11 +73,6 @@ BY_KIND = {
     "spans": BY_TASK["squad"],
     "tagging": Metrics(("entity_f1",)),
 }
-
-
-def plain_name(task: str) -> str:
-    """The name by which the table knows a task."""
-    return "".join(letter for letter in task.lower() if letter.isalnum())
 
 
 def metrics_of(task: TaskConfig) -> Metrics:

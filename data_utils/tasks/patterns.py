@@ -22,6 +22,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shown
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.files import label_name, plain_name
 
 MARK = "[MASK]"
 OPTIONS = ("strip", "lower", "fixed", "exact")
@@ -94,15 +95,10 @@ def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.
         raise ConfigError(f"{path} {shown(template)} has {blanks} times {MARK}; it must have one.")
 
 
-def plain_name(task: str) -> str:
-    """A task's name without case and signs: `SST-2`, `sst2` and `sst_2` are one."""
-    return "".join(letter for letter in task.lower() if letter.isalnum())
-
-
 def pattern_of(config: TaskConfig) -> Pattern:
     """The pattern that a task's settings choose. Raises ConfigError for an unknown one, or none."""
     if config.template is not None:
-        words = {str(label): _verbalizer(label, value) for label, value in config.verbalizers.items()}
+        words = dict(_verbalizer(label, value) for label, value in config.verbalizers.items())
         return Pattern(config.template, words)
     patterns = PATTERNS.get(plain_name(config.name))
     if patterns is None:
@@ -120,10 +116,13 @@ def pattern_of(config: TaskConfig) -> Pattern:
     return patterns[config.pattern]
 
 
-def _verbalizer(label: Any, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"task.verbalizers.{label} is {shown(value)}; it must be a text in quotes.")
-    return value
+def _verbalizer(label: Any, words: Any) -> tuple[str, str]:
+    """A class's name and its words."""
+    if not isinstance(label, (str, int)):
+        raise ConfigError(f"task.verbalizers has the label {shown(label)}; write the class in quotes.")
+    if not isinstance(words, str) or not words.strip():
+        raise ConfigError(f"task.verbalizers.{label} is {shown(words)}; it must be a text in quotes.")
+    return label_name(label), words
 
 
 def field_text(name: str, record: Record, config: TaskConfig) -> str:
@@ -221,6 +220,11 @@ _ZERO_ONE = {"0": "No", "1": "Yes"}
 _MNLI_WORDS = (
     {"contradiction": "Wrong", "entailment": "Right", "neutral": "Maybe"},
     {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
+)
+_MNLI = tuple(
+    Pattern(text, words)
+    for words in _MNLI_WORDS
+    for text in ('"{premise:strip}" ? [MASK], "{hypothesis}"', "{premise:strip}? [MASK], {hypothesis}")
 )
 _OPTIONS_OF_COPA = '"{choice1:strip lower fixed}" or "{choice2:strip lower fixed}"?'
 
@@ -320,11 +324,7 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         )
         for text in _TOPIC
     ),
-    "mnli": tuple(
-        Pattern(text, words)
-        for words in _MNLI_WORDS
-        for text in ('"{premise:strip}" ? [MASK], "{hypothesis}"', "{premise:strip}? [MASK], {hypothesis}")
-    ),
+    **dict.fromkeys(("mnli", "mnlimm", "ax"), _MNLI),
     "cola": (Pattern('"{text_a}" This is [MASK].', {"0": "incorrect", "1": "correct"}),),
     "mrpc": (
         Pattern("{text_a} [MASK], {text_b:lower}", _ZERO_ONE),

@@ -21,7 +21,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.files import write_whole
 from data_utils.base.setting_files import shown
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics_by_task import plain_name
+from data_utils.tasks.files import plain_name
 
 _SUFFIXES = {"glue": ".tsv", "squad": ".json"}
 _NAMES = {

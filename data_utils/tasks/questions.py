@@ -19,6 +19,7 @@ from data_utils.tasks.files import (
     index_in,
     numbered_lines,
     objects_in,
+    plain_name,
     text_in,
     whole_number_in,
 )
@@ -53,7 +54,10 @@ def _read_paragraphs(intake: Intake, paragraphs: list[dict[str, Any]], article: 
 
 
 def add_question(intake: Intake, tree: dict[str, Any], context: str, index: str) -> None:
-    """One question. Its label is the answers' texts: () where the text has no answer, None where nothing is said."""
+    """One question. Its label is the answers' texts: () where the text has no answer, None where nothing is said.
+
+    The label of squad_questions is the question, and questions without an answer are no samples.
+    """
     answers: list[tuple[str, int]] = []
     known = tree.get("answers") is not None
     for answer in objects_in(tree, "answers") if known else ():
@@ -71,5 +75,9 @@ def add_question(intake: Intake, tree: dict[str, Any], context: str, index: str)
             f"field 'is_impossible' is {shown(is_impossible)} with {len(answers)} answers; it must be true only without"
         )
     fields = {"question": text_in(tree, "question"), "context": context, "answers": tuple(answers)}
-    label = tuple(text for text, _ in answers) if answers or is_impossible else None
+    label: Any = tuple(text for text, _ in answers) if answers or is_impossible else None
+    if plain_name(intake.config.name) == "squadquestions":
+        if is_impossible:
+            return  # there is no answer to write a question for
+        label = fields["question"]
     intake.add(fields, label, index_in(tree, index))

@@ -18,10 +18,12 @@ Fields of a Record, and its label. Names of the format stay where patterns use t
                            question, answer), group (passage, question)
     record                 passage, query, entities (distinct, sorted)     the right answers, distinct
     glue                   text_a and, for pairs, text_b                   a class; stsb: a number
-    jsonl                  see json_lines.py: every text of the line       a class; a number
+    jsonl                  text, or text_a and text_b, or what             a class; a number
+                           task.text_fields and task.template name
       choices              inputs, choices                                 the number of the right one
       race                 context, question, choices                      the number of the right one
-    squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none
+    squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none;
+                                                                           squad_questions: the question
     conll, jsonl tagging   words                                           tags, entities as BIO
     pairs, jsonl seq2seq   source, target (missing without a label)        the target; of summaries a sentence in each
                                                                            line
@@ -44,6 +46,7 @@ from data_utils.tasks.files import BadLine, Intake, Records, label_name, plain_n
 from data_utils.tasks.json_lines import read_json_lines
 from data_utils.tasks.pairs import read_pairs
 from data_utils.tasks.questions import read_squad
+from data_utils.tasks.synthetic import labels_of_synthetic, read_synthetic
 from data_utils.tasks.texts import read_texts
 
 _READERS: dict[str, Callable[[Intake], Records]] = {
@@ -54,6 +57,7 @@ _READERS: dict[str, Callable[[Intake], Records]] = {
     "conll": conll.read_conll,
     "pairs": read_pairs,
     "text": read_texts,
+    "synthetic": read_synthetic,
 }
 _LABELS = {
     **glue.LABELS,
@@ -101,4 +105,7 @@ def labels_of(config: TaskConfig) -> tuple[str, ...]:
         raise ConfigError(f"task.labels has a name twice ({', '.join(names)}); each class has one number.")
     if names:
         return names
+    if config.reader == "synthetic":
+        paths = [path for path in (config.train, *config.validation, *config.test) if path is not None]
+        return labels_of_synthetic((*paths, config.name)[0])
     return _LABELS.get(plain_name(config.name), ())

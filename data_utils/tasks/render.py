@@ -1,16 +1,28 @@
-"""Records -> samples, for every kind of task and every form of inputs."""
+"""Records -> samples, for every kind of task and every form of inputs.
+
+What a record gives, by kind; `prepare` may make several records of one, and fewer or more in training:
+
+    cloze                       choices    right: the class or the choice; parts in the order of `kind.choices(record)`
+    classification, regression  classes, values    one part
+    tagging                     tags       parts of one sentence, which follow each other
+    spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
+    seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
+    language_modelling          tokens     a record for each window (group: the document)
+    lambada                     choices    one part, whose tokens must all be the likeliest
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from data_utils.base.errors import ConfigError
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.cloze import Cloze
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import Form
 from data_utils.tasks.heads_input import Spans, Tagging, TextHead
 from data_utils.tasks.inputs import Inputs, Kind
+from data_utils.tasks.sequence import Blanks, Seq2Seq
+from data_utils.tasks.windows import Lambada, LanguageModelling
 from data_utils.text.tokenizers import Tokenizer
 
 KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
@@ -19,6 +31,10 @@ KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
     "regression": TextHead,
     "tagging": Tagging,
     "spans": Spans,
+    "seq2seq": Seq2Seq,
+    "blanks": Blanks,
+    "language_modelling": LanguageModelling,
+    "lambada": Lambada,
 }
 
 
@@ -35,8 +51,6 @@ class Renderer:
     def __init__(
         self, config: TaskConfig, tokenizer: Tokenizer, form: Form, seed: int, labels: Sequence[str] = ()
     ) -> None:
-        if config.kind not in KINDS_OF_TASK:
-            raise ConfigError(f"task.kind {config.kind} is not known here; choose another.")
         self.inputs = Inputs(config, tokenizer, form, seed)
         self.kind = KINDS_OF_TASK[config.kind](self.inputs, labels)
 
@@ -49,6 +63,12 @@ class Renderer:
     def labels(self) -> tuple[str, ...]:
         """The classes or tags in the order of their numbers."""
         return getattr(self.kind, "labels", ())
+
+    @property
+    def max_position_needed(self) -> int:
+        """Largest position id, of text or block, that a sample can have; the model needs one row more."""
+        last = self.inputs.config.sequence_length - 1
+        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
 
     def check(self) -> None:
         """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
@@ -65,3 +85,21 @@ class Renderer:
         Raises: DataError for a record that gives no sample.
         """
         return self.kind.sample(record, number, epoch)
+
+    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
+        """What stands before the answer where the model writes it: seq2seq and blanks.
+
+        GLM's is part A, which ends with eos; its masks are the blanks.
+        """
+        return self._writer().prompt(record, number, epoch)
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The text that answers give: the target, or the whole text with its blanks filled.
+
+        Args: answers: tokens that the model has written, without an end; several where the prompt has several blanks.
+        """
+        return self._writer().written(prompt, answers)
+
+    def _writer(self) -> Seq2Seq | Blanks:
+        assert isinstance(self.kind, (Seq2Seq, Blanks)), f"{self.inputs.config.kind} writes no text"
+        return self.kind

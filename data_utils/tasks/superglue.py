@@ -26,7 +26,6 @@ from data_utils.tasks.files import (
     objects_in,
     plain_name,
     text_in,
-    value_in,
     whole_number_in,
 )
 from data_utils.text.json_records import parse_json_object
@@ -95,14 +94,14 @@ def _wsc(intake: Intake, tree: dict[str, Any]) -> None:
     place = _near(words, pronoun.split(), whole_number_in(target, "span2_index"), str)
     if place is None:
         place = _glued(words, pronoun, target["span2_index"])
-    candidates = [text_in(each, "text").translate(_ASCII) for each in tree.get("candidates", [])]
+    candidates = objects_in(tree, "candidates") if tree.get("candidates") is not None else []
     fields = {
         "text": " ".join(words),
         "span1_index": target["span1_index"] if first is None else first,
         "span1_text": span1,
         "span2_index": place,
         "span2_text": pronoun,
-        "candidates": tuple(dict.fromkeys(candidates)),
+        "candidates": tuple(dict.fromkeys(text_in(each, "text").translate(_ASCII) for each in candidates)),
     }
     intake.add(fields, intake.class_name(tree.get("label")), index_in(tree))
 
@@ -117,11 +116,11 @@ def _near(words: list[str], span: list[str], index: int, form: Callable[[str], s
 
 
 def _glued(words: list[str], pronoun: str, index: int) -> int:
-    """Cut off the punctuation at the pronoun, so that it is a word of its own. Changes `words`."""
+    """Cut off what is glued to the pronoun (`him.`, `she'd`), so that it is a word of its own. Changes `words`."""
     for place in (index, index - 1, index + 1):
         if 0 <= place < len(words):
             before, found, after = words[place].partition(pronoun)
-            if found and not any(letter.isalnum() for letter in before + after):
+            if found and not after[:1].isalnum() and not any(map(str.isalnum, before)):
                 words[place : place + 1] = [part for part in (before, pronoun, after) if part]
                 return place + bool(before)
     raise BadLine(
@@ -159,7 +158,7 @@ def _record(intake: Intake, tree: dict[str, Any]) -> None:
             found = (text_in(answer, "text").translate(_ASCII) for answer in objects_in(query, "answers"))
             answers = tuple(dict.fromkeys(found)) or None
         fields = {"passage": text, "query": sentence, "entities": entities}
-        intake.add(fields, answers, value_in(query, "idx"))
+        intake.add(fields, answers, whole_number_in(query, "idx"))
 
 
 def _entity(text: str, place: dict[str, Any]) -> str:

@@ -141,8 +141,11 @@ def _read_blanks(intake: Intake) -> Records:
             )
         with intake.at(number):
             masked = decoded(line)
-            if BLANK not in masked.split():
-                raise BadLine(f"there is no {BLANK} in the line")
+            count = masked.split().count(BLANK)
+            if not count or count != masked.count(BLANK):
+                raise BadLine(
+                    f"the line has {masked.count(BLANK)} {BLANK}, {count} of them words; each must be one"
+                )
             if whole[1] is None:
                 intake.add({"masked": masked}, None)
                 continue

@@ -37,11 +37,12 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     tokens say where words end.
     """
     shown = [tokenizer.token_to_text(i) for i in range(tokenizer.vocab_size)]
-    pieces = any(text.startswith(_CONTINUES) for text in shown)
+    # A vocabulary of whole words has no `##` piece.
+    pieces = tokenizer.config.kind == "bert_wordpiece" or any(text.startswith(_CONTINUES) for text in shown)
     starts = [
         i in tokenizer.special_names
         or (not text.startswith(_CONTINUES) if pieces else text.startswith(_SPACES))
-        or _is_chinese(text)
+        or is_chinese(text)
         for i, text in enumerate(shown)
     ]
     texts = [text.removeprefix(_CONTINUES) if pieces else text for text in shown]
@@ -56,5 +57,6 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     )
 
 
-def _is_chinese(text: str) -> bool:
+def is_chinese(text: str) -> bool:
+    """Whether all of a text is Chinese characters."""
     return bool(text) and all("\u4e00" <= character <= "\u9fff" for character in text)

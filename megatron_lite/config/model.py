@@ -156,6 +156,9 @@ class ModelConfig:
         "classes of a head on CLS, for next-sentence and sentence-order labels: 2 (BERT, ALBERT, UniLM), 0 = no head",
         at_least=0,
     )
+    sentence_dropout: float = setting(
+        0.0, "dropout probability before the classes of the head on CLS (ALBERT: 0.1)", at_least=0, below=1
+    )
     task_head: str = setting(
         "none",
         "a head that fine-tuning adds: classes or values (of a text), tags (of words), spans (first and last token of "
@@ -251,10 +254,11 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True for GLM's own layers and no others: only such models can be exported in GLM's format."""
+        """True for GLM's own layers and heads and no others: only such models can be exported in GLM's format."""
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
-        return is_default and self.activation.startswith("gelu")
+        has_its_head = self.task_head in ("none", "classes", "values") and not self.has_task_pooler
+        return is_default and self.activation.startswith("gelu") and has_its_head
 
     @property
     def total_layers(self) -> int:
@@ -301,7 +305,8 @@ _OF_GLM = frozenset(
     (
         "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
         "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "init", "init_std",
+        "final_dropout", "sentence_dropout", "init", "init_std",
         "embedding_gradient_shrink", "activation",
+        "task_head", "task_classes", "task_pooler", "task_dropout",
     )
 )  # fmt: skip

@@ -33,6 +33,7 @@ from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -73,6 +74,7 @@ class Config:
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
     )
     finetune: FinetuneConfig = section(FinetuneConfig)
+    generation: GenerationConfig = section(GenerationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
@@ -309,11 +311,6 @@ class Config:
             not count or not without,
             f"model.decoder_layers is {count}, but {', '.join(without)} predicts tokens that are no decoder's; set it "
             "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
-        )
-        check(
-            not count or not self.parallel.sequence_parallel,
-            f"parallel.sequence_parallel does not work with model.decoder_layers ({count}), whose parts have numbers "
-            " of tokens that the ranks do not divide; set it to false.",
         )
         check(
             not count or not self.training.eval_fillings,

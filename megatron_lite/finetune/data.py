@@ -18,8 +18,15 @@ from megatron_lite.model.task_batch import TaskBatch
 MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
 
 
-def as_batch(samples: Sequence[TaskSample], numbers: Sequence[int], renderer: Renderer) -> TaskBatch:
-    """A micro-batch. Args: numbers: of the samples, from which dropout follows."""
+def as_batch(
+    samples: Sequence[TaskSample], numbers: Sequence[int], renderer: Renderer, head: str | None = None
+) -> TaskBatch:
+    """A micro-batch.
+
+    Args:
+        numbers: of the samples, from which dropout follows.
+        head: how the parts are scored; None = as the task has it.
+    """
     planes, parts = collate(samples)
     documents = [
         number * MOST_DOCUMENTS + document
@@ -27,7 +34,7 @@ def as_batch(samples: Sequence[TaskSample], numbers: Sequence[int], renderer: Re
         for document in range(len(sample.documents))
     ]
     loss = renderer.inputs.config.loss
-    return TaskBatch(planes, np.array(documents, np.int64), parts, renderer.head, loss)
+    return TaskBatch(planes, np.array(documents, np.int64), parts, head or renderer.head, loss)
 
 
 class TaskData:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from data_utils.tasks.answers import positive_label, prediction, references
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics import measure
-from data_utils.tasks.metrics_by_task import metrics_of
+from data_utils.tasks.metrics_by_task import LOSS, metrics_of, perplexities
+from data_utils.tasks.pairs import sentences_on_lines
 from data_utils.tasks.render import Renderer
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.gather import gather_arrays
+from megatron_lite.finetune.writing import Write, reference_text
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 
@@ -24,11 +27,20 @@ Answer = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine
 
 
 @dataclass(frozen=True)
+class Model:
+    """What is asked. Args: write: None where no rank holds the whole model: then losses are measured only."""
+
+    answer: Answer
+    write: Write | None = None
+
+
+@dataclass(frozen=True)
 class Evaluated:
     measured: dict[str, float]  # {} for a file without labels
     records: list[Record]
-    predictions: list[Any]  # of the records
+    predictions: list[Any]  # of the records; [] where only losses are measured
     cut: int  # samples of which something was cut off
+    skipped: int = 0  # lines that could not be read, with task.skip_bad_lines
 
 
 class Evaluation:
@@ -46,58 +58,136 @@ class Evaluation:
         size: int,
     ):
         self._task, self._renderer, self._context, self._size = task, renderer, context, size
+        self._whole = list(records)
+        self._skipped = getattr(records, "skipped", 0)
         self.records = renderer.prepare(records, training=False)
         self._samples = [renderer.sample(record, number) for number, record in enumerate(self.records)]
+        self.cut = sum(sample.cut > 0 for sample in self._samples)
 
-    def run(self, answer: Answer) -> Evaluated:
+    def run(self, model: Model) -> Evaluated:
         """Called by every rank; every rank gets the same result."""
-        answers = self._answers(answer)
+        return replace(self._run(model), skipped=self._skipped)
+
+    def _run(self, model: Model) -> Evaluated:
+        if self._renderer.head == "tokens":
+            return self._of_texts(model)
+        answers = self._answers(model.answer, self._samples)
+        if self._task.kind == "lambada":
+            return self._of_last_words(np.concatenate(answers))
         found = [
             prediction(self._renderer, record, sample, given)
             for record, sample, given in zip(self.records, self._samples, answers, strict=True)
         ]
-        cut = sum(sample.cut > 0 for sample in self._samples)
-        return Evaluated(self._measured(found), self.records, found, cut)
+        return Evaluated(self._measured(found, references(self.records)), self.records, found, self.cut)
 
-    def _measured(self, predictions: Sequence[Any]) -> dict[str, float]:
+    def _measured(self, predictions: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
         if any(record.label is None for record in self.records):
             return {}
         return measure(
             metrics_of(self._task).names,
             predictions,
-            references(self.records),
+            right,
             groups=[record.group for record in self.records],
             positive=positive_label(self._renderer.labels),
         )
 
-    def _answers(self, answer: Answer) -> list[np.ndarray]:
+    def _of_last_words(self, answers: np.ndarray) -> Evaluated:
+        """LAMBADA. Args: answers: [samples, 2]."""
+        right = [bool(flag) for flag in answers[:, 1]]
+        word_perplexity = math.exp(min(-answers[:, 0].mean(), 700.0))
+        measured = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
+        return Evaluated(measured, self.records, right, self.cut)
+
+    def _of_texts(self, model: Model) -> Evaluated:
+        """Kinds whose documents' own targets are the loss."""
+        scored = [with_targets(sample) for sample in self._samples]
+        labelled = [sample for sample in scored if sample.parts]
+        answers = self._answers(model.answer, labelled)
+        total = -sum(float(given[:, 0].sum()) for given in answers)
+        tokens = sum(len(part.targets) for sample in labelled for part in sample.parts)
+        if self._task.kind == "language_modelling":
+            return Evaluated(self._perplexities(total, tokens), self._whole, [], self.cut)
+        losses = {LOSS: total / tokens} if tokens else {}
+        if model.write is None:
+            return Evaluated(losses, self.records, [], self.cut)
+        found = self._written(model.write)
+        right = [reference_text(self._renderer, record) for record in self.records]
+        compared = found
+        if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
+            compared = [sentences_on_lines(text) for text in found]  # as references have it
+        measured = {} if None in right else {**self._measured(compared, right), **losses}
+        return Evaluated(measured, self.records, found, self.cut)
+
+    def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
+        """The first word of each text is not predicted, as the first token is not."""
+        texts = [record.fields["text"] for record in self._whole]
+        counts = [
+            record.fields.get("word_count", len(text.split())) - 1
+            for record, text in zip(self._whole, texts, strict=True)
+        ]
+        size = sum(len(text.encode("utf-8")) for text in texts)
+        return perplexities(nll, tokens, max(1, sum(counts)), size)
+
+    def _written(self, write: Write) -> list[str]:
+        """What the model writes for each record; each rank writes for its share."""
+        dp, renderer = self._context.dp, self._renderer
+        prompts = [renderer.prompt(record, number) for number, record in enumerate(self.records)]
+        mine = prompts[dp.rank :: dp.size]
+        spans: list[np.ndarray] = []
+        for start in range(0, len(mine), self._size):
+            for found in write(mine[start : start + self._size]):
+                # A row for each token: the number of its blank, and its id.
+                tokens = [(blank, token) for blank, span in enumerate(found) for token in span]
+                spans.append(np.array(tokens, np.float64).reshape(-1, 2))
+        by_record: list[str] = [""] * len(prompts)
+        for rank, theirs in enumerate(gather_arrays(self._context, spans)):
+            for number, rows in zip(range(len(prompts))[rank :: dp.size], theirs, strict=True):
+                blanks, ids = rows.astype(int).T
+                answers = [ids[blanks == blank].tolist() for blank in range(blanks.max(initial=0) + 1)]
+                by_record[number] = renderer.written(prompts[number], answers)
+        return by_record
+
+    def _answers(self, answer: Answer, samples: Sequence[TaskSample]) -> list[np.ndarray]:
         """Of each sample, see data_utils/tasks/answers.py."""
-        dp, samples, mine = self._context.dp, self._samples, []
+        dp, mine = self._context.dp, []
         per_pass = self._size * dp.size
         for start in range(0, len(samples), per_pass):
             own = range(len(samples))[start : start + per_pass][dp.rank :: dp.size]
             # Under ZeRO 3 the ranks compute together: one without a sample of its own computes another's.
             numbers = list(own) or [start]
             chosen = [samples[number] for number in numbers]
-            answered = answer(as_batch(chosen, numbers, self._renderer))
+            answered = answer(as_batch(chosen, numbers, self._renderer, self._head))
             mine += self._split(chosen, *answered)[: len(own)]
         everyone = gather_arrays(self._context, mine)
         by_sample: list[np.ndarray] = [np.zeros(0)] * len(samples)
         for rank, theirs in enumerate(everyone):
-            by_sample[rank :: dp.size] = (
-                theirs  # passes hold a multiple of the ranks: sample i is of rank i % size
-            )
+            # Passes hold a multiple of the ranks: sample i is of rank i % size.
+            by_sample[rank :: dp.size] = theirs
         return by_sample
+
+    @property
+    def _head(self) -> str:
+        return "choices" if self._renderer.head == "tokens" else self._renderer.head
 
     def _split(
         self, samples: Sequence[TaskSample], outputs: torch.Tensor, likeliest: torch.Tensor
     ) -> list[np.ndarray]:
-        if self._renderer.head == "choices":
+        if self._head == "choices":
             outputs = torch.stack([outputs, likeliest.to(outputs)], dim=1)
-        of_rows = self._renderer.head in ("tags", "spans")
+        of_rows = self._head in ("tags", "spans")
         counts = [
             sum(len(part.rows) for part in sample.parts) if of_rows else len(sample.parts)
             for sample in samples
         ]
         parts = outputs.double().cpu().split(counts)
         return [part.numpy() for part in parts]
+
+
+def with_targets(sample: TaskSample) -> TaskSample:
+    """A sample of the kind `tokens` as parts: its documents' targets, to be scored."""
+    parts = []
+    for number, example in enumerate(sample.documents):
+        rows = np.flatnonzero(example.weights).astype(np.int32)
+        if len(rows):
+            parts.append(Part(number, rows, example.targets[rows]))
+    return replace(sample, parts=parts)

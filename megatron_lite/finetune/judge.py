@@ -10,9 +10,9 @@ from pathlib import Path
 from data_utils.base.errors import ConfigError
 from data_utils.base.files import sync_directory
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics_by_task import Metrics, metrics_of
+from data_utils.tasks.metrics_by_task import LOSS, Metrics, metrics_of
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
-from megatron_lite.finetune.evaluation import Answer, Evaluation
+from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.metrics import read_metrics
 
@@ -22,11 +22,18 @@ BEST = "best"  # the directory of the best checkpoint, in a run's
 def compared_by(task: TaskConfig, best: str | None) -> Metrics:
     """The metrics of a task, compared by `finetune.best` where that names one. Raises ConfigError if it does not."""
     metrics = metrics_of(task)
+    if writes_only(task):
+        metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
     if best is not None and best not in metrics.names:
         raise ConfigError(
             f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
         )
     return metrics if best is None else Metrics(metrics.names, (best,))
+
+
+def writes_only(task: TaskConfig) -> bool:
+    """Whether predictions are texts that the model writes."""
+    return task.kind in ("seq2seq", "blanks")
 
 
 class TaskJudge:
@@ -42,12 +49,12 @@ class TaskJudge:
         self,
         evaluations: Mapping[str, Evaluation],
         metrics: Metrics,
-        answer: Answer,
+        model: Model,
         context: ParallelContext,
         directory: Path,
         patience: int | None,
     ):
-        self._evaluations, self._metrics, self._answer = evaluations, metrics, answer
+        self._evaluations, self._metrics, self._model = evaluations, metrics, model
         self._context, self._directory, self._patience = context, directory, patience
         self._scores: list[float] = []
 
@@ -67,7 +74,7 @@ class TaskJudge:
 
     def evaluate(self, step: int) -> dict[str, float]:
         measured = {
-            name: evaluation.run(self._answer).measured for name, evaluation in self._evaluations.items()
+            name: evaluation.run(self._model).measured for name, evaluation in self._evaluations.items()
         }
         score = sum(map(self._metrics.score, measured.values())) / len(measured)
         if self._context.is_main and score > max(self._scores, default=float("-inf")):

@@ -19,13 +19,16 @@ from typing import Any
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.metrics_by_task import LOSS, Metrics
 from data_utils.tasks.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
-from megatron_lite.finetune.evaluation import Evaluated, Evaluation
-from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by
+from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
+from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by, writes_only
 from megatron_lite.finetune.setup import Task, run_directory
+from megatron_lite.finetune.writing import writer
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.control import RunControl
@@ -92,12 +95,12 @@ def _one_seed(
     )
     with memory_advice(config):
         engine = PlainEngine(config, context, len(LOSS_NAMES) + 1, task_rates(task))
-        judge = None
+        model, judge = asked(task, engine, context), None
         if validation:
             metrics = compared_by(task.settings, config.finetune.best)
-            judge = TaskJudge(
-                validation, metrics, engine.answers, context, directory, config.finetune.patience
-            )
+            if writes_only(task.settings) and model.write is None:
+                metrics = Metrics((LOSS,))
+            judge = TaskJudge(validation, metrics, model, context, directory, config.finetune.patience)
         trainer = Trainer(
             config=config,
             context=context,
@@ -116,20 +119,35 @@ def _one_seed(
     chosen = directory / (BEST if validation else "checkpoints")
     checkpoint = find_checkpoint(chosen, context)
     load_weights_only(checkpoint, engine, context)
-    evaluated = {path: evaluation.run(engine.answers) for path, evaluation in (validation | test).items()}
+    evaluated = {path: evaluation.run(model) for path, evaluation in (validation | test).items()}
     if context.is_main:
         _write_seed(task, directory, checkpoint.step, evaluated)
     context.barrier()
     return None
 
 
+def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
+    """The model of an engine. It writes where every rank holds it whole."""
+    config = task.config
+    if context.tp.size > 1 or config.parallel.zero_stage == 3:
+        if writes_only(task.settings) and context.is_main:
+            log.info(
+                "no rank holds the whole model: losses are measured only; scripts/evaluate.py has it write"
+            )
+        return Model(engine.answers)
+    write = writer(engine.model, config, task.tokenizer, config.objective_choices, config.run.directory)
+    if write is None:
+        return Model(engine.answers)
+
+    def written(contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        engine.named_parameters  # noqa: B018  (waits for the weights of the last step)
+        return write(contexts)
+
+    return Model(engine.answers, written)
+
+
 def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
-    for path, found in evaluated.items():
-        name = file_name(task.settings)
-        if len(evaluated) > 1:
-            name = f"{Path(path.partition(':')[0]).stem}_{name}"
-        indices = [record.index for record in found.records]
-        write_predictions(directory / "predictions" / name, task.settings, indices, found.predictions)
+    write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
     results = {
         "seed": task.config.training.seed,
         "best_step": step,
@@ -140,9 +158,28 @@ def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, 
     write_json(directory / RESULTS, results)
 
 
+def write_file_predictions(
+    directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
+) -> None:
+    """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
+    for path, found in evaluated.items():
+        if not found.predictions:
+            continue
+        name = file_name(task)
+        if len(evaluated) > 1:
+            name = f"{Path(path.partition(':')[0]).stem}_{name}"
+        indices = [record.index for record in found.records]
+        write_predictions(directory / name, task, indices, found.predictions, option)
+
+
 def described(found: Evaluated) -> dict[str, Any]:
     """A file's entry in results.json."""
-    return {"samples": len(found.records), "cut": found.cut, "metrics": found.measured}
+    return {
+        "samples": len(found.records),
+        "cut": found.cut,
+        "skipped": found.skipped,
+        "metrics": found.measured,
+    }
 
 
 def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:

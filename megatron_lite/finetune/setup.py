@@ -41,9 +41,9 @@ class Task:
     config: Config  # complete: steps, head, vocabulary
     tokenizer: Tokenizer
     renderer: Renderer
-    train: list[Record]  # as `Renderer.prepare` made them for training
-    validation: dict[str, list[Record]]  # by file
-    test: dict[str, list[Record]]
+    train: Sequence[Record]  # as `Renderer.prepare` made them for training
+    validation: Mapping[str, Sequence[Record]]  # by file
+    test: Mapping[str, Sequence[Record]]
 
     @property
     def settings(self) -> TaskConfig:
@@ -90,11 +90,11 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     metrics_of(task)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
-        {path: list(read_records(task, path, labelled=labelled)) for path in paths}
+        {path: read_records(task, path, labelled=labelled) for path in paths}
         for paths, labelled in ((task.validation, True), (task.test, False))
     )
     config = with_head(config, renderer)
-    check_lengths(config)
+    check_lengths(config, renderer)
     if train:
         config = with_steps(config, len(train), tree)
     return Task(config, tokenizer, renderer, train, validation, test)
@@ -148,17 +148,14 @@ def with_head(config: Config, renderer: Renderer) -> Config:
     return replace(config, model=replace(config.model, task_head=head, task_classes=classes))
 
 
-def check_lengths(config: Config) -> None:
+def check_lengths(config: Config, renderer: Renderer) -> None:
     """Raise ConfigError unless the model has positions for the task's samples."""
-    task, model = config.task, config.model
+    task, model, needed = config.task, config.model, renderer.max_position_needed
     assert task is not None
-    written = {"seq2seq": task.target_length, "blanks": task.target_length, "language_modelling": task.stride}
-    needed = max(task.sequence_length - 1, written.get(task.kind, 0) + 1)
     check(
         needed <= model.max_position or model.positions in ("none", "rotary"),
-        f"a task of kind {task.kind} with task.sequence_length {task.sequence_length}, target_length "
-        f"{task.target_length} and stride {task.stride} needs positions up to {needed}, but model.max_position is "
-        f"{model.max_position}; shorten them.",
+        f"task.sequence_length ({task.sequence_length}) and target_length ({task.target_length}) need positions up to "
+        f"{needed}, but model.max_position is {model.max_position}; shorten them.",
     )
 
 

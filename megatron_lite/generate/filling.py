@@ -1,228 +1,190 @@
-"""Fill blanks: encode the text once, then write each span token by token against cached keys and values.
+"""Fill blanks: encode the texts once, then write each span token by token against cached keys and values.
 
 The layout is that of training. Part A is the text with its mask tokens, bidirectional. Each blank is a span of part B
 that starts with sop, has its mask's position, counts block positions 1, 2, ... and ends with eop (or eos). Blanks are
 filled in text order; later ones see earlier answers. Beam search keeps several hypotheses for a blank, and only the
-best of them for the next.
+best of them for the next. Several texts are filled together: the k-th blanks of all of them at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 import torch
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.random_streams import derive_seed
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.config import GenerationConfig
-from megatron_lite.model.batch import ID_PLANES
-from megatron_lite.model.cpu_kernels import attend_all
-from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.generate.cache import CachedPlan, id_planes, padded, stack_rows
+from megatron_lite.generate.memory import most_texts, require_memory
+from megatron_lite.generate.search import Found, Search
 from megatron_lite.model.glm import GLM
-
-MAX_BEAM_BYTES = 16 << 30  # of all beams: cached keys and values, and logits
-LOGIT_COPIES = 4  # logits, their log softmax, totals, and what topk sorts
-_EMPTY = torch.empty(0)
-
-
-class CachedPlan:
-    """Attention of new tokens to all tokens so far, themselves included."""
-
-    def __init__(self, num_layers: int):
-        self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
-        self.values: list[torch.Tensor] = [_EMPTY] * num_layers
-
-    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
-        """qkv [rows, new tokens, 3, H, D] -> [rows, new tokens, H, D]; there is no dropout."""
-        q, k, v = qkv.unbind(2)
-        if self.keys[layer] is not _EMPTY:
-            k = torch.cat([self.keys[layer], k], dim=1)
-            v = torch.cat([self.values[layer], v], dim=1)
-        self.keys[layer], self.values[layer] = k, v
-        return attend_all(q, k, v)
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep the given rows of the batch, some of them several times: int64 [new rows]."""
-        self.keys = [x[rows] for x in self.keys]
-        self.values = [x[rows] for x in self.values]
 
 
 class BlankFiller:
-    """Fills the blanks of one text at a time.
+    """Fills the blanks of texts.
 
     Args:
         model: in eval mode, on its device.
         special: the tokenizer's special ids.
+        ignored: tokens of `no_repeat_except`.
     """
 
-    def __init__(self, model: GLM, special: SpecialTokens, config: GenerationConfig):
+    def __init__(
+        self, model: GLM, special: SpecialTokens, config: GenerationConfig, ignored: Collection[int] = ()
+    ):
         self.model = model
         self.special = special
         self.config = config
         self.device = next(model.parameters()).device
-        self.ends = {special.eop, special.eos}
-        self.banned = torch.tensor(sorted(set(asdict(special).values()) - self.ends), device=self.device)
-        self.generator = torch.Generator(device=self.device).manual_seed(config.seed)
+        ends = {special.eop, special.eos}
+        self.search = Search(config, ends, set(asdict(special).values()), ignored)
+        self._of_ended = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
+        self._texts = 0  # filled so far
 
-    @torch.no_grad()
     def fill(self, context: Sequence[int]) -> list[list[int]]:
-        """The spans for the mask tokens of `context`, in text order, without sop, eop or eos.
+        """`fill_all` of one text."""
+        return self.fill_all([context])[0]
+
+    def fill_all(self, contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """For each text the spans for its mask tokens, in text order, without sop, eop or eos.
+
+        They are those of the text alone. All texts are computed together, as far as memory allows.
 
         Args:
-            context: part A: CLS, the text with its mask tokens, and eos where the text is complete.
+            contexts: part A of each: CLS, the text with its mask tokens, and eos where the text is complete.
         Raises: DataError without a mask, or if positions exceed the model's tables.
         """
-        search = self._beam if self.config.strategy == "beam" else self._one_by_one
-        return [search(position) for position in self._begin(context)]
+        return [[found[0].tokens for found in text] for text in self._found(contexts, self.search)]
 
-    @torch.no_grad()
     def answers(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
         """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
 
-        Later blanks see the likeliest span. Beams may miss a likely span that begins unlikely.
+        Spans that do not end within max_length are left out, unless none does. Later blanks see the likeliest span.
+        Beams may miss a likely span that begins unlikely.
 
-        Args: context: as of `fill`.
+        Args: context: as of `fill_all`.
         """
         assert self.config.strategy == "beam" and self.config.length_penalty == 0.0, (
             "scores are log probabilities"
         )
-        found = []
-        for position in self._begin(context):
-            start = list(self.plan.keys), list(self.plan.values)
-            spans = self._hypotheses(position)
-            self._replay(start, position, spans[0][1])
+        answers = []
+        for found in self._found([context], self._of_ended)[0]:
             totals: dict[tuple[int, ...], float] = {}
-            for score, span in spans:  # a span may end with eop and with eos
-                totals[tuple(span)] = totals.get(tuple(span), 0.0) + math.exp(score)
-            found.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
+            for each in found:  # a span may end with eop and with eos
+                span = tuple(each.tokens)
+                totals[span] = totals.get(span, 0.0) + math.exp(each.score)
+            answers.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
+        return answers
+
+    @torch.no_grad()
+    def _found(self, contexts: Sequence[Sequence[int]], search: Search) -> list[list[list[Found]]]:
+        """For each text and each of its blanks what was found, the best first."""
+        blanks = [self._blanks(context) for context in contexts]
+        for context in contexts:
+            self.require_room(context)
+        longest = max(map(len, contexts)) + self._longest()
+        most = most_texts(self.model.config, self.config, longest)
+        return [
+            found
+            for first in range(0, len(contexts), most)
+            for found in self._together(contexts[first : first + most], blanks[first : first + most], search)
+        ]
+
+    def _together(
+        self, contexts: Sequence[Sequence[int]], blanks: Sequence[list[int]], search: Search
+    ) -> list[list[list[Found]]]:
+        generators = [self._generator() for _ in contexts]
+        found: list[list[list[Found]]] = [[] for _ in contexts]
+        plan, texts = self.encoded(contexts), list(range(len(contexts)))
+        for number in range(max(map(len, blanks))):
+            state = _Span(self, plan.copy(), [blanks[text][number] for text in texts])
+            limits = [self._longest()] * len(texts)
+            results = search.run(state, limits, [generators[text] for text in texts])
+            for text, result in zip(texts, results, strict=True):
+                found[text].append(result)
+            kept = [row for row, text in enumerate(texts) if len(blanks[text]) > number + 1]
+            if not kept:
+                break
+            texts = [texts[row] for row in kept]
+            plan.select(kept)
+            spans = [[self.special.sop, *found[text][number][0].tokens] for text in texts]
+            self.write(plan, spans, [blanks[text][number] for text in texts])
         return found
 
-    def _begin(self, context: Sequence[int]) -> list[int]:
-        """Encode part A. Returns the positions of its blanks."""
+    def _blanks(self, context: Sequence[int]) -> list[int]:
         masks = {self.special.mask, self.special.smask, self.special.gmask}
         blanks = [position for position, token in enumerate(context) if token in masks]
         if not blanks:
             raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
-        self.require_room(context)
-        self.plan = CachedPlan(self.model.config.num_layers)
-        self._hidden([list(context)], [list(range(len(context)))], [[0] * len(context)])
         return blanks
+
+    def encoded(self, contexts: Sequence[Sequence[int]]) -> CachedPlan:
+        """The cache that holds part A of each text."""
+        tokens, real = padded(contexts, self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
+        plan = CachedPlan(self.model.config.num_layers)
+        plan.expect(positions, real=real)
+        stack_rows(self.model, tokens, id_planes(positions), plan)
+        return plan
+
+    def write(
+        self, plan: CachedPlan, spans: Sequence[Sequence[int]], positions: Sequence[int], first: int = 1
+    ) -> torch.Tensor:
+        """Add tokens of part B to a cache: logits [rows, longest span, V] of what follows each.
+
+        Args:
+            spans: for each row.
+            positions: of each row's blank.
+            first: block position of the spans' first tokens.
+        """
+        tokens, real = padded(spans, self.device)
+        places = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
+        steps = torch.arange(first, first + tokens.shape[1], device=self.device)
+        steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
+        plan.expect(places, real=real, is_causal=True)
+        return self.model.logits(stack_rows(self.model, tokens, id_planes(places, steps), plan)).float()
+
+    def _generator(self) -> torch.Generator:
+        """Of the next text, so that its draws do not depend on those that are computed with it."""
+        self._texts += 1
+        seed = derive_seed(self.config.seed, "generate", self._texts)
+        return torch.Generator(device=self.device).manual_seed(seed)
 
     def require_room(self, context: Sequence[int]) -> None:
         """Raise DataError if part A has more tokens than the model has positions, or its beams need too much memory."""
-        model, limit = self.model.config, self.model.config.max_position + 1
+        limit = self.model.config.max_position + 1
         if len(context) > limit:
             raise DataError(
                 f"a text has {len(context)} tokens with [CLS] and the end, but the model has positions for {limit}; "
                 f"shorten it by {len(context) - limit} tokens, or give a model with a larger model.max_position."
             )
-        assert model.vocab_size is not None
-        cached = 2 * model.num_layers * model.hidden_size * (len(context) + self._longest())
-        beam_bytes = 4 * (cached + LOGIT_COPIES * model.vocab_size)
-        if self.config.strategy == "beam" and self.config.num_beams * beam_bytes > MAX_BEAM_BYTES:
-            raise DataError(
-                f"num_beams ({self.config.num_beams}) need {self.config.num_beams * beam_bytes / 2**30:.3g} GiB for a "
-                f"text of {len(context)} tokens, more than {MAX_BEAM_BYTES / 2**30:g}; set it to "
-                f"{max(1, MAX_BEAM_BYTES // beam_bytes)} or less, or shorten the text."
-            )
-
-    def _hidden(
-        self, tokens: list[list[int]], positions: list[list[int]], block_positions: list[list[int]]
-    ) -> torch.Tensor:
-        words = torch.tensor(tokens, device=self.device)
-        ids = torch.zeros(len(ID_PLANES), *words.shape, dtype=words.dtype, device=self.device)
-        ids[0], ids[1] = torch.tensor(positions), torch.tensor(block_positions)
-        return self.model.hidden_states(words, ids, self.plan)
-
-    def next_logits(self, tokens: Sequence[int], position: int, block_position: int) -> torch.Tensor:
-        """fp32 logits [rows, V] of what follows one new part-B token per row, which is added to the cache."""
-        rows = len(tokens)
-        hidden = self._hidden([[t] for t in tokens], [[position]] * rows, [[block_position]] * rows)
-        logits = self.model.logits(hidden[:, -1]).float()
-        return logits.index_fill_(1, self.banned, float("-inf"))
+        require_memory(self.model.config, self.config, len(context) + self._longest())
 
     def _longest(self) -> int:
         return min(self.config.max_length, self.model.config.max_position)
 
-    def _one_by_one(self, position: int) -> list[int]:
-        token, span = self.special.sop, []
-        for block_position in range(1, self._longest() + 1):
-            logits = self.next_logits([token], position, block_position)[0]
-            token = int(logits.argmax()) if self.config.strategy == "greedy" else self._draw(logits)
-            if token in self.ends:
-                break
-            span.append(token)
-        else:  # add the last token to the cache
-            self.next_logits([token], position, min(len(span) + 1, self.model.config.max_position))
-        return span
 
-    def _draw(self, logits: torch.Tensor) -> int:
-        logits = logits / self.config.temperature
-        ordered, order = logits.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        if self.config.top_k:
-            probabilities[self.config.top_k :] = 0.0
-        # A token stays if those before it have not yet reached top_p: the likeliest always stays.
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities[before >= self.config.top_p * probabilities.sum()] = 0.0
-        return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
+class _Span:
+    """The k-th blanks of some texts (a `State` of search.py)."""
 
-    def _score(self, log_probability: float, length: int) -> float:
-        return log_probability / max(length, 1) ** self.config.length_penalty
+    def __init__(self, filler: BlankFiller, plan: CachedPlan, positions: list[int]):
+        self.filler, self.plan, self.positions, self.step = filler, plan, positions, 0
 
-    def _beam(self, position: int) -> list[int]:
-        start = list(self.plan.keys), list(self.plan.values)
-        span = self._hypotheses(position)[0][1]
-        self._replay(start, position, span)
-        return span
+    def first(self) -> torch.Tensor:
+        return self.next([self.filler.special.sop] * len(self.positions))
 
-    def _hypotheses(self, position: int) -> list[tuple[float, list[int]]]:
-        """Up to `num_beams` spans for a blank with their scores, the best first; changes the cache."""
-        beams = self.config.num_beams
-        live: list[tuple[list[int], float]] = [([], 0.0)]  # (span, log probability) per cached row
-        finished: list[tuple[float, list[int]]] = []
-        tokens = [self.special.sop]
-        for block_position in range(1, self._longest() + 1):
-            log_p = self.next_logits(tokens, position, block_position).log_softmax(-1)
-            totals = log_p + torch.tensor([p for _, p in live], device=self.device)[:, None]
-            best, flat = totals.flatten().topk(min(2 * beams, totals.numel()))
-            rows: list[int] = []
-            live_next: list[tuple[list[int], float]] = []
-            for total, index in zip(best.tolist(), flat.tolist(), strict=True):
-                row, token = divmod(index, log_p.shape[1])
-                span = live[row][0]
-                if token in self.ends:
-                    finished.append((self._score(total, len(span) + 1), span))
-                elif len(live_next) < beams and total > float("-inf"):
-                    rows.append(row)
-                    live_next.append(([*span, token], total))
-            live = live_next
-            finished = sorted(finished, key=lambda item: item[0], reverse=True)[:beams]
-            if not live or self._is_decided(finished, live, block_position):
-                break
-            self.plan.select(torch.tensor(rows, device=self.device))
-            tokens = [span[-1] for span, _ in live]
-        if not finished:  # nothing ended within max_length
-            finished = [(self._score(p, len(span)), span) for span, p in live]
-        return sorted(finished, key=lambda item: item[0], reverse=True)
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        self.step += 1
+        return self.filler.write(self.plan, [[token] for token in tokens], self.positions, self.step)[:, -1]
 
-    def _is_decided(self, finished: list, live: list, length: int) -> bool:
-        """True if no live hypothesis can become better than the finished ones (for length penalties up to 1)."""
-        if len(finished) < self.config.num_beams:
-            return False
-        reachable = max(
-            self._score(p, self._longest() if self.config.length_penalty > 0 else length) for _, p in live
-        )
-        return finished[-1][0] >= reachable
-
-    def _replay(self, start: tuple[list, list], position: int, span: list[int]) -> None:
-        """Make the cache as if only the chosen span had been written."""
-        self.plan.keys, self.plan.values = list(start[0]), list(start[1])
-        for block_position, token in enumerate([self.special.sop, *span], start=1):
-            self.next_logits([token], position, min(block_position, self.model.config.max_position))
+    def select(self, rows: Sequence[int]) -> None:
+        self.plan.select(rows)
+        self.positions = [self.positions[row] for row in rows]
 
 
 def blank_context(tokens: Sequence[int], special: SpecialTokens) -> list[int]:

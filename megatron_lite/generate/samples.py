@@ -8,7 +8,7 @@ from typing import Any
 from data_utils.samples.blanks import Prompt, prompts
 from data_utils.samples.loader import SampleLoader
 from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, numbered_text, span_text
 from megatron_lite.model.glm import GLM
 
@@ -25,12 +25,13 @@ class SampleFillings:
     def __call__(self, model: GLM) -> dict[str, Any]:
         """The record: texts, the words that stood there and the model's; `exact` of `blanks` are equal."""
         filler = BlankFiller(model, self._tokenizer.special, GenerationConfig(max_length=MOST_WRITTEN))
-        items = [self._filled(prompt, filler) for prompt in self._prompts]
+        found = filler.fill_all([prompt.context for prompt in self._prompts]) if self._prompts else []
+        items = [self._item(prompt, spans) for prompt, spans in zip(self._prompts, found, strict=True)]
         pairs = [pair for item in items for pair in zip(item["originals"], item["answers"], strict=True)]
         return {"blanks": len(pairs), "exact": sum(one == other for one, other in pairs), "fillings": items}
 
-    def _filled(self, prompt: Prompt, filler: BlankFiller) -> dict[str, Any]:
+    def _item(self, prompt: Prompt, spans: list[list[int]]) -> dict[str, Any]:
         text = numbered_text(self._tokenizer, prompt.context, prompt.originals)
         words = [span_text(self._tokenizer, span) for span in prompt.originals]
-        answers = [span_text(self._tokenizer, span) for span in filler.fill(prompt.context)]
+        answers = [span_text(self._tokenizer, span) for span in spans]
         return {"text": text, "originals": words, "answers": answers}

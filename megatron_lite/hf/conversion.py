@@ -30,7 +30,7 @@ POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position
 _NOT_IN_FILES = frozenset(
     (
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "init", "init_std", "embedding_gradient_shrink", "span_boundary_places",
+        "final_dropout", "sentence_dropout", "init", "init_std", "embedding_gradient_shrink", "span_boundary_places",
     )
 )  # fmt: skip
 # Options that may be null, and what they then stand for.

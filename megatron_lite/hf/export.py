@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import checked, setting, to_tree
 from data_utils.objectives import OBJECTIVES
+from data_utils.tasks.readers import labels_of
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import padded_vocab_size
@@ -32,6 +33,8 @@ from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
     PADDING_ROWS,
+    SCORE,
+    TASK_CLASSIFIER,
     TRAINING_JSON,
     WORDS,
     Weights,
@@ -72,6 +75,7 @@ _PORTABLE_SECTIONS = (
     "schedule",
     "objectives",
     "objective_starts",
+    "task",
     *OBJECTIVES,
 )
 
@@ -132,6 +136,11 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
             f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
             "only runs with tokenizer.added_tokens=glm can be exported."
         )
+    if layout == "released" and run.config.model.task_head != "none":
+        raise CheckpointError(
+            f"checkpoint {path} has the head of a task, which the released layout does not have; use --layout "
+            "huggingface."
+        )
     if layout == "released" and "blank_infilling" not in names:
         raise CheckpointError(
             f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
@@ -141,15 +150,35 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
 
 def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options: ExportOptions) -> None:
     config, tokenizer = run.config, run.tokenizer
-    exported = weights.renamed({_PREFIX + name: name for name in weights.shapes})
+    exported = weights.renamed({exported_name(name): name for name in weights.shapes})
     write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
     described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
     described.trained_objectives = objective_names(run.objectives)
+    if config.model.task_head != "none":
+        _describe_head(described, run)
     described.save_pretrained(directory)
     generation_config(tokenizer.special).save_pretrained(directory)
     write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     for name in _CODE:
         shutil.copyfile(Path(__file__).with_name(name), directory / name)
+
+
+def exported_name(name: str) -> str:
+    """The name of a parameter in transformers' classes."""
+    if name.startswith(TASK_CLASSIFIER):
+        return SCORE + name.removeprefix(TASK_CLASSIFIER)
+    return _PREFIX + name
+
+
+def _describe_head(described: GLMConfig, run: OpenRun) -> None:
+    task = run.config.task
+    described.architectures = ["GLMForSequenceClassification"]
+    if run.config.model.task_head == "values":
+        described.num_labels = 1
+        return
+    names = () if task is None else labels_of(task)
+    described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
+    described.label2id = {name: number for number, name in described.id2label.items()}
 
 
 def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
@@ -266,6 +295,7 @@ def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proo
     ]  # a model rounded to half precision is compared with the rounded training model
     model = load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float())
     expected = proof.training_logits(model, batch)
+    classes = None if config.task_head == "none" else proof.training_classes(model, batch)
     del model
     if options.layout == "released":
         actual = proof.released_logits([open_directory(directory)], config, batch)
@@ -274,4 +304,8 @@ def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proo
         actual = proof.exported_logits(directory, batch)
     result = proof.compare(actual, expected, options.tolerance)
     result.require(options.tolerance, f"the export of {run.checkpoint.path}")
+    if classes is not None:
+        of_head = proof.compare(proof.exported_classes(directory, batch), classes, options.tolerance)
+        of_head.require(options.tolerance, f"the head in the export of {run.checkpoint.path}")
+        result = result.joined(of_head)
     return result

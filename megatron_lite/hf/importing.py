@@ -34,6 +34,8 @@ from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokeni
 from megatron_lite.hf.weights import (
     METADATA,
     PADDING_ROWS,
+    SCORE,
+    TASK_CLASSIFIER,
     TRAINING_JSON,
     WORDS,
     Weights,
@@ -91,13 +93,17 @@ def open_source(path: Path) -> Source:
         return _released_source(path, [released.without_prefix(weights, path)], described)
     prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)
     tied = {"lm_head.weight"}
-    names = {name.removeprefix(prefix): name for name in weights.shapes if name not in tied}
+    names = {_our_name(name, prefix): name for name in weights.shapes if name not in tied}
     fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
               "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
     settings = {name: described[name] for name in fields if name in described}
     if "gelu" in settings:
         settings["activation"] = f"gelu_{settings.pop('gelu')}"
     return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
+
+
+def _our_name(name: str, prefix: str) -> str:
+    return TASK_CLASSIFIER + name.removeprefix(SCORE) if name.startswith(SCORE) else name.removeprefix(prefix)
 
 
 def _recorded_configuration(path: Path) -> dict[str, Any]:

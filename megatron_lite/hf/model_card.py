@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, blank_shares, objective_names
 from megatron_lite.model.counts import parameter_count
 
@@ -21,8 +22,7 @@ tags:
 
 # {title}, {parameters:,} parameters
 
-{introduction} It has {layers} layers, hidden size {hidden}, {heads} attention heads and positions up to
-{positions}.
+{introduction} It has {sizes}.
 
 ```python
 {example}
@@ -32,6 +32,7 @@ tags:
 
 | | |
 |---|---|
+| run | {run} |
 | step | {step} of {steps} |
 | samples, tokens | {samples:,}, {tokens:,} |
 | seed (weights, samples, dropout) | {seed} |
@@ -49,6 +50,10 @@ tags:
 ## Evaluation
 
 {evaluation}
+
+## License
+
+Not stated: it is for whoever publishes this directory to choose, as far as the licenses of the data {sources}allow.
 """
 
 
@@ -71,17 +76,65 @@ model = AutoModelForSeq2SeqLM.from_pretrained("PATH", trust_remote_code=True)  #
 model(input_ids).logits  # AutoModel gives hidden states"""
 
 
+_PUBLISHED = """{system}, written for the class `{class_name}` of transformers. {origin}{more}"""
+_ORIGINS = {
+    (True, True): "Its weights were imported, and trained further on {names}.",
+    (True, False): "Its weights were imported, and were not trained further.",
+    (False, True): "It was trained from initial weights, on {names}.",
+    (False, False): "It has initial weights, and was not trained.",
+}
+_CLASS = """from transformers import {class_name}
+
+model = {class_name}.from_pretrained("PATH")"""
+_EXTRA = " `{file}` holds the weights of a head that the class does not have."
+
+
 def model_card(run: OpenRun) -> str:
-    """The card in Markdown."""
+    """The card of an export in GLM's format, in Markdown."""
+    return _card(run, _introduction(run.objectives), "")
+
+
+def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_file: str | None = None) -> str:
+    """The card of an export to a class of transformers, in Markdown.
+
+    Args: is_imported: whether the run began with imported weights. extra_file: with weights that the class has not.
+    """
+    system, steps = str(run.config.model.system), run.checkpoint.step
+    names = ", ".join(objective_names(run.objectives))
+    introduction = _PUBLISHED.format(
+        system=system,
+        class_name=class_name,
+        origin=_ORIGINS[is_imported, steps > 0].format(names=names),
+        more="" if extra_file is None else _EXTRA.format(file=extra_file),
+    )
+    words = {
+        "tags": f"- {system}",
+        "title": system,
+        "introduction": introduction,
+        "example": _CLASS.format(class_name=class_name),
+    }
+    return _card(run, words, "and of the imported weights " if is_imported else "")
+
+
+def _sizes(model: ModelConfig) -> str:
+    layers = f"{model.num_layers} layers"
+    if model.decoder_layers:
+        layers = f"{model.num_layers} layers of an encoder, {model.decoder_layers} of a decoder"
+    positions = "" if model.positions == "none" else f", positions up to {model.max_position}"
+    return (
+        f"{layers}, hidden size {model.hidden_size}, {model.num_attention_heads} attention heads{positions}"
+    )
+
+
+def _card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
     checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
     state, model = checkpoint.state, config.model
     return _CARD.format(
-        **_introduction(run.objectives),
+        **words,
         parameters=parameter_count(model, padded=False),
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        positions=model.max_position,
+        sizes=_sizes(model),
+        sources=sources,
+        run=checkpoint.path.parent.parent.name,
         step=checkpoint.step,
         steps=config.training.steps,
         samples=state.get("consumed_samples", 0),

@@ -27,7 +27,7 @@ from data_utils.objectives.planes import (
     WEIGHTS,
 )
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.released import reference_logits
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.batch import Batch, allowed
@@ -140,6 +140,26 @@ def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
         position_ids=_tensor(batch, POSITION_IDS),
         block_position_ids=_tensor(batch, BLOCK_POSITION_IDS),
         use_cache=False,
+    ).logits
+
+
+@torch.no_grad()
+def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
+    """What the head of a task says of each row's first token, fp32 [B, classes]."""
+    states, _ = training_states(model, batch)
+    first = torch.arange(len(batch))
+    return model.heads.task_rows([states[:, 0]], first, model.final_layernorm, None).float()
+
+
+@torch.no_grad()
+def exported_classes(directory: Path, batch: np.ndarray) -> torch.Tensor:
+    """The same of a Hugging Face directory."""
+    model = GLMForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    return model(
+        input_ids=_tensor(batch, TOKENS),
+        attention_mask=(_tensor(batch, DOC) != PADDING_DOC).long(),
+        position_ids=_tensor(batch, POSITION_IDS),
+        block_position_ids=_tensor(batch, BLOCK_POSITION_IDS),
     ).logits
 
 

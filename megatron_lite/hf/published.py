@@ -154,7 +154,11 @@ ALBERT = System(
         Row("heads.sentence.dense", ("albert.pooler",)),
         Row("heads.sentence.classifier", ("sop_classifier.classifier",)),
     ),
-    fields=(*_BERT_FIELDS, Field("embedding_size", "embedding_size")),
+    fields=(
+        *_BERT_FIELDS,
+        Field("embedding_size", "embedding_size"),
+        Field("classifier_dropout_prob", "sentence_dropout"),
+    ),
     class_of=_pretraining_or_masked("Albert"),
     classes={"AlbertForPreTraining": "albert", "AlbertForMaskedLM": "albert"},
     required={"num_hidden_groups": 1, "inner_group_num": 1, "tie_word_embeddings": True},

@@ -50,6 +50,7 @@ from megatron_lite.hf.conversion import (
     to_theirs,
 )
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.model_card import published_card
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -62,6 +63,7 @@ from megatron_lite.hf.weights import (
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.memory import read_segment
 from megatron_lite.model.model_input import prepare
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
@@ -76,11 +78,12 @@ _KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("
 # Options that a user may change: they do not alter what the imported weights compute.
 _FREE = frozenset(
     ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
-     "init", "init_std", "embedding_gradient_shrink", "span_boundary_places", "system")
+     "sentence_dropout", "init", "init_std", "embedding_gradient_shrink", "span_boundary_places", "system")
 )  # fmt: skip
 EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
 )
+_XLNET_INPUTS = {"input_ids": TOKENS, "token_type_ids": SEGMENT_IDS}
 _SPAN_BOUNDARY = ("heads.span_boundary.", "heads.boundary_bias")
 
 
@@ -209,6 +212,13 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
         write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     _write_tokenizer(directory, run.tokenizer, kept)
+    card = published_card(
+        run,
+        system.class_of(config),
+        is_imported=kept.exists(),
+        extra_file=EXTRA_WEIGHTS if extra else None,
+    )
+    (directory / "README.md").write_text(card, encoding="utf-8")
     return system.class_of(config)
 
 
@@ -242,7 +252,8 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     hidden, ours = our_output(model, batch)
     if model.config.decoder_layers:
         real &= torch.from_numpy(batch[:, ORD] > 0)
-    out = their_output(load_class(directory, class_name), model.config, batch)
+    theirs = load_class(directory, class_name)
+    out = their_output(theirs, model.config, batch)
     expected = out["logits"] if "logits" in out else out["prediction_logits"]
     if model.config.decoder_layers:
         expected = in_rows(expected, batch)
@@ -252,7 +263,26 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
             assert model.heads.sentence is not None
             classes = model.heads.sentence(model.final_layernorm(hidden[:, 0]))
             result = result.joined(proof.compare(classes, out[name], tolerance))
+    if model.config.relative == "xlnet":
+        result = result.joined(_compare_memory(model, theirs, batch[:1], tolerance))
     return result
+
+
+def _compare_memory(model: GLM, theirs: torch.nn.Module, row: np.ndarray, tolerance: float) -> proof.Proof:
+    """The row's text in two segments, the second with the memory of the first. Args: row: int32 [1, fields, S]."""
+    config: Any = theirs.config
+    first, second = (part.copy() for part in np.array_split(row, 2, axis=2))
+    second[:, POSITION_IDS] = np.arange(second.shape[2])
+    _, memory = read_segment(model, first, longest=config.mem_len or None, reused=config.reuse_len or None)
+    hidden, _ = read_segment(model, second, memory)
+    mems = None
+    for part in (first, second):
+        inputs = {
+            name: torch.from_numpy(part[:, plane].astype(np.int64)) for name, plane in _XLNET_INPUTS.items()
+        }
+        out = theirs(**inputs, mems=mems, use_mems=True)
+        mems = out.mems
+    return proof.compare(model.logits(hidden), out.logits, tolerance)
 
 
 def our_output(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

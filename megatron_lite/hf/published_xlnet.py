@@ -1,6 +1,6 @@
 """XLNet as transformers has it: see published.py.
 
-Its recurrence over segments is not here: `mem_len` and the memories are of generation.
+`mem_len` and `reuse_len` are kept with the rest of config.json; memory.py reads a text in segments as the class does.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from data_utils.base.files import require_new_directory
 from megatron_lite.checkpoint.tensor_files import write_tensors
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
+TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
 TRAINING_JSON = "training.json"
 PADDING_ROWS = "padding_rows.safetensors"  # in a run's directory: of the released model it continues
 MAX_JSON_BYTES = 64 << 20

@@ -62,6 +62,27 @@ class _ShrinkGradient(torch.autograd.Function):
         return grad * ctx.alpha, None
 
 
+def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
+    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
+        return x
+    shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
+    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
+
+
+def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """What this rank holds of tokens [..., T] outside tensor-parallel layers."""
+    if not parallel.sequence_parallel:
+        return x
+    return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
+
+
+def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
+    """Of how many of the encoder's and the decoder's tokens this rank holds the hidden states."""
+    size = parallel.group.size if parallel.sequence_parallel else 1
+    return [length // size for length in plan.lengths]
+
+
 @dataclass(frozen=True)
 class Flow:
     """What the layers need of a micro-batch beside the hidden state."""
@@ -84,8 +105,8 @@ class Flow:
         distances: Distances | None = None,
     ) -> Flow:
         own = dropout
-        if dropout is not None and parallel.sequence_parallel:
-            own = replace(dropout, keys=dropout.keys.chunk(parallel.group.size)[parallel.group.rank])
+        if dropout is not None:
+            own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
         return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
@@ -166,8 +187,7 @@ class PositionEmbeddings(nn.Module):
         """
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
-        if self.parallel.sequence_parallel:
-            ids = ids.chunk(self.parallel.group.size, dim=1)[self.parallel.group.rank]
+        ids = own_tokens(ids, flow.plan, self.parallel)
         if self.query_vector is not None:
             is_query = ids[ID_PLANES.index(ORD)] < 0
             words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
@@ -176,8 +196,9 @@ class PositionEmbeddings(nn.Module):
             hidden = self._sum(hidden, ids, self)
         else:
             assert isinstance(flow.plan, PartsPlan)
-            first, second = hidden.split(flow.plan.lengths)
-            first_ids, second_ids = ids.split(flow.plan.lengths, dim=1)
+            lengths = own_lengths(flow.plan, self.parallel)
+            first, second = hidden.split(lengths)
+            first_ids, second_ids = ids.split(lengths, dim=1)
             hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
         dropout = flow.features(self.dropout, -1, "embedding")
         if dropout is not None:
@@ -211,7 +232,8 @@ class Embedding(PositionEmbeddings):
     def forward(
         self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
     ) -> torch.Tensor:
-        return super().forward(self.word_embeddings(tokens), ids, flow, decoder)
+        words = self.word_embeddings(by_ranks(tokens, flow.plan, self.parallel))
+        return super().forward(words, ids, flow, decoder)
 
 
 def query_factor(config: ModelConfig) -> float:

@@ -75,6 +75,18 @@ class Dropout:
     salts: torch.Tensor  # int32 [layers + 1, len(PLACES)]
     seed: int  # of kernels that draw their own numbers: differs per step and rank, not per layer
     first_head: int = 0  # number of this rank's first head
+    step: int = 0  # an int32 of the step alone
+
+    def distances(self, p: float, distances: torch.Tensor) -> FeatureDropout | None:
+        """Of what layers know of distances [n], int32; None if nothing is dropped.
+
+        The same for all samples of a step: each would need a table of its own, and the product of it in each layer.
+        """
+        if not p:
+            return None
+        # The embedding has no attention: the salt of that place is free.
+        salt = int(salts(len(self.salts) - 1)[-1, PLACES.index("attention")])
+        return FeatureDropout(hashed(distances * _SIGNED_GOLDEN ^ self.step), salt, p)
 
     def attention(self, p: float, layer: int) -> AttentionDropout:
         return AttentionDropout(self, p, layer)

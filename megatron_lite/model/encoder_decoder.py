@@ -10,13 +10,22 @@ a norm, the decoder has its own (BART). A pre-norm encoder ends in a norm; its c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, query_factor, recomputed
+from megatron_lite.model.block import (
+    Block,
+    Flow,
+    PositionEmbeddings,
+    Stream,
+    own_lengths,
+    query_factor,
+    recomputed,
+)
 from megatron_lite.model.cross_attention import CrossPlan, PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.fused import Biased
@@ -38,17 +47,22 @@ class DecoderFlow(Flow):
     both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
 
 
-def part_flows(flow: Flow) -> tuple[Flow, DecoderFlow]:
+def part_flows(flow: Flow, parallel: TensorParallel) -> tuple[Flow, DecoderFlow]:
     """What encoder and decoder need of a micro-batch, whose plan is a PartsPlan."""
     plan, both = flow.plan, flow.dropout
     assert isinstance(plan, PartsPlan)
-    encoder, decoder = (
-        [None, None] if both is None else [replace(both, keys=keys) for keys in both.keys.split(plan.lengths)]
-    )
+    encoder, decoder = _split(both, plan.lengths)
+    own_encoder, own_decoder = _split(flow.own_dropout, own_lengths(plan, parallel))
     return (
-        Flow(plan.lengths[:1], plan.encoder, encoder, encoder),
-        DecoderFlow(plan.lengths[1:], plan.decoder, decoder, decoder, cross=plan.cross, both=both),
+        Flow(plan.lengths[:1], plan.encoder, encoder, own_encoder),
+        DecoderFlow(plan.lengths[1:], plan.decoder, decoder, own_decoder, cross=plan.cross, both=both),
     )
+
+
+def _split(dropout: Dropout | None, lengths: Sequence[int]) -> list[Dropout | None]:
+    if dropout is None:
+        return [None, None]
+    return [replace(dropout, keys=keys) for keys in dropout.keys.split(list(lengths))]
 
 
 class DecoderEmbedding(nn.Module):
@@ -58,6 +72,7 @@ class DecoderEmbedding(nn.Module):
         super().__init__()
         self.position_embeddings = PositionEmbeddings.position_table(config)
         self.layernorm = PositionEmbeddings.norm(config, parallel)
+        parallel.mark_replicated(*self.parameters())
 
 
 def encoder_layernorm(config: ModelConfig, parallel: TensorParallel) -> LayerNorm | RMSNorm | None:
@@ -80,12 +95,12 @@ class CrossAttention(nn.Module):
         self.dense = RowParallelLinear(size, hidden, parallel, has_bias=config.has_bias("attention"))
 
     def forward(self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int) -> Biased:
-        """[Td, D], [Te, D] -> [Td, D]"""
-        q = self.query(hidden).x.view(len(hidden), -1, self.head_size)
+        """[Td, D], [Te, D] -> [Td, D]; under sequence parallelism of this rank's tokens."""
+        q = self.query(hidden).x.unflatten(1, (-1, self.head_size))
         q = q if self.query_factor == 1.0 else q * self.query_factor
-        key_value = self.key_value(encoded).x.view(len(encoded), 2, -1, self.head_size)
+        key_value = self.key_value(encoded).x.unflatten(1, (2, -1, self.head_size))
         out = recomputed(self.recompute, self._attend, q, key_value, flow, layer)
-        return self.dense(out.reshape(len(hidden), -1))
+        return self.dense(out.flatten(1))
 
     def _attend(
         self, q: torch.Tensor, key_value: torch.Tensor, flow: DecoderFlow, layer: int

@@ -20,7 +20,7 @@ from torch import nn
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm
+from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm, own_lengths
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.encoder_decoder import (
@@ -44,6 +44,9 @@ from megatron_lite.model.tensor_parallel import (
     whole_shape,
 )
 from megatron_lite.parallel.collectives import SINGLE
+
+# Number of a block and its input [T, D] -> the input that it takes instead.
+BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class GLM(nn.Module):
@@ -96,11 +99,10 @@ class GLM(nn.Module):
         ids: torch.Tensor,
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
-        outputs: list[torch.Tensor] | None = None,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
-        """The end of the last block. Args: outputs: takes those of the embeddings and of each block of one stack."""
         rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), plan)
+        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
         flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
@@ -109,7 +111,7 @@ class GLM(nn.Module):
         if self.config.decoder_layers:
             stream = self._run_parts(hidden, flow, ids[0].flatten())
         else:
-            stream = self._run_blocks(hidden, flow, ids[0].flatten(), outputs)
+            stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -133,24 +135,23 @@ class GLM(nn.Module):
         hidden: torch.Tensor,
         flow: Flow,
         positions: torch.Tensor,
-        outputs: list[torch.Tensor] | None = None,
+        before_block: BeforeBlock | None = None,
     ) -> Stream:
-        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]. Args: outputs: see `_run`."""
+        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
         flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
-            if outputs is not None:
-                stream = Stream(stream.summed())
-                outputs.append(stream.hidden)
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
             stream = self._block(layer)(stream, flow, layer)
         return stream
 
     def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
-        encoder, decoder = part_flows(flow)
-        lengths = [encoder.shape[0], decoder.shape[0]]
-        encoded, decoded = hidden.split(lengths)
-        of_encoder, of_decoder = positions.split(lengths)
+        encoder, decoder = part_flows(flow, self.parallel)
+        plan = cast(PartsPlan, flow.plan)
+        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        of_encoder, of_decoder = positions.split(plan.lengths)
         encoded = self._run_blocks(encoded, encoder, of_encoder).summed()
         decoder = cast(DecoderFlow, self._biased(decoder, self.decoder_relative_bias, of_decoder))
         if self.encoder_layernorm is not None:
@@ -162,13 +163,17 @@ class GLM(nn.Module):
         return Stream(decoded)
 
     def hidden_states(
-        self, tokens: torch.Tensor, ids: torch.Tensor, plan: AttentionPlan | PartsPlan
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
-        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...].
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: see memory.py; not with a decoder.
         """
-        hidden = self._run(tokens, ids, plan, None)
+        hidden = self._run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -211,9 +216,14 @@ class GLM(nn.Module):
         return none.index_add(0, parts.row_part, log_p), others == 0
 
     def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
-        layers: list[torch.Tensor] | None = [] if self.config.task_mix else None
-        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, layers)
-        layers = [*(layers or ()), hidden]
+        layers: list[torch.Tensor] = []  # of the embeddings and of all blocks
+
+        def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+            layers.append(hidden)
+            return hidden
+
+        keep_all = keep if self.config.task_mix else None
+        layers.append(self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
         return self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
 
     def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:

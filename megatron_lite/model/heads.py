@@ -30,7 +30,7 @@ from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
-from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.dropout import Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased
 from megatron_lite.model.tensor_parallel import (
     Partition,
@@ -130,8 +130,10 @@ class SentenceHead(nn.Module):
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.classifier = Linear(config.hidden_size, config.sentence_classes)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.classifier(torch.tanh(self.dense(rows)))
+    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifier."""
+        pooled = torch.tanh(self.dense(rows))
+        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
 
 
 class TaskHead(nn.Module):
@@ -213,7 +215,7 @@ class Heads(nn.Module):
         self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
-        self.dropout = config.final_dropout
+        self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
@@ -246,7 +248,12 @@ class Heads(nn.Module):
             rows = torch.cat([rows, self.span_boundary(before, after, places)])
         classes = rows.new_zeros(0, 2)
         if self.sentence is not None:
-            classes = self.sentence(final_layernorm(hidden.index_select(0, loss_rows.sentences)))
+            labelled = final_layernorm(hidden.index_select(0, loss_rows.sentences))
+            # The embedding has no MLP: the salt of that place is free.
+            dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
+            if dropped is not None:
+                dropped = dropped.of_rows(loss_rows.sentences)
+            classes = self.sentence(labelled, dropped)
         return rows, classes
 
     def task_rows(

@@ -76,6 +76,7 @@ class HostInput:
     weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
+    step: int  # see Dropout
     parts: HostParts | None = None  # of a task
 
     def scale_weights(self, scales: np.ndarray) -> None:
@@ -92,7 +93,7 @@ class HostInput:
         (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
         dropout = None
         if self.kernel_seed is not None:
-            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head)
+            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
         first = 10 if self.parts is None else 10 + HostParts.ARRAYS  # of the plan's
         return ModelInput(
             tokens=tokens,
@@ -187,10 +188,11 @@ def prepare(
         if batch.head == "choices":  # their rows are those with loss
             loss_rows, targets = parts.loss_rows(), parts.targets
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
-    kernel_seed, keys, place_salts = None, planes[0, :0], planes[0, :0]
+    kernel_seed, keys, place_salts, step = None, planes[0, :0], planes[0, :0], 0
     if dropout_seed is not None:
         kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
+        step = derive_seed(dropout_seed, "distances") >> 33
         place_salts = salts(config.total_layers + config.decoder_layers)  # cross-attention has its own
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
@@ -205,4 +207,4 @@ def prepare(
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes = [array.shape for array in arrays]
-    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, parts)
+    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, step, parts)

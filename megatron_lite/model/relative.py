@@ -30,6 +30,8 @@ from torch import nn
 from data_utils.objectives.planes import POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import ID_PLANES
+from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.fused import Biased, add
 from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
 
 BUCKETS = 32
@@ -92,17 +94,24 @@ class Distances:
     sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
 
     @staticmethod
-    def of(config: ModelConfig, ids: torch.Tensor, plan: Any) -> Distances | None:
-        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan."""
+    def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances | None:
+        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan.
+
+        The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
+        """
         if config.relative != "xlnet":
             return None
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
         # On a GPU the largest position would be waited for.
         longest = plan.row_length if positions.is_cuda else int(positions.max())
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
-        line = torch.arange(-longest, longest + 1.0, device=ids.device)
-        angles = line[:, None] / 10000.0**steps
-        return Distances(positions, segments, longest, torch.cat([angles.sin(), angles.cos()], dim=1))
+        line = torch.arange(-longest, longest + 1, device=ids.device, dtype=torch.int32)
+        angles = line[:, None].float() / 10000.0**steps
+        sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
+        dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
+        if dropped is not None:
+            sinusoids = add(None, Biased(sinusoids), dropped)
+        return Distances(positions, segments, longest, sinusoids)
 
 
 class XLNetTerms(NamedTuple):

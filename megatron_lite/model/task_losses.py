@@ -64,6 +64,7 @@ def _log_sums(values: torch.Tensor, owner: torch.Tensor, owners: int) -> torch.T
     return sums.log() + most
 
 
+# A sample with one choice has nothing to choose: its loss is generative (WSC without candidates, LAMBADA).
 def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
     right = parts.right.long()
     chosen = scores[right]
@@ -73,7 +74,12 @@ def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
         margins = (1.0 + scores - chosen[parts.sample.long()]).clamp(min=0.0)
         return margins.sum() - margins[right].sum()
     entropy = (_log_sums(scores, parts.sample, len(right)) - chosen).sum()
-    return entropy - chosen.sum() if parts.loss == "mix" else entropy
+    if parts.loss == "mix":
+        return entropy - chosen.sum()
+    choices = torch.zeros(len(right), device=scores.device).index_add(
+        0, parts.sample, torch.ones_like(scores)
+    )
+    return entropy - chosen.masked_fill(choices > 1, 0.0).sum()
 
 
 def sums_of_task(loss: torch.Tensor, weight: float, num_losses: int) -> torch.Tensor:

@@ -35,11 +35,10 @@ class Layout:
     zero: int
     recompute: str
     micro_batch: int
-    splits_tokens: bool = True  # sequence parallelism where there is tensor parallelism
 
     @property
     def sequence_parallel(self) -> bool:
-        return self.splits_tokens and self.tensor > 1
+        return self.tensor > 1
 
     def applied(self, config: Config) -> Config:
         """Raises ConfigError if it does not fit the model or the batch."""
@@ -89,7 +88,7 @@ def possible_layouts(config: Config, processes: int) -> Iterator[Layout]:
         for recompute, micro in itertools.product(("none", "full"), rows):
             if batch % (dp * micro) == 0:
                 for zero in (1,) if pipeline > 1 else (1, 2):
-                    yield Layout(tensor, pipeline, zero, recompute, micro, not model.decoder_layers)
+                    yield Layout(tensor, pipeline, zero, recompute, micro)
 
 
 def guess(config: Config, layout: Layout, processes: int, gpu: Gpu) -> tuple[float, float]:

@@ -20,8 +20,17 @@ from torch import nn
 
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, Flow, PositionEmbeddings, Stream, final_layernorm
+from megatron_lite.model.block import (
+    Block,
+    Flow,
+    PositionEmbeddings,
+    Stream,
+    by_ranks,
+    final_layernorm,
+    own_lengths,
+)
 from megatron_lite.model.counts import layer_costs
+from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
     DecoderEmbedding,
@@ -67,17 +76,16 @@ class _Feed:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         rotary = Rotary.of(self.config, data.ids)
-        distances = Distances.of(self.config, data.ids, data.plan)
+        distances = Distances.of(self.config, data.ids, data.plan, data.dropout)
         flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
-        self.current = _Current(
-            data, flow, part_flows(flow) if self.config.decoder_layers else None, loss_factor
-        )
+        parts = part_flows(flow, self.parallel) if self.config.decoder_layers else None
+        self.current = _Current(data, flow, parts, loss_factor)
 
     def split(self, hidden: torch.Tensor) -> _Parts:
         """The rows of encoder and decoder."""
-        assert self.current.parts is not None
-        encoder, decoder = self.current.parts
-        encoded, decoded = hidden.split([encoder.shape[0], decoder.shape[0]])
+        plan = self.current.flow.plan
+        assert isinstance(plan, PartsPlan)
+        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         return encoded, decoded
 
 
@@ -89,7 +97,8 @@ class _Words(VocabParallelEmbedding):
         self.feed = feed
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.feed.current.input.tokens)
+        current = self.feed.current
+        return super().forward(by_ranks(current.input.tokens, current.flow.plan, self.parallel))
 
     @staticmethod
     def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Rows:

@@ -19,7 +19,7 @@ from data_utils.base.files import require_directory
 from data_utils.samples.blanks import Prompt, prompts
 from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 
 ANSWERS = 3
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_utils.base.errors import ArgumentParser, run_command
 from data_utils.base.files import require_directory
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 
 DIFFERENT_STATUS = 1
 MAX_LENGTH = 16

@@ -30,7 +30,7 @@ from data_utils.objectives.planes import FIELDS, Example
 from data_utils.samples.blanks import blanked_examples, spans_of
 from data_utils.samples.loader import open_datasets
 from data_utils.text.special_tokens import SpecialTokens
-from megatron_lite.generate.config import GenerationConfig
+from megatron_lite.config.generation import GenerationConfig
 from scripts.quickstart.ngram import ORDER, NGram
 
 SHORT = 3  # tokens

@@ -312,10 +312,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.decoder_layers=3", "blank_infilling.masked_lm=true"),
         ("model.decoder_layers is 3, but blank_infilling predicts", "set it to 0"),
     ),
-    "decoder and split tokens": (
-        over("model.decoder_layers=3", "parallel.sequence_parallel=true", "parallel.tensor_parallel_size=2"),
-        ("sequence_parallel does not work with model.decoder_layers (3)", "set it to false"),
-    ),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),

@@ -175,7 +175,7 @@ BAD = {
     "no task": (["task=null"], "no task given"),
     "steps of too few": (["task.train_samples=1000"], "task.train_samples is 1000, but .* has 64 samples"),
     "one label": (["task.labels=['0']"], "label|labels"),
-    "long": (["task.sequence_length=60"], "needs positions up to 59, but model.max_position is 48"),
+    "long": (["task.sequence_length=60"], "need positions up to 59, but model.max_position is 48"),
     "unknown metric": (["task.metrics=[acuracy]"], "unknown metric"),
 }
 

@@ -13,7 +13,6 @@ from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.filling import (
     BlankFiller,
-    CachedPlan,
     GenerationConfig,
     blank_context,
     insert_spans,
@@ -79,17 +78,20 @@ def test_cached_and_uncached_logits_agree(any_model):
     model = any_model
     filler = BlankFiller(model, SPECIAL, GenerationConfig())
     spans = [(3, [30, 31, 32]), (5, [33])]
-    filler.plan = CachedPlan(2)
-    filler._hidden([CONTEXT], [list(range(len(CONTEXT)))], [[0] * len(CONTEXT)])
+    plan = filler.encoded([CONTEXT])
     cached = [
-        filler.next_logits([t], p, i)[0]
+        filler.write(plan, [[t]], [p], i)[0, -1]
         for p, span in spans
         for i, t in enumerate([SPECIAL.sop, *span], start=1)
     ]
-    allowed = [t for t in range(40) if t not in filler.banned.tolist()]
     expected = uncached_logits(model, CONTEXT, spans)
+    # The same spans of a text in a batch with a longer one, each in one pass.
+    plan = filler.encoded([CONTEXT, [*CONTEXT, 24, 25]])
+    together = [filler.write(plan, [[SPECIAL.sop, *span], [SPECIAL.sop]], [p, p])[0] for p, span in spans]
+    largest = expected.abs().max().item()  # fp32, of order 10
+    torch.testing.assert_close(torch.cat(together), torch.stack(cached), rtol=0, atol=1e-5 * largest)
     # fp32: one query row at a time sums in another order than a block of rows; logits are of order 10.
-    torch.testing.assert_close(torch.stack(cached)[:, allowed], expected[:, allowed], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(cached), expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -98,7 +100,7 @@ def test_greedy_is_the_argmax_of_the_uncached_model(any_model):
     spans = BlankFiller(model, SPECIAL, GenerationConfig(max_length=6)).fill(CONTEXT)
     assert len(spans) == 2
     done = []
-    banned = BlankFiller(model, SPECIAL, GenerationConfig()).banned
+    banned = torch.tensor(BlankFiller(model, SPECIAL, GenerationConfig()).search.banned)
     for position, span in zip((3, 5), spans, strict=True):
         expected = []
         while len(expected) < 6:
@@ -113,10 +115,10 @@ def test_greedy_is_the_argmax_of_the_uncached_model(any_model):
 
 @torch.no_grad()
 def score(model, span, length_penalty, ended=True):
-    logits = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float()
-    logits[:, [0, 1, 2, 3, 4, 5, 6, 9, 10]] = float("-inf")
-    log_p = logits.log_softmax(-1)
+    log_p = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float().log_softmax(-1)
     total = sum(log_p[i, t].item() for i, t in enumerate(span))
+    if not ended:
+        return total / len(span) ** length_penalty
     ends = max(log_p[len(span), 7].item(), log_p[len(span), 8].item())
     return (total + ends) / (len(span) + 1) ** length_penalty
 
@@ -124,13 +126,46 @@ def score(model, span, length_penalty, ended=True):
 def test_beam_search_finds_the_best_of_all_short_spans(model):
     """With as many beams as hypotheses the search is exhaustive: compare with enumeration of spans up to two tokens."""
     tokens = list(range(11, 40))
-    candidates = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
-    totals = {tuple(span): score(model, span, 0.0) for span in candidates}
-    for penalty in (0.0, 1.0):
-        config = GenerationConfig(strategy="beam", num_beams=1000, max_length=3, length_penalty=penalty)
-        found = BlankFiller(model, SPECIAL, config).fill([1, 20, 3, 8])[0]
-        best = max(total / (len(span) + 1) ** penalty for span, total in totals.items())
-        assert score(model, found, penalty) == pytest.approx(best, abs=1e-4)
+    whole = [[], *([a] for a in tokens)]
+    cut = [[a, b] for a in tokens for b in tokens]  # at the limit
+    for penalty in (0.0, 1.0, 3.0):
+        config = GenerationConfig(strategy="beam", num_beams=1000, max_length=2, length_penalty=penalty)
+        (found,) = BlankFiller(model, SPECIAL, config).fill([1, 20, 3, 8])
+        scores = {tuple(span): score(model, span, penalty) for span in whole}
+        scores |= {tuple(span): score(model, span, penalty, ended=False) for span in cut}
+        assert scores[tuple(found)] == pytest.approx(max(scores.values()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"min_length": 3, "no_repeat_ngram_size": 2},
+        {"strategy": "sample"},
+        {"strategy": "beam", "num_beams": 3, "length_penalty": -1.0},
+    ],
+    ids=str,
+)
+def test_several_texts_are_filled_as_if_alone(any_model, options):
+    """Of different lengths and numbers of blanks; draws follow from the number of the text."""
+    contexts = [CONTEXT, [1, 3, 30, 8], [1, 20, 5], [1, 3, 4, 3, 22, 23, 24, 25, 26, 8], [1, 21, 3, 4, 8]]
+    config = GenerationConfig(max_length=16, **options)
+    together = BlankFiller(any_model, SPECIAL, config).fill_all(contexts)
+    filler = BlankFiller(any_model, SPECIAL, config)
+    assert together == [filler.fill(context) for context in contexts]
+    assert [len(spans) for spans in together] == [2, 1, 1, 3, 2]
+    assert len({len(span) for spans in together for span in spans}) > 1 or options.get("min_length")
+
+
+def test_texts_are_taken_in_parts_where_memory_is_short(model, monkeypatch):
+    contexts = [[1, 20 + i, 3, 8] for i in range(5)]
+    filler = BlankFiller(model, SPECIAL, GenerationConfig(max_length=4))
+    sizes, encoded = [], filler.encoded
+    filler.encoded = lambda part: sizes.append(len(part)) or encoded(part)
+    whole = filler.fill_all(contexts)
+    row_bytes = 4 * (2 * 2 * 32 * (4 + 4) + 4 * 40)  # keys and values of text and answer, and logits
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 2 * row_bytes)
+    assert filler.fill_all(contexts) == whole and sizes == [5, 2, 2, 1]
 
 
 class Pieces:
@@ -162,17 +197,19 @@ def test_answers_are_the_likeliest_spans_with_their_probabilities(model):
     assert [found[span] for span in best] == pytest.approx([expected[span] for span in best], rel=1e-4)
 
 
+@torch.no_grad()
 def test_later_answers_see_the_best_of_earlier_blanks(model):
     config = GenerationConfig(strategy="beam", num_beams=4, length_penalty=0.0, max_length=3)
-    filler = BlankFiller(model, SPECIAL, config)
-    answers = filler.answers(CONTEXT)
-    assert [blank[0][1] for blank in answers] == filler.fill(CONTEXT)
+    (first, *_), (second, *_) = BlankFiller(model, SPECIAL, config).answers(CONTEXT)
+    spans = [(3, first[1]), (5, second[1])]
+    p = uncached_logits(model, CONTEXT, spans)[len(first[1]) + 1 :].softmax(-1)
+    expected = np.prod([p[i, t].item() for i, t in enumerate(second[1])])
+    assert second == (pytest.approx(expected, rel=1e-4), second[1]) and len(second[1]) == 3  # none ended
 
 
 @torch.no_grad()
 def both_ends(model, span):
     logits = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float()
-    logits[:, [0, 1, 2, 3, 4, 5, 6, 9, 10]] = float("-inf")
     p = logits.softmax(-1)
     return float(np.prod([p[i, t].item() for i, t in enumerate(span)]) * (p[len(span), 7] + p[len(span), 8]))
 
@@ -203,7 +240,7 @@ def test_sampling_is_reproducible_and_obeys_top_k_and_top_p(model):
     greedy = BlankFiller(model, SPECIAL, GenerationConfig(max_length=8)).fill(CONTEXT)
     assert draws(top_k=1) == draws(top_p=1e-6) == [greedy] * 8
     assert not {t for spans in free for span in spans for t in span} & set(
-        BlankFiller(model, SPECIAL, GenerationConfig()).banned.tolist()
+        BlankFiller(model, SPECIAL, GenerationConfig()).search.banned
     )
 
 
@@ -211,7 +248,7 @@ def test_sampling_is_reproducible_and_obeys_top_k_and_top_p(model):
 def test_top_p_keeps_the_smallest_sufficient_set(model):
     filler = BlankFiller(model, SPECIAL, GenerationConfig(strategy="sample", top_p=0.7))
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert {filler._draw(logits) for _ in range(200)} == {0, 1}
+    assert {filler.search.draw(logits, None) for _ in range(200)} == {0, 1}
 
 
 def test_contexts_and_cuts():

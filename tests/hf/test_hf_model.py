@@ -188,6 +188,57 @@ def test_cached_steps_give_the_logits_of_one_pass(made):
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, **TOLERANCE)
 
 
+class NoRepeat:
+    """A processor of transformers' that blocks n-grams of the answer; its own one counts the text and padding too."""
+
+    def __init__(self, size, start):
+        self.size, self.start = size, start
+
+    def __call__(self, input_ids, scores):
+        for row, tokens in enumerate(input_ids[:, self.start :].tolist()):
+            grams = [tuple(tokens[i : i + self.size]) for i in range(len(tokens) - self.size + 1)]
+            tail = tuple(tokens[len(tokens) - self.size + 1 :])
+            for gram in grams:
+                if gram[:-1] == tail:
+                    scores[row, gram[-1]] = float("-inf")
+        return scores
+
+
+GENERATION = [
+    {},
+    {"min_length": 6},
+    {"no_repeat_ngram_size": 2},
+    {"strategy": "beam", "num_beams": 4, "length_penalty": 0.0},
+    {"strategy": "beam", "num_beams": 3, "length_penalty": 1.0, "min_length": 4},
+    {"strategy": "beam", "num_beams": 5, "length_penalty": 2.0, "no_repeat_ngram_size": 2},
+    {"strategy": "beam", "num_beams": 5, "length_penalty": -0.5, "min_length": 3, "no_repeat_ngram_size": 1},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", GENERATION, ids=str)
+def test_generation_agrees_token_for_token(made, options):
+    """Batches of padded texts on both sides, and each text alone here."""
+    ours, theirs, tokenizer, fast = made
+    config = TrainingGeneration(max_length=8, **options)
+    texts = [
+        f"{text} word{i} [MASK] word{j}"
+        for i, j, text in [(1, 2, ""), (3, 9, "word4 ."), (5, 6, "word7 word8 word2")]
+    ]
+    contexts = [blank_context(tokenizer.encode_with_specials(text), tokenizer.special) for text in texts]
+    found = [spans[0] for spans in BlankFiller(ours, tokenizer.special, config).fill_all(contexts)]
+    assert found == [BlankFiller(ours, tokenizer.special, config).fill(context)[0] for context in contexts]
+    inputs = fast.build_inputs_for_generation(fast(texts, padding=True))
+    more = {"num_beams": config.num_beams, "length_penalty": config.length_penalty}
+    more = more if config.strategy == "beam" else {}
+    if config.no_repeat_ngram_size:
+        more["logits_processor"] = [NoRepeat(config.no_repeat_ngram_size, inputs["input_ids"].shape[1])]
+    if config.min_length:
+        more["min_new_tokens"] = config.min_length
+    assert new_tokens(theirs, inputs, max_new_tokens=8, **more) == found
+    assert all(len(span) >= config.min_length for span in found)
+
+
 def raw_score(theirs, inputs, tokens):
     """Mean log probability of `tokens` after a prompt, from one uncached pass; beam search's own measure."""
     steps = torch.arange(1, len(tokens))

@@ -10,6 +10,10 @@ from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
 from data_utils.base.errors import CheckpointError
+from data_utils.tasks.base import Record
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.forms import Form
+from data_utils.tasks.render import Renderer
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, training_tokenizer, write_tokenizer
@@ -136,6 +140,34 @@ def test_rows_for_generation(exported):
     assert unpadded["block_position_ids"][0, -4:].tolist() == [1, 2, 3, 1]
     single = hf.build_inputs_for_generation(hf(texts[0]))
     assert torch.equal(single["input_ids"][0], first["input_ids"][0][first["attention_mask"][0] == 1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_task_and_its_export_have_the_same_inputs(exported, case):
+    tokenizer, hf, _ = exported[case]
+    verbalizers = {"0": "the fox", "1": "quick"}
+    task = TaskConfig(
+        name="own",
+        kind="cloze",
+        reader="jsonl",
+        template="{text} It was [MASK], yes",
+        verbalizers=verbalizers,
+        scoring="sum",
+    )
+    renderer = Renderer(task, tokenizer, Form("glm", "blank_infilling"), 1)
+    sample = renderer.sample(Record(0, {"text": "The lazy dog jumps."}, "1"), 0)
+    choices = [f" {words}" for words in verbalizers.values()]
+    theirs = hf.build_inputs_for_multiple_choice(hf(["The lazy dog jumps. It was [MASK], yes"]), [choices])
+    for number, (example, part) in enumerate(zip(sample.documents, sample.parts, strict=True)):
+        size = len(example.tokens)
+        for name, plane in (
+            ("input_ids", "tokens"),
+            ("position_ids", "position_ids"),
+            ("block_position_ids", "block_position_ids"),
+        ):
+            assert theirs[name][0, number, -size:].tolist() == getattr(example, plane).tolist()
+        labels = theirs["choice_labels"][0, number, -size:]
+        assert labels[part.rows].tolist() == part.targets.tolist() and (labels >= 0).sum() == len(part.rows)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.published import CASES, write_random, xlnet_logits
-from support.recipes import collate, make, windows
+from support.recipes import collate, make, text_of, windows
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from data_utils.base.settings import build
@@ -17,6 +17,7 @@ from megatron_lite.hf.published_runs import in_rows, our_output, proof_batch, th
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.glm import GLM
+from megatron_lite.model.memory import read_segment
 from megatron_lite.model.model_input import prepare
 
 # fp32, the same sums in another order; times the largest value beyond 1.
@@ -150,12 +151,77 @@ def test_rows_of_the_xlnet_objective_are_what_the_class_pretrains_on(tmp_path):
     # The first of all ranks in a document of targets sees nothing; the class then sees everything.
     is_query &= torch.from_numpy(allowed(rows[:, DOC], rows[:, ORD], rows[:, GRP]).any(-1))
     _, logits = our_output(model, rows)
-    expected = xlnet_logits(theirs, rows)
+    expected, _ = xlnet_logits(theirs, rows)
     difference = (logits - expected)[is_query].abs().max()
     assert difference <= TOLERANCE * max(1.0, expected.abs().max())
     no_segments = rows.copy()
     no_segments[:, SEGMENT_IDS] = 0
     assert (our_output(model, no_segments)[1] - expected)[is_query].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kernel", ["dense", "calls"])
+@pytest.mark.parametrize(("longest", "reused"), [(None, None), (20, None), (7, 5)])
+@torch.no_grad()
+def test_the_memory_of_xlnet(longest, reused, kernel, tmp_path):
+    """Segments of one text, one after another: logits, and the memory itself, which each of them hands on."""
+    theirs = write_random("xlnet, odd", tmp_path)
+    theirs.transformer.mem_len, theirs.transformer.reuse_len = longest, reused
+    model = loaded(conversion.open_published(tmp_path))
+    rng = np.random.default_rng(8)
+    memory, mems = None, None
+    for length in (13, 9, 17, 13):
+        planes = np.zeros((2, len(FIELDS), length), np.int32)
+        planes[:, TOKENS] = rng.integers(5, 131, (2, length))
+        planes[:, POSITION_IDS] = np.arange(length)
+        planes[:, SEGMENT_IDS] = np.arange(length) // 5
+        inputs = {"input_ids": planes[:, TOKENS], "token_type_ids": planes[:, SEGMENT_IDS]}
+        out = theirs(
+            **{k: torch.from_numpy(x.astype(np.int64)) for k, x in inputs.items()}, mems=mems, use_mems=True
+        )
+        hidden, after = read_segment(model, planes, memory, longest=longest, reused=reused, kernel=kernel)
+        logits = model.logits(hidden)
+        assert (logits - out.logits).abs().max() <= TOLERANCE * max(1.0, out.logits.abs().max())
+        if memory is not None and memory[0].shape[1]:
+            alone, _ = read_segment(model, planes)
+            assert (model.logits(alone) - out.logits).abs().max() > 0.1
+        memory, mems = after, out.mems
+        for ours, expected in zip(memory, mems, strict=True):
+            expected = expected.transpose(0, 1)
+            assert ours.shape == expected.shape
+            assert not ours.numel() or (ours - expected).abs().max() <= TOLERANCE * max(
+                1.0, expected.abs().max()
+            )
+
+
+@torch.no_grad()
+def test_the_query_stream_sees_the_memory_and_leaves_none(tmp_path):
+    theirs = write_random("xlnet", tmp_path)
+    model = loaded(conversion.open_published(tmp_path))
+    made = make("xlnet", 40)
+    memory, mems = None, None
+    for number in range(3):
+        rows = np.stack([collate(made, [[text_of(30, False)]], sample)[0] for sample in (number, number + 9)])
+        rows = rows[:, :, rows[0, DOC] == 0]
+        rows[:, TOKENS] %= 97
+        expected, mems = xlnet_logits(theirs, rows, mems)
+        hidden, memory = read_segment(model, rows, memory)
+        is_query = torch.from_numpy(rows[:, ORD] < 0)
+        difference = (model.logits(hidden) - expected)[is_query].abs().max()
+        assert difference <= TOLERANCE * max(1.0, expected.abs().max())
+        assert [state.shape[1] for state in memory] == [33 * (number + 1)] * 3
+
+
+def test_rows_that_no_memory_serves_are_refused(tmp_path):
+    write_random("xlnet", tmp_path)
+    model = loaded(conversion.open_published(tmp_path))
+    packed = collate(make("xlnet", 40), windows(2, 40, seed=1))
+    with pytest.raises(ValueError, match="one text in each row"):
+        read_segment(model, packed)
+    other = GLM(
+        build(ModelConfig, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9})
+    )
+    with pytest.raises(ValueError, match=r"model\.relative is none"):
+        read_segment(other, packed)
 
 
 def test_unilmv2_is_bert_with_a_bias_of_distances(tmp_path):

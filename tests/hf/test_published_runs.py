@@ -22,8 +22,10 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf import published_runs
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.model.memory import read_segment
 from megatron_lite.train.plain import make_engine
 
 TREE = {
@@ -101,6 +103,21 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path):
     assert differing <= {"transformers_version"}
     for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
         assert (original / name).exists() == (tmp_path / "export" / name).exists()
+    card = (tmp_path / "export/README.md").read_text()
+    model = getattr(transformers, described[1]["architectures"][0]).from_pretrained(tmp_path / "export")
+    skipped = {"roberta": 2, "bart": 4}.get(case, 0) * 48  # rows that no token uses
+    count = sum(parameter.numel() for parameter in set(model.parameters())) - skipped
+    for part in (
+        f"{count:,} parameters",
+        f"class `{type(model).__name__}`",
+        "| run | run |",
+        "| step | 0 of 6 |",
+    ):
+        assert part in card
+    assert (
+        "were imported, and were not trained further" in card and "data and of the imported weights" in card
+    )
+    assert str(tmp_path) not in card and str(run.parent) not in card
     ours = open_run(run).tokenizer
     if case != "roberta":  # the class of transformers cannot split words by a vocabulary without merges
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
@@ -148,6 +165,8 @@ def test_every_layout_gives_the_directory_back(case, parallel, tmp_path):
     ranks = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"]
     run_ranks(saved_again, ranks, tmp_path / "run", tmp_path / "again", parallel=ParallelConfig(**parallel))
     export_run(tmp_path / "again", tmp_path / "export", ExportOptions())
+    trained = f"were imported, and trained further on {next(iter(OBJECTIVE[case]['objectives']))}."
+    assert trained in (tmp_path / "export/README.md").read_text()
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("original", "export"))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
@@ -237,6 +256,21 @@ def test_spanbert_begins_with_a_bert(tmp_path):
     tree = TREE | {"objectives": {"spanbert": 1}, "model": {"system": "spanbert"}}
     import_directory(tmp_path / "bert", tmp_path / "run", tree)
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    assert "`span_boundary.safetensors` holds" in (tmp_path / "export/README.md").read_text()
     extra = load_file(tmp_path / "export/span_boundary.safetensors")
     assert extra["heads.span_boundary.place_embeddings.weight"].shape == (20, 200)
     assert {name.split(".")[1] for name in extra} == {"span_boundary", "boundary_bias"}
+
+
+def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
+    """The class's own mem_len and reuse_len count; a memory that is forgotten is noticed."""
+    write_directory("xlnet", tmp_path / "xlnet")
+    edit(tmp_path / "xlnet", mem_len=30, reuse_len=50)
+    import_directory(tmp_path / "xlnet", tmp_path / "run", TREE | OBJECTIVE["xlnet"])
+    monkeypatch.setattr(
+        published_runs,
+        "read_segment",
+        lambda model, planes, memory=None, **sizes: read_segment(model, planes, **sizes),
+    )
+    with pytest.raises(CheckpointError, match="the import of"):
+        import_directory(tmp_path / "xlnet", tmp_path / "other", TREE | OBJECTIVE["xlnet"])

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.recipes import collate, make, text_of
 
+from data_utils.base.settings import build
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.dropout import (
     PLACES,
     Dropout,
@@ -15,6 +20,9 @@ from megatron_lite.model.dropout import (
     stays,
     token_keys,
 )
+from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.relative import Distances
 
 KEYS = torch.from_numpy(token_keys(7, np.arange(8), 500).reshape(-1))
 SALTS = torch.from_numpy(salts(24))
@@ -101,3 +109,45 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     assert torch.equal(gradients[1], grad)
     alone = drop(x, None, dropout)
     torch.testing.assert_close(alone.double(), x.double() * kept / 0.75, rtol=tolerance, atol=1e-6)
+
+
+def test_distances_are_dropped_alike_for_all_samples_of_a_step():
+    """XLNet's sinusoids: a function of step, distance and feature, whichever distances a batch has."""
+    line = torch.arange(-300, 301, dtype=torch.int32)
+    kept = {step: keep_features(*of_step(step, line)) for step in (0, 1)}
+    assert abs(kept[0].double().mean() - 0.7) < 5 * (0.3 * 0.7 / kept[0].numel()) ** 0.5
+    assert (kept[0] != kept[1]).double().mean() > 0.3
+    assert torch.equal(keep_features(*of_step(0, line[290:311])), kept[0][290:311])
+    assert Dropout(KEYS, SALTS, 0).distances(0.0, line) is None
+
+
+def of_step(step: int, line: torch.Tensor) -> tuple[torch.Tensor, int, int, float]:
+    dropped = Dropout(KEYS[:3], SALTS, 0, step=step).distances(0.3, line)
+    assert dropped is not None
+    return dropped.keys, dropped.salt, 64, dropped.p
+
+
+def test_the_sinusoids_of_xlnet_are_dropped_out_in_training(monkeypatch):
+    """The same for other rows of the step, and in every pass of the model."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50, "init_std": 0.5}
+    off = {"attention_dropout": 0.0, "output_dropout": 0.0}
+    config = build(ModelConfig, {**sizes, **off, "system": "xlnet", "embedding_dropout": 0.4})
+    rows = collate(make("xlnet", 40), [[text_of(30, False)]] * 4)
+    rows[:, 0] %= 50
+    inputs = [
+        ModelInput.from_batch(Batch(part, numbers), torch.device("cpu"), config, dropout_seed=3)
+        for part, numbers in ((rows, np.arange(4)), (rows[2:], np.arange(2, 4)))
+    ]
+    tables = [Distances.of(config, batch.ids, batch.plan, batch.dropout).sinusoids for batch in inputs]
+    whole = Distances.of(config, inputs[0].ids, inputs[0].plan, None).sinusoids
+    assert torch.equal(*tables)
+    stays = tables[0] != 0
+    assert abs(stays.double().mean() - 0.6) < 5 * (0.24 / stays.numel()) ** 0.5 + (whole == 0).double().mean()
+    torch.testing.assert_close(tables[0][stays], whole[stays] / 0.6)
+    model = GLM(config, num_losses=len(LOSS_NAMES))
+    initialize_parameters(model.named_parameters(), config, 1)
+    asked, of = [], Distances.of
+    monkeypatch.setattr(Distances, "of", lambda *given: asked.append(given[3]) or of(*given))
+    with torch.no_grad():
+        model(inputs[0])
+    assert asked == [inputs[0].dropout]

@@ -27,6 +27,7 @@ from data_utils.samples.loader import collate
 from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.dropout import keep_features
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import few_count, find_loss_rows
 from megatron_lite.model.model_input import MicroBatch, ModelInput, prepare
@@ -37,6 +38,7 @@ NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}
 OPTIONS = {
     "segments": 6, "task_types": 64, "sentence_classes": 2, "span_boundary_places": 4, "embedding_size": 24,
+    "sentence_dropout": 0.3,
 }  # fmt: skip
 SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 3000, "max_position": 80,
@@ -170,6 +172,19 @@ def test_every_head_computes_its_papers_formula():
         "next_sentence",
         "sentence_order",
     }
+
+
+@torch.no_grad()
+def test_albert_drops_out_what_its_classes_are_predicted_from():
+    model, cpu = make_model(sentence_dropout=0.4), torch.device("cpu")
+    inputs = ModelInput.from_batch(Batch(mixed_batch(1)), cpu, model.config, dropout_seed=5)
+    hidden = torch.randn(len(inputs.tokens), 32)
+    _, classes = model.heads(hidden, inputs.loss_rows, model.final_layernorm, inputs.dropout)
+    rows = inputs.loss_rows.sentences
+    stays = keep_features(inputs.dropout.keys[rows], int(inputs.dropout.salts[-1, 3]), 32, 0.4)
+    assert len(rows) > 8 and 0.5 < stays.float().mean() < 0.7
+    pooled = torch.tanh(model.heads.sentence.dense(model.final_layernorm(hidden[rows])))
+    torch.testing.assert_close(classes, model.heads.sentence.classifier(pooled * stays / 0.6))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -13,12 +14,14 @@ import yaml
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.settings import merge
+from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.filling import BlankFiller, GenerationConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
+from scripts import generate as generate_script
 
 
 def script(directory, name, *arguments):
@@ -83,10 +86,74 @@ def test_more_beams_than_memory_are_refused(run, monkeypatch):
     opened = load_run(run)
     config = GenerationConfig(strategy="beam", num_beams=8)
     filler = BlankFiller(opened.model, opened.tokenizer.special, config)
-    monkeypatch.setattr(
-        "megatron_lite.generate.filling.MAX_BEAM_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72)
-    )
+    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
     with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
         filler.fill([2, 10, 4, 3])
     three = dataclasses.replace(config, num_beams=3)
     assert len(BlankFiller(opened.model, opened.tokenizer.special, three).fill([2, 10, 4, 3])) == 1
+
+
+def printed(monkeypatch, capsys, run, *arguments):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(run), *map(str, arguments)])
+    generate_script.main()
+    return capsys.readouterr().out.splitlines()
+
+
+OTHERS = {
+    "causal": "word1 word2",
+    "prefix_lm": "word1 word2",
+    "unilm": "word3 word4 .",
+    "bart": "word1 [MASK] word3",
+}
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_runs_of_other_objectives_write_on_whole_texts(objective, tmp_path, monkeypatch, capsys):
+    settings = merge(tree(write_vocabulary(tmp_path)), {"objectives": {objective: 1}})
+    if objective == "unilm":
+        settings["model"]["segments"] = 6
+        settings["unilm"] = {"next_sentence": False}
+    if objective == "bart":
+        settings["model"]["decoder_layers"] = 1
+    write_run(tmp_path / "run", settings)
+    text, options = OTHERS[objective], ("--max-length", 5, "--min-length", 3)
+    (plain,) = printed(monkeypatch, capsys, tmp_path / "run", "--text", text, *options)
+    lines = printed(monkeypatch, capsys, tmp_path / "run", "--text", text, "--text", text, *options, "--json")
+    assert lines[0] == lines[1]
+    found = json.loads(lines[0])
+    assert found["text"] == text and plain == f"{text}[{found['answer']}]"
+    opened = load_run(tmp_path / "run")
+    decoder = decoder_of(opened, GenerationConfig(max_length=5, min_length=3))
+    context = decoder.context(opened.tokenizer.encode_with_specials(text))
+    assert found["answer"] == opened.tokenizer.decode(decoder.generate([context])[0]) != ""
+    if objective != "bart":
+        with pytest.raises(ConfigError, match=f"trained on {objective}, which does not teach to fill blanks"):
+            printed(monkeypatch, capsys, tmp_path / "run", "--text", "word1 [MASK]")
+
+
+def test_many_texts_are_filled_together(run, monkeypatch, capsys):
+    """As if alone, and in their order; 20 are more than are computed at a time."""
+    texts = [f"word{i % 9} " * (1 + i % 4) + "[MASK] word2 [sMASK]" for i in range(20)]
+    arguments = [part for text in texts for part in ("--text", text)]
+    together = printed(monkeypatch, capsys, run, *arguments, "--max-length", 4, "--json")
+    assert [json.loads(line)["text"] for line in together] == texts
+    for text, line in list(zip(texts, together, strict=True))[::6]:
+        assert printed(monkeypatch, capsys, run, "--text", text, "--max-length", 4, "--json") == [line]
+
+
+def test_a_text_without_a_blank_is_refused_by_a_run_that_fills_them(run, monkeypatch, capsys):
+    with pytest.raises(DataError, match=r"text 'word1 word2' has no blank; mark at least one"):
+        printed(monkeypatch, capsys, run, "--text", "word1 word2")
+
+
+def test_tokens_after_which_all_may_repeat_are_named_by_their_text(run, monkeypatch, capsys):
+    options = (
+        "--text",
+        "word1 [MASK]",
+        "--no-repeat-ngram-size",
+        2,
+        "--no-repeat-except",
+        "word1 unheard-of",
+    )
+    with pytest.raises(ConfigError, match=r"no_repeat_except has 'unheard-of', which is .* tokens"):
+        printed(monkeypatch, capsys, run, *options)

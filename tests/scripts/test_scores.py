@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from data_utils.base.errors import ConfigError
 from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
 from data_utils.text.special_tokens import SpecialTokens
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import ModelConfig
-from megatron_lite.generate.config import GenerationConfig
-from megatron_lite.generate.filling import BlankFiller, CachedPlan
+from megatron_lite.generate.filling import BlankFiller
 from megatron_lite.model.glm import GLM, initialize_parameters
 from scripts.quickstart.ngram import DISCOUNT, NGram
 from scripts.quickstart.scores import (
@@ -112,15 +112,14 @@ def test_a_model_is_scored_as_it_fills() -> None:
     scored = list(model_log_probabilities(model, text, SPECIAL))
     assert sorted(target for target, _ in scored) == [30, 31, 40]
     filler = BlankFiller(model, SPECIAL, GenerationConfig())
-    filler.plan = CachedPlan(2)
-    filler.banned = filler.banned[:0]
     with torch.no_grad():
-        filler._hidden([text.context], [list(range(5))], [[0] * 5])
+        plan = filler.encoded([text.context])
         expected = {}
         for position, span in ((4, [30, 31]), (2, [40])):
             for i, (token, target) in enumerate(
                 itertools.pairwise([SPECIAL.sop, *span, SPECIAL.eop]), start=1
             ):
-                expected[target] = filler.next_logits([token], position, i)[0].log_softmax(-1).numpy()
+                logits = filler.write(plan, [[token]], [position], i)[0, -1]
+                expected[target] = logits.log_softmax(-1).numpy()
     for target, log_p in scored:
         np.testing.assert_allclose(log_p, expected[target], atol=1e-5)

@@ -203,7 +203,13 @@ PARTS = [
     Case(2, 1, 1, 1, True, recompute="full", accumulation=4, attention_dropout=0.1, variant="buckets"),
     Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="xlnet"),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant="xlnet"),
-    Case(1, 2, 1, 1, accumulation=4, attention_dropout=0.1, variant="xlnet"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="xlnet"),
+    Case(2, 1, 1, 1, True, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(2, 1, 1, 3, True, recompute="full", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
+    Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="bart"),
+    Case(
+        4, 1, 1, 2, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"
+    ),
 ]
 
 

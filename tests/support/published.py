@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "roberta, odd": ("RobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
     "albert": (
         "AlbertForPreTraining",
-        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new", "classifier_dropout_prob": 0.0},
+        {**BERT, "embedding_size": 20, "hidden_act": "gelu_new"},
     ),
     "albert, odd": ("AlbertForMaskedLM", {**ODD_BERT, "embedding_size": 17, "hidden_act": "gelu"}),
     "ernie": ("ErnieForPreTraining", {**BERT, "hidden_act": "relu", "layer_norm_eps": 1e-5}),
@@ -143,14 +144,15 @@ def xlnet_inputs(planes: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarra
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, is_query
 
 
-def xlnet_logits(model: torch.nn.Module, planes: np.ndarray) -> torch.Tensor:
-    """Logits of the class for the rows of the query stream, in the places of our rows: [B, S, V]."""
+def xlnet_logits(model: torch.nn.Module, planes: np.ndarray, mems: Any = None) -> tuple[torch.Tensor, Any]:
+    """Logits of the class for the rows of the query stream, in the places of our rows: [B, S, V]; and its memories."""
     inputs, is_query = xlnet_inputs(planes)
-    logits = model(**inputs).logits
+    out = model(**inputs, mems=mems, use_mems=True)
+    logits = out.logits
     whole = logits.new_zeros(*planes[:, 0].shape, logits.shape[-1])
     for row, query in enumerate(is_query):
         whole[row, np.flatnonzero(query)] = logits[row, : query.sum()]
-    return whole
+    return whole, out.mems
 
 
 def write_random(case: str, directory: Path) -> torch.nn.Module:

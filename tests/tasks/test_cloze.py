@@ -141,6 +141,8 @@ def test_a_long_text_is_cut_and_the_pattern_is_not():
 
 def test_labels_are_found_by_name_or_by_number():
     assert one(renderer(**OWN, labels=("1", "0"))).right == 0
+    true_or_false = {"template": "{text} [MASK]", "verbalizers": {False: "no", True: "yes"}}
+    assert one(renderer(**true_or_false, labels=("true", "false")), record("true", text="rain")).right == 0
     by_number = renderer(name="sst2", labels=("negative", "positive"))
     assert one(by_number, record("positive", text_a="rain")).right == 1
     assert one(by_number, record(None, text_a="rain")).right is None
@@ -180,6 +182,8 @@ def test_wsc_marks_the_pronoun_even_if_its_index_is_off_by_one():
     assert "*HE*'S cold" in shown(one(made, wsc(6, pronoun="he")).documents[0], made)
     with pytest.raises(DataError, match=r"the pronoun 'she' is not word 6"):
         one(made, wsc(6))
+    with pytest.raises(DataError, match=r"data.jsonl:1: span2_index is 'x'; it must be the number of a word"):
+        one(made, wsc("x"))
 
 
 def test_wsc_trains_on_true_samples_only():
@@ -225,6 +229,7 @@ def test_choices_of_a_record():
     for choices, label, message in (
         (["falls"], 0, "has no two choices"),
         (["a", "b"], 2, "label 2 is none of the 2 choices"),
+        (["a", "b"], "x", "label 'x' is none of the 2 choices"),
         (["a", ""], 0, "the choice '' has 0 tokens"),
     ):
         with pytest.raises(DataError, match=rf"data.jsonl:1: .*{message}"):

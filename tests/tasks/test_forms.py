@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.task_inputs import record, renderer
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.tasks.config import FORMS
-from data_utils.tasks.forms import FORM_OF_OBJECTIVE, ROLES_OF_FORM, Form, form_of
+from data_utils.tasks.forms import FORM_OF_OBJECTIVE, Form, form_of
 
 
 def choice(name, **section):
@@ -16,7 +17,7 @@ def choice(name, **section):
 
 def test_every_objective_has_a_form():
     assert set(FORM_OF_OBJECTIVE) == set(OBJECTIVES)
-    assert set(FORM_OF_OBJECTIVE.values()) == set(ROLES_OF_FORM) == set(FORMS) - {"auto"}
+    assert set(FORM_OF_OBJECTIVE.values()) == set(FORMS) - {"auto"}
     for name in OBJECTIVES:
         found = form_of("auto", [choice(name)])
         assert (found.name, found.objective) == (FORM_OF_OBJECTIVE[name], name)
@@ -42,5 +43,22 @@ def test_several_objectives_need_one_form():
         form_of("auto", mixed)
     assert form_of("causal", mixed) == Form("causal", "causal")
     assert form_of("bert", [choice("unilm")]) == Form("bert", "masked_lm")
-    with pytest.raises(ConfigError, match=r"task.form is encoder_decoder, but the run's objective is causal"):
-        form_of("encoder_decoder", [choice("causal")])
+    for setting, remedy in (("encoder_decoder", "t5 or bart or mass"), ("unilm", "unilm")):
+        message = rf"task.form is {setting}, but the run's objective is masked_lm; .* a run of {remedy}\."
+        with pytest.raises(ConfigError, match=message):
+            form_of(setting, [choice("masked_lm")])
+    assert form_of("unilmv2", [choice("masked_lm")]) == Form("unilmv2", "unilmv2")
+
+
+@pytest.mark.parametrize("name", FORM_OF_OBJECTIVE)
+@pytest.mark.parametrize("kind", ["cloze", "classification", "seq2seq"])
+def test_segments_are_those_of_the_objective(name, kind):
+    """The model has a row for each segment of its objective, and no more."""
+    given = record("a", text_a="rain", text_b="falls", source="rain", target="falls")
+    words = {"template": "{text_a} [MASK]", "verbalizers": {"a": "yes", "b": "no"}} if kind == "cloze" else {}
+    try:
+        made = renderer(name, kind=kind, labels=("a", "b"), **words)
+    except ConfigError:  # this model cannot do such a task
+        return
+    segments = max(OBJECTIVES[name].config_class().segments, 1)
+    assert all(example.segment_ids.max() < segments for example in made.sample(given, 0).documents)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as example_count
 from hypothesis import strategies as st
-from support.task_inputs import inputs, record, renderer, shown
+from support.task_inputs import record, renderer, shown
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.tasks.heads_input import Spans
+from data_utils.tasks.inputs import covering
 
 PAIR = {"text_a": "rain falls", "text_b": "it is wet"}
 LABELS = ("no", "yes")
@@ -168,17 +168,24 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
             found.append(answer)
         else:
             assert answer == "", "a window without the answer points at CLS"
-    assert found and set(found) == {text}
+    assert found and set(found) == {text} and sample.cut > 0, "the question is cut"
+    trained = [made.sample(window, 0) for window in made.prepare([given], training=True)]
+    assert made.prepare([given], training=False) == [given]
+    for whole, part, (alone,) in zip(
+        sample.documents, sample.parts, (each.parts for each in trained), strict=True
+    ):
+        (document,) = trained[part.document].documents
+        assert (document.tokens == whole.tokens).all() and alone.document == 0
+        assert (alone.rows == part.rows).all() and (alone.targets == part.targets).all()
 
 
-@example_count(max_examples=60, deadline=None)
-@given(st.integers(0, 300), st.integers(1, 20), st.integers(20, 60), st.integers(1, 80))
-def test_windows_cover_the_context(context, asked, length, stride):
-    made = Spans(inputs("masked_lm", kind="spans", sequence_length=length, stride=stride))
-    windows = made._windows(min(asked, length - 5), context)
-    assert windows[0][0] == 0 and windows[-1][1] == context
-    assert {i for start, end in windows for i in range(start, end)} == set(range(context))
-    assert all(end < context for _, end in windows[:-1]), "no window is more than needed"
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 80))
+def test_windows_cover_the_context(length, room, step):
+    windows = covering(length, room, step)
+    assert windows[0][0] == 0 and windows[-1][1] == length
+    assert {i for start, end in windows for i in range(start, end)} == set(range(length))
+    assert all(end < length for _, end in windows[:-1]), "no window is more than needed"
+    assert all(end - start <= room for start, end in windows)
 
 
 def test_questions_without_an_answer_and_without_a_label():

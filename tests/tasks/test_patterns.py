@@ -49,7 +49,7 @@ def record_of(task):
     if task in RECORDS:
         return RECORDS[task]
     first = PATTERNS[task][0]
-    has_premise = "{premise" in first.template and task not in ("wnli", "mnli")
+    has_premise = "{premise" in first.template and task not in ("wnli", "mnli", "mnlimm", "ax")
     return record(next(iter(first.verbalizers)), **(NLI if has_premise else PAIR))
 
 
@@ -142,6 +142,10 @@ def test_names_of_tasks_and_fields():
         ({"name": "no"}, "no patterns of its own; give task.template and task.verbalizers, or one of agnews"),
         ({"name": "wic", "pattern": 9}, r"task.pattern is 9, but wic has the patterns 0 \("),
         ({"name": "rte", "verbalizers": {"a": "b"}}, "set task.template too"),
+        (
+            {"template": "x [MASK]", "verbalizers": {None: "b"}},
+            "task.verbalizers has the label None; write the",
+        ),
         ({"template": "x [MASK]", "verbalizers": {"a": 3}}, "task.verbalizers.a is 3; it must be a text"),
     ],
 )

@@ -40,6 +40,12 @@ def test_squad(files):
     assert (record.label, record.fields["answers"]) == (None, ())
 
 
+def test_questions_of_squad_are_labels_where_they_are_written(files):
+    impossible = {"id": "q2", "question": "when?", "answers": [], "is_impossible": True}
+    records = files.read(task("squad", "squad_questions", "seq2seq"), squad(question(), impossible))
+    assert [(r.label, r.fields["answers"]) for r in records] == [("where?", (("Rome", 17),))]
+
+
 def test_squad_refuses(files):
     place = "train.txt: data[0].paragraphs[0].qas[1]: "
     bad = [

@@ -135,6 +135,9 @@ def test_record_refuses(files):
         "an entity is at characters 18 to 99, both of them in it; the passage has 73",
     )
     files.refused(config, [record_line(answers=())], "there is no label")
+    line = record_line()
+    line["qas"][0]["idx"] = [None]
+    files.refused(config, [line], "train.txt:1: field 'idx' is [None]; it must be a whole number")
 
 
 def wsc(text, span2_index, span2_text="him", span1_index=0, span1_text="Ann Lee", **more):
@@ -150,6 +153,7 @@ def wsc(text, span2_index, span2_text="him", span1_index=0, span1_text="Ann Lee"
         ("Ann Lee saw him there.", 2, "Ann Lee saw him there.", 3),
         ("Ann Lee saw him there.", 4, "Ann Lee saw him there.", 3),
         ("Ann Lee saw him, and", 3, "Ann Lee saw him , and", 3),
+        ("Ann Lee saw him'd and", 3, "Ann Lee saw him 'd and", 3),
         ("Ann Lee saw \u201chim\u201d and", 4, 'Ann Lee saw " him " and', 4),
     ],
 )
@@ -167,10 +171,15 @@ def test_wsc_spans_that_are_off_and_candidates(files):
     (record,) = files.read(superglue("wsc"), [line])
     assert record.fields["span1_index"] == 1
     assert record.fields["candidates"] == ("Bob", "Bob's dog")
+    for bad in (3, ["Bob"], {}):
+        files.refused(
+            superglue("wsc"), [{**line, "candidates": bad}], "field 'candidates' must hold a list of objects"
+        )
 
 
 @pytest.mark.parametrize("index", [0, 5, -3, 99])
 def test_wsc_refuses_a_pronoun_elsewhere(files, index):
+    files.refused(superglue("wsc"), [wsc("Ann Lee saw himself", 3)], "the pronoun 'him' is not at word 3")
     files.refused(
         superglue("wsc"),
         [wsc("Ann Lee saw him there now", index)],

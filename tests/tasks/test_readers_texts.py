@@ -65,7 +65,10 @@ def test_lines_with_blanks_without_the_texts(files):
 def test_lines_with_blanks_refuse(files):
     files.write("test.txt", "a b\nc d\n")
     name = "test.blank"
-    files.refused(BLANKS, "a b\nc <blank>\n", "test.blank:1: there is no <blank> in the line", name=name)
+    files.refused(BLANKS, "a b\nc <blank>\n", "test.blank:1: the line has 0 <blank>, 0 of them", name=name)
+    files.refused(
+        BLANKS, "<blank>b\nc <blank>\n", "test.blank:1: the line has 1 <blank>, 0 of them", name=name
+    )
     files.refused(
         BLANKS, "x <blank>\nc <blank>\n", "test.blank:1: the line with blanks does not agree", name=name
     )

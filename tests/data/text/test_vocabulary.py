@@ -32,3 +32,12 @@ def test_byte_level_bpe(tmp_path):
     ids = tokenizer.encode(" the")
     assert [bool(known.word_start[i]) for i in ids] == [True, False]
     assert not known.word_start[vocab["he"]]
+
+
+def test_words_of_a_vocabulary_without_pieces_begin_words(tmp_path):
+    """WordPiece without a single `##`: each token is a word."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue"]) + "\n")
+    tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(path)))
+    word_start = vocabulary_of(tokenizer).word_start
+    assert word_start is not None and word_start.all()

@@ -1,4 +1,4 @@
-"""How blanks are filled. A module of its own without torch, so that mistakes are reported before torch is loaded."""
+"""The section `generation`, also the options of scripts/generate.py: how text is generated."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from dataclasses import dataclass, fields
 from data_utils.base.settings import check, checked, setting
 
 STRATEGIES = ("greedy", "sample", "beam")
+PENALTIES = ("power", "gnmt")
 MAX_BEAMS = 1024
 # Options that only one strategy uses.
 ONLY_FOR = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "seed"), "sample"),
-    **dict.fromkeys(("num_beams", "length_penalty"), "beam"),
+    **dict.fromkeys(("num_beams", "length_penalty", "length_penalty_form"), "beam"),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-@checked("")
+@checked("generation")
 class GenerationConfig:
     strategy: str = setting("greedy", "greedy, sample or beam", one_of=STRATEGIES)
     max_length: int = setting(64, "most tokens per blank", at_least=1)
+    min_length: int = setting(0, "fewest tokens per blank: it cannot end before", at_least=0)
+    no_repeat_ngram_size: int = setting(
+        0, "an answer has no so many tokens in a row twice; 0 = it may", at_least=0
+    )
+    no_repeat_except: str = setting(
+        "", "no_repeat_ngram_size: tokens, by spaces, after which all may repeat, such as '.'"
+    )
     temperature: float = setting(1.0, "sample: divides the logits", above=0)
     top_k: int = setting(0, "sample: only the k likeliest tokens; 0 = all", at_least=0)
     top_p: float = setting(
@@ -27,6 +35,9 @@ class GenerationConfig:
     )
     num_beams: int = setting(4, f"beam: hypotheses kept, at most {MAX_BEAMS}", at_least=1, at_most=MAX_BEAMS)
     length_penalty: float = setting(1.0, "beam: scores are divided by length to this power")
+    length_penalty_form: str = setting(
+        "power", "beam: what is raised to it: power, the length; gnmt, (5 + length) / 6", one_of=PENALTIES
+    )
     seed: int = setting(0, "sample: seed of the draws")
 
     def __post_init__(self) -> None:
@@ -37,3 +48,18 @@ class GenerationConfig:
                 f"{field.name} is {value}, but strategy is {self.strategy}, which does not use it; set strategy to "
                 f"{strategy}, or leave {field.name} out.",
             )
+        check(
+            self.min_length < self.max_length,
+            f"min_length ({self.min_length}) must be below max_length ({self.max_length}), which counts the end too; "
+            "lower it, or raise max_length.",
+        )
+        check(
+            not self.no_repeat_except or self.no_repeat_ngram_size > 0,
+            f"no_repeat_except is {self.no_repeat_except!r}, but no_repeat_ngram_size is 0; set that too, or leave "
+            "no_repeat_except out.",
+        )
+
+    def score(self, log_probability: float, length: int) -> float:
+        """Of a hypothesis of so many tokens, its end counted."""
+        base = float(length) if self.length_penalty_form == "power" else (5.0 + length) / 6.0
+        return log_probability / base**self.length_penalty

@@ -1,0 +1,122 @@
+"""Checkpoints evaluated on a task: of any layout, and exported directories, by one process."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import merge, to_tree
+from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
+from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
+from megatron_lite.finetune.setup import HEADED, Task, prepare
+from megatron_lite.finetune.writing import writer
+from megatron_lite.generate.open_run import OpenRun, Run, open_run
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A checkpoint's numbers on one task."""
+
+    name: str  # as it was given
+    step: int
+    task: Task
+    files: dict[str, Evaluated]
+
+
+def steps_of(path: Path) -> list[Path]:
+    """All checkpoints of a run, the oldest first; a checkpoint or an export alone."""
+    if is_checkpoint(path) or is_export(path):
+        return [path]
+    return list_checkpoints(checkpoints_in(path)) or [path]
+
+
+def is_export(path: Path) -> bool:
+    """Whether a directory is one of transformers."""
+    return (path / "config.json").exists()
+
+
+@contextlib.contextmanager
+def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Iterator[OpenRun]:
+    """A run, a checkpoint, or an export, which is imported for the time of the context."""
+    if not is_export(path):
+        yield open_run(path, tokenizer)
+        return
+    from megatron_lite.hf.importing import import_directory
+
+    with tempfile.TemporaryDirectory(prefix="glm_evaluate_") as directory:
+        run = Path(directory) / "run"
+        given = {name: tree[name] for name in ("model", "tokenizer", "data") if name in tree}
+        import_directory(path, run, given, verify=False)
+        yield open_run(run, tokenizer)
+
+
+def evaluate(
+    path: Path,
+    tree: Mapping[str, Any],
+    size: int,
+    tokenizer: Path | None = None,
+    device: torch.device | None = None,
+) -> Measured:
+    """Measure a checkpoint on the validation and test files of a task.
+
+    Args:
+        tree: sections that go over those of the run, above all `task`; {} = the run's own task.
+        size: samples of a forward pass.
+    Raises: ConfigError; DataError; CheckpointError.
+    """
+    with opened(path, tokenizer, tree) as run:
+        task = _task_of(run, tree)
+        context = ParallelContext.alone()
+        evaluations = {
+            file: Evaluation(task.settings, task.renderer, records, context, size)
+            for file, records in {**task.validation, **task.test}.items()
+        }
+        loaded = run.with_model(device)
+        write = writer(loaded.model, task.config, task.tokenizer, loaded.objectives, str(run.checkpoint.path))
+        model = Model(answer_of(loaded), write)
+        found = {file: evaluation.run(model) for file, evaluation in evaluations.items()}
+        return Measured(str(path), run.checkpoint.step, task, found)
+
+
+def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
+    own = to_tree(run.config)
+    if "name" in tree.get("task", {}):
+        own["task"] = None  # another task: not a mixture of two
+    together = merge(merge(own, tree), {"task": {"train": None}})
+    if "name" not in together["task"]:
+        raise ConfigError(f"{run.checkpoint.path} was not trained on a task; give one with --task FILE.")
+    together["model"] = {**together["model"], "task_head": "none", "task_classes": 0}
+    task = prepare(together)
+    needed, has = task.config.model, run.config.model
+    if task.renderer.head in HEADED and (needed.task_head, needed.task_classes) != (
+        has.task_head,
+        has.task_classes,
+    ):
+        raise ConfigError(
+            f"{run.checkpoint.path} has the head {has.task_head} ({has.task_classes} classes), but the task needs "
+            f"{needed.task_head} ({needed.task_classes}); give a checkpoint that was fine-tuned on this task."
+        )
+    if not task.validation and not task.test:
+        raise ConfigError("the task names no file to evaluate on; set task.validation or task.test.")
+    return task
+
+
+def answer_of(run: Run) -> Answer:
+    """What a model alone answers."""
+    device = next(run.model.parameters()).device
+
+    @torch.no_grad()
+    def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return run.model(ModelInput.from_batch(batch, device, run.config.model), answers=True)
+
+    return answer

@@ -1,0 +1,53 @@
+"""Texts that a model writes for a task: the target of a source, or what stands in the blanks of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from data_utils.base.errors import ConfigError
+from data_utils.objectives import ObjectiveChoice
+from data_utils.tasks.base import Record
+from data_utils.tasks.render import Renderer
+from data_utils.tasks.sequence import Blanks
+from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.tree import Config
+from megatron_lite.generate.decoders import BlankDecoder, decoder_for
+from megatron_lite.model.glm import GLM
+
+Write = Callable[
+    [Sequence[Sequence[int]]], list[list[list[int]]]
+]  # contexts -> for each the spans of its blanks
+
+
+def writer(
+    model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
+) -> Write | None:
+    """How a model writes what a task asks for; None for kinds that write nothing.
+
+    Raises: ConfigError for a run that has not learnt to write.
+    """
+    task = config.task
+    assert task is not None
+    if task.kind not in ("seq2seq", "blanks"):
+        return None
+    generation = replace(
+        config.generation, max_length=max(task.target_length, config.generation.min_length + 1)
+    )
+    decoder = decoder_for(model, tokenizer, objectives, generation, run)
+    if task.kind == "seq2seq":
+        return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
+    if not isinstance(decoder, BlankDecoder):
+        raise ConfigError(
+            f"task.kind is blanks, but {run} writes what follows a text; give a run of blank_infilling."
+        )
+    return decoder.filler.fill_all
+
+
+def reference_text(renderer: Renderer, record: Record) -> Any:
+    """What a prediction is compared with: a text or several; None without a label."""
+    if isinstance(renderer.kind, Blanks):
+        return record.label
+    label = record.fields.get("target", record.label)
+    return list(label) if isinstance(label, tuple) else label

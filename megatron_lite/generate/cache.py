@@ -1,0 +1,213 @@
+"""Rows of a batch that grow token by token: keys and values are kept, and padding is not seen.
+
+Shapes: R rows, N new tokens of each, K tokens with those before, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_lite.model.batch import ID_PLANES
+from megatron_lite.model.block import Flow, Stream
+from megatron_lite.model.cpu_kernels import attend_all
+from megatron_lite.model.cross_attention import PartsPlan
+from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.encoder_decoder import DecoderFlow
+from megatron_lite.model.glm import GLM
+from megatron_lite.model.relative import RelativeBuckets, ScoreBias
+from megatron_lite.model.rotary import Rotary
+
+_EMPTY = torch.empty(0)
+
+
+class CachedPlan:
+    """Attention of new tokens to all tokens so far. `expect` says before each pass what the new tokens are."""
+
+    def __init__(self, num_layers: int):
+        self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
+        self.values: list[torch.Tensor] = [_EMPTY] * num_layers
+        self.length = 0  # tokens that are kept
+        self._real: torch.Tensor | None = None  # bool [R, K]; None: no padding
+        self._positions: torch.Tensor | None = None  # int64 [R, K]
+        self._seen: torch.Tensor | None = None  # of this pass, bool [R or 1, 1, N, K]
+        self._all_positions = _EMPTY  # of this pass, int64 [R, K]
+
+    def expect(
+        self,
+        positions: torch.Tensor,
+        *,
+        real: torch.Tensor | None = None,
+        is_causal: bool = False,
+        kept: int | None = None,
+    ) -> None:
+        """
+        Args:
+            positions: int64 [R, N].
+            real: bool [R, N], which are no padding; None: all.
+            is_causal: the new tokens see each other from left to right; else all see all.
+            kept: the first so many are seen by later passes; None: all.
+        """
+        (rows, new), past = positions.shape, self.length
+        whole = None
+        if real is not None or self._real is not None:
+            every = torch.ones(rows, past + new, dtype=torch.bool, device=positions.device)
+            old = every[:, :past] if self._real is None else self._real
+            whole = torch.cat([old, every[:, past:] if real is None else real], dim=1)
+        self._seen = None if whole is None else whole[:, None, None, :]
+        if is_causal and new > 1:
+            order = torch.ones(new, past + new, dtype=torch.bool, device=positions.device).tril(past)
+            self._seen = order[None, None] if self._seen is None else self._seen & order
+        self._all_positions = (
+            positions if self._positions is None else torch.cat([self._positions, positions], dim=1)
+        )
+        self.length = past + (new if kept is None else kept)
+        self._positions = self._all_positions[:, : self.length]
+        self._real = None if whole is None else whole[:, : self.length]
+
+    def bias(self, table: RelativeBuckets, new: int) -> ScoreBias:
+        """Of all layers in this pass: [R, H, N, K]."""
+        rows, keys = self._all_positions.shape
+        places = torch.arange(rows * keys, device=self._all_positions.device).view(rows, keys)
+        (made,) = table([(places[:, keys - new :], places)], self._all_positions.flatten())
+        return lambda call, queries, keys: made
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        dropout: AttentionDropout | None,
+        bias: ScoreBias | None = None,
+    ) -> torch.Tensor:
+        """qkv [R, N, 3, H, D] -> [R, N, H, D]; there is no dropout."""
+        q, k, v = qkv.unbind(2)
+        if self.keys[layer] is not _EMPTY:
+            k = torch.cat([self.keys[layer], k], dim=1)
+            v = torch.cat([self.values[layer], v], dim=1)
+        self.keys[layer], self.values[layer] = k[:, : self.length], v[:, : self.length]
+        mask = self._seen
+        if bias is not None:
+            added = bias(0, _EMPTY, _EMPTY).float()
+            mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
+        return attend_all(q, k, v, mask)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the given rows of the batch, some of them several times."""
+        if self.keys and self.keys[0] is not _EMPTY:
+            chosen = torch.tensor(rows, device=self.keys[0].device)
+            self.keys = [x[chosen] for x in self.keys]
+            self.values = [x[chosen] for x in self.values]
+            self._real = None if self._real is None else self._real[chosen]
+            self._positions = None if self._positions is None else self._positions[chosen]
+
+    def copy(self) -> CachedPlan:
+        """Another one that goes on from here. What is kept is shared, and never changed in place."""
+        other = copy.copy(self)
+        other.keys, other.values = list(self.keys), list(self.values)
+        return other
+
+
+class CachedCross:
+    """Cross-attention over rows of an encoder that stay: their keys and values are computed once."""
+
+    def __init__(self, real: torch.Tensor | None):
+        self.real = real  # bool [R, K]; None: all
+        self._kept: dict[int, torch.Tensor] = {}  # layer -> [R, K, 2, H, D]
+        self.rows = 0
+
+    def attend(
+        self, layer: int, q: torch.Tensor, key_value: torch.Tensor, dropout: AttentionDropout | None
+    ) -> torch.Tensor:
+        """q [R N, H, D] -> the same; key_value [R K, 2, H, D] counts at a layer's first call only."""
+        if layer not in self._kept:
+            self._kept[layer] = key_value.view(self.rows, -1, *key_value.shape[1:])
+        k, v = self._kept[layer].unbind(2)
+        mask = None if self.real is None else self.real[:, None, None, :]
+        return attend_all(q.view(self.rows, -1, *q.shape[1:]), k, v, mask).flatten(0, 1)
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self._kept)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """As of CachedPlan."""
+        self.rows = len(rows)
+        if self._kept:
+            chosen = torch.tensor(rows, device=next(iter(self._kept.values())).device)
+            self._kept = {layer: x[chosen] for layer, x in self._kept.items()}
+            self.real = None if self.real is None else self.real[chosen]
+
+    def arrays(self) -> list:
+        return []
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> CachedCross:
+        return self
+
+
+def padded(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """int64 [R, N], filled up with 0, and which are real: None if all are."""
+    longest = max(map(len, lists))
+    filled = torch.tensor([[*each, *[0] * (longest - len(each))] for each in lists], device=device)
+    lengths = torch.tensor([len(each) for each in lists], device=device)
+    real = torch.arange(longest, device=device) < lengths[:, None]
+    return filled, None if min(map(len, lists)) == longest else real
+
+
+def id_planes(
+    positions: torch.Tensor, block_positions: torch.Tensor | int = 0, segment: int = 0
+) -> torch.Tensor:
+    """int64 [len(ID_PLANES), R, N]"""
+    ids = positions.new_zeros(len(ID_PLANES), *positions.shape)
+    ids[0], ids[1], ids[2] = positions, block_positions, segment
+    return ids
+
+
+def stack_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
+    """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
+
+    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them.
+    """
+    rotary = Rotary.of(model.config, ids.flatten(1))
+    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary)
+    if model.relative_bias is not None:
+        flow = replace(flow, bias=plan.bias(model.relative_bias, tokens.shape[1]))
+    stream = Stream(model.embedding(tokens.flatten(), ids.flatten(1), flow))
+    for layer in range(model.config.num_layers):
+        stream = model.layers[layer % len(model.layers)](stream, flow, layer)
+    return stream.summed().view(*tokens.shape, -1)
+
+
+def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
+    """What the decoder reads: [R, N, D]. Args: as of `stack_rows`."""
+    hidden = stack_rows(model, tokens, ids, plan)
+    return hidden if model.encoder_layernorm is None else model.encoder_layernorm(hidden)
+
+
+def decoder_rows(
+    model: GLM,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    plan: CachedPlan,
+    encoded: torch.Tensor,
+    cross: CachedCross,
+) -> torch.Tensor:
+    """Hidden states [R, N, D] of new tokens in the decoder, before its last norm.
+
+    Args: encoded: of `encoded_rows`.
+    """
+    cross.rows, config = len(tokens), model.config
+    rows = encoded.flatten(0, 1)
+    if cross.is_filled:
+        rows = rows[:1]  # not looked at again
+    parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
+    flow = DecoderFlow(tokens.shape, plan, None, None, cross=cross, both=None)
+    if model.decoder_relative_bias is not None:
+        flow = replace(flow, bias=plan.bias(model.decoder_relative_bias, tokens.shape[1]))
+    whole = Flow((tokens.numel(),), parts, None, None)
+    hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)
+    for layer in range(config.num_layers, len(model.layers)):
+        hidden = model.layers[layer](hidden, rows, flow, layer - config.num_layers)
+    return hidden.view(*tokens.shape, -1)

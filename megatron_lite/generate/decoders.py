@@ -1,0 +1,374 @@
+"""Answers of a run to texts, in the layout of its objective: `decoder_of` chooses the decoder.
+
+    blank_infilling   what fills the text's one blank
+    causal            how the text goes on: every token sees those before it
+    prefix_lm         the same, where the text is read in both directions; sop begins the answer
+    unilm, unilmv2    the text, [SEP], and a [MASK] at the next place, which predicts its own token. The token takes the
+                      mask's place, and a new mask follows (arXiv:1905.03197, section 2.4). The mask is never kept.
+    t5, bart, mass    what the decoder writes on what the encoder read, whose output is kept
+
+An answer ends with eos, that of UniLM with [SEP], that of MASS with either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+import torch
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.random_streams import derive_seed
+from data_utils.objectives import ObjectiveChoice
+from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
+from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.generate.cache import (
+    CachedCross,
+    CachedPlan,
+    decoder_rows,
+    encoded_rows,
+    id_planes,
+    padded,
+    stack_rows,
+)
+from megatron_lite.generate.filling import BlankFiller, blank_context
+from megatron_lite.generate.memory import most_texts, require_memory
+from megatron_lite.generate.open_run import OpenRun, Run, objective_names
+from megatron_lite.generate.search import Search, State
+from megatron_lite.model.glm import GLM
+
+_SEQ2SEQ = (4, 5)  # segments of UniLM's sequence-to-sequence kind
+_PAIR = (0, 1)  # those of two texts
+
+
+class Decoder(Protocol):
+    """What a run answers."""
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        """A text's tokens with what the layout of training has around them, before the answer."""
+        ...
+
+    def require_room(self, context: Sequence[int]) -> None:
+        """Raise DataError if the model has too few positions for the text and an answer."""
+        ...
+
+    def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The best answer to each context, without its end. Each is that to the context alone."""
+        ...
+
+
+def decoder_of(run: Run, config: GenerationConfig) -> Decoder:
+    """Raises: ConfigError if none of the run's objectives teaches to write."""
+    return decoder_for(run.model, run.tokenizer, run.objectives, config, str(run.checkpoint.path))
+
+
+def decoder_for(
+    model: GLM,
+    tokenizer: Tokenizer,
+    objectives: Sequence[ObjectiveChoice],
+    config: GenerationConfig,
+    run: str,
+) -> Decoder:
+    """The same for a model. Args: objectives: that it was trained on. run: its name, for messages."""
+    lacking, special = tokenizer.lacking, tokenizer.special
+    ignored = ignored_tokens(tokenizer, config)
+    for name, choice in zip(objective_names(objectives), objectives, strict=True):
+        if name == "blank_infilling" and not model.config.decoder_layers:
+            return BlankDecoder(BlankFiller(model, special, config, ignored))
+        if name in LAYOUTS:
+            layout = LAYOUTS[name](special, lacking, getattr(choice.section, "predict_cls", False))
+            return TextDecoder(model, special, config, layout, ignored)
+    raise ConfigError(
+        f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
+        f"one of blank_infilling, {', '.join(LAYOUTS)}."
+    )
+
+
+def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
+    """Whether the run writes on whole texts; else it fills blanks, or nothing.
+
+    Args: has_blanks: the texts have [MASK] tokens, which only an encoder reads in a text.
+    """
+    names = objective_names(run.objectives)
+    if "blank_infilling" in names and not run.config.model.decoder_layers:
+        return False
+    return any(name in LAYOUTS and not (has_blanks and name not in ENCODED) for name in names)
+
+
+def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
+    """Ids of `no_repeat_except`. Raises: ConfigError for what is no token."""
+    found: set[int] = set()
+    for word in config.no_repeat_except.split():
+        forms = [tokenizer.encode_with_specials(text) for text in (word, f" {word}")]
+        ids = {form[0] for form in forms if len(form) == 1}
+        if not ids:
+            raise ConfigError(
+                f"no_repeat_except has {word!r}, which is {len(forms[0])} tokens; name single tokens."
+            )
+        found |= ids
+    return found
+
+
+class BlankDecoder:
+    """GLM: the filling of a text's one blank."""
+
+    def __init__(self, filler: BlankFiller):
+        self.filler = filler
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        return blank_context(tokens, self.filler.special)
+
+    def require_room(self, context: Sequence[int]) -> None:
+        special = self.filler.special
+        blanks = sum(token in (special.mask, special.smask, special.gmask) for token in context)
+        if blanks != 1:
+            raise DataError(f"the text has {blanks} blanks; an answer fills one.")
+        self.filler.require_room(context)
+
+    def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        for context in contexts:
+            self.require_room(context)
+        return [spans[0] for spans in self.filler.fill_all(contexts)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an objective lays out a text and its answer.
+
+    Args:
+        make: the rows of a batch. An encoder's answers have positions from 0 on.
+        before, after: tokens around a text.
+        ends: of an answer.
+        start: what predicts the answer's first token; none: the text's last token does, or a mask.
+        forced: what the answer begins with, unseen.
+        allowed: special tokens that answers may have.
+        mask: what predicts the token in its place.
+        segments: of a text, of its answer.
+    """
+
+    make: Callable[[GLM, Sequence[Sequence[int]], Layout], State]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    ends: tuple[int, ...]
+    start: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
+    is_causal: bool = False
+    mask: int = NO_TOKEN
+    segments: tuple[int, int] = (0, 0)
+
+
+class TextDecoder:
+    """
+    Args:
+        model: in eval mode, on its device.
+        special: the tokenizer's special ids.
+        ignored: tokens of `no_repeat_except`.
+    """
+
+    def __init__(
+        self,
+        model: GLM,
+        special: SpecialTokens,
+        config: GenerationConfig,
+        layout: Layout,
+        ignored: Collection[int] = (),
+    ):
+        self.model, self.config, self.layout = model, config, layout
+        if model.config.relative == "xlnet":
+            raise ConfigError("model.relative is xlnet, whose positions are not cached; give another run.")
+        ends = {token for token in layout.ends if token != NO_TOKEN}
+        banned = set(asdict(special).values()) - set(layout.allowed)
+        self.search = Search(config, ends, banned, ignored, unseen=len(layout.forced))
+        self._texts = 0  # answered so far
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        return [*self.layout.before, *tokens, *self.layout.after]
+
+    def _room(self, context: Sequence[int]) -> int:
+        """Most tokens of an answer."""
+        places = self.model.config.max_position + 1
+        if self.model.config.positions == "none":
+            return self.config.max_length
+        if self.layout.make is _EncoderDecoder:
+            return places - len(self.layout.forced) if len(context) <= places else 0
+        return places - len(context)
+
+    def require_room(self, context: Sequence[int]) -> None:
+        if not context:
+            raise DataError("the text has no token; give at least one.")
+        if self._room(context) < 1:
+            raise DataError(
+                f"a text has {len(context)} tokens with special ones, but the model has positions for "
+                f"{self.model.config.max_position + 1}, its answer counted; shorten it, or give a model with a larger "
+                "model.max_position."
+            )
+        require_memory(self.model.config, self.config, len(context) + self.config.max_length)
+
+    @torch.no_grad()
+    def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        for context in contexts:
+            self.require_room(context)
+        longest = max(map(len, contexts)) + self.config.max_length
+        most = most_texts(self.model.config, self.config, longest)
+        return [
+            found
+            for first in range(0, len(contexts), most)
+            for found in self._together(contexts[first : first + most])
+        ]
+
+    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        limits = [min(self.config.max_length, self._room(context)) for context in contexts]
+        state = self.layout.make(self.model, contexts, self.layout)
+        found = self.search.run(state, limits, [self._generator() for _ in contexts])
+        return [each[0].tokens for each in found]
+
+    def _generator(self) -> torch.Generator:
+        """As of BlankFiller."""
+        self._texts += 1
+        seed = derive_seed(self.config.seed, "generate", self._texts)
+        return torch.Generator(device=next(self.model.parameters()).device).manual_seed(seed)
+
+
+class _Rows:
+    """Rows of one stack that have read their texts (a `State` of search.py)."""
+
+    def __init__(self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout):
+        self.model, self.layout = model, layout
+        self.device = next(model.parameters()).device
+        self.plan = CachedPlan(model.config.num_layers)
+        self.tokens, self.real = padded(contexts, self.device)
+        self.lengths = torch.tensor([len(context) for context in contexts], device=self.device)
+        self.places = self.lengths.clone()  # position of each row's next token
+
+    def segment(self, is_answer: bool) -> int:
+        return self.layout.segments[is_answer] if self.model.config.segments > 1 else 0
+
+    def read(self) -> torch.Tensor:
+        """Hidden states [R, N, D] of the texts."""
+        positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
+        self.plan.expect(positions, real=self.real, is_causal=self.layout.is_causal)
+        return stack_rows(
+            self.model, self.tokens, id_planes(positions, segment=self.segment(False)), self.plan
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden).float()
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.plan.select(rows)
+        self.places = self.places[torch.tensor(rows, device=self.device)]
+
+
+class _LeftToRight(_Rows):
+    def first(self) -> torch.Tensor:
+        hidden = self.read()
+        if self.layout.start:
+            return self.next(self.layout.start * len(self.tokens))
+        rows = torch.arange(len(self.tokens), device=self.device)
+        return self.logits(hidden[rows, self.lengths - 1])
+
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
+        self.places = self.places + 1
+        self.plan.expect(positions)
+        return self.logits(stack_rows(self.model, words, id_planes(positions), self.plan)[:, -1])
+
+
+class _MaskAppending(_Rows):
+    def first(self) -> torch.Tensor:
+        self.read()
+        return self._predicted(self.places.new_zeros(len(self.places), 0))
+
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        self.places = self.places + 1
+        return self._predicted(torch.tensor(tokens, device=self.device)[:, None])
+
+    def _predicted(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Of a mask at each row's place, after the tokens [R, 0 or 1] that are chosen for the place before."""
+        count = chosen.shape[1]
+        words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.layout.mask)], dim=1)
+        positions = self.places[:, None] + torch.arange(-count, 1, device=self.device)
+        self.plan.expect(positions, is_causal=True, kept=count)
+        ids = id_planes(positions, segment=self.segment(True))
+        return self.logits(stack_rows(self.model, words, ids, self.plan)[:, -1])
+
+
+class _EncoderDecoder(_Rows):
+    def __init__(self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout):
+        super().__init__(model, contexts, layout)
+        positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
+        self.plan.expect(positions, real=self.real)
+        self.encoded = encoded_rows(model, self.tokens, id_planes(positions), self.plan)
+        self.cross = CachedCross(self.real)
+        self.plan = CachedPlan(model.config.decoder_layers)
+        self.places = torch.zeros_like(self.lengths)
+
+    def first(self) -> torch.Tensor:
+        for token in (*self.layout.start, *self.layout.forced):
+            logits = self.next([token] * len(self.tokens))
+        return logits
+
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
+        self.places = self.places + 1
+        self.plan.expect(positions)
+        ids = id_planes(positions, segment=self.segment(True))
+        hidden = decoder_rows(self.model, words, ids, self.plan, self.encoded, self.cross)
+        return self.logits(hidden[:, -1])
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cross.select(rows)
+
+
+def _causal(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    before = () if special.eos == NO_TOKEN else (special.eos,)
+    return Layout(_LeftToRight, before, (), (special.eos,), is_causal=True)
+
+
+def _prefix(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    return Layout(_LeftToRight, (special.cls,), (), (special.eos,), start=(special.sop,))
+
+
+def _unilm(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    end = (special.sep,)
+    return Layout(_MaskAppending, (special.cls,), end, end, mask=special.mask, segments=_SEQ2SEQ)
+
+
+def _unilmv2(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    return replace(_unilm(special, lacking, predict_cls), segments=_PAIR)
+
+
+def _t5(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    start = (special.pad if "sop" in lacking else special.sop,)
+    end = (special.eos,)
+    # [MASK] may be the sentinel of all spans.
+    return Layout(_EncoderDecoder, (), end, end, start=start, allowed=(special.mask,), segments=_PAIR)
+
+
+def _bart(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    forced = (special.cls,) if predict_cls else ()
+    end = (special.eos,)
+    return Layout(
+        _EncoderDecoder, (special.cls,), end, end, start=(special.sop,), forced=forced, segments=_PAIR
+    )
+
+
+def _mass(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
+    cls, ends = (special.cls,), (special.sep, special.eos)
+    return Layout(_EncoderDecoder, cls, (special.sep,), ends, start=cls, segments=_PAIR)
+
+
+LAYOUTS: dict[str, Callable[[SpecialTokens, Collection[str], bool], Layout]] = {
+    "causal": _causal,
+    "prefix_lm": _prefix,
+    "unilm": _unilm,
+    "unilmv2": _unilmv2,
+    "t5": _t5,
+    "bart": _bart,
+    "mass": _mass,
+}
+ENCODED = ("t5", "bart", "mass")

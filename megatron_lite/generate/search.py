@@ -1,0 +1,226 @@
+"""Greedy search, sampling and beam search over answers to several texts at once, for any model.
+
+A `State` knows the model and the texts: it says what may follow. Each text is searched as if it were alone. A text that
+is done leaves the batch.
+
+Beam search is that of GLM's code and of transformers, so that an exported model gives the same answers. Of the
+likeliest continuations of a text's hypotheses, those among the first `num_beams` that end are finished; the first
+`num_beams` of the others live on. At the length limit all end. A text is done when `num_beams` are finished, and its
+best live hypothesis, scored at its present length, is not better than the worst of them. Scores are log probabilities
+of the whole vocabulary: what may not follow is left out, and its probability is not shared among the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_lite.config.generation import GenerationConfig
+
+NEVER = float("-inf")
+
+
+class State(Protocol):
+    """The rows of a batch: at first one for each text."""
+
+    def first(self) -> torch.Tensor:
+        """fp32 logits [texts, V] of each answer's first token. Called once."""
+        ...
+
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        """fp32 logits [rows, V] of what follows these tokens, one for each row."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, some of them several times."""
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer."""
+
+    tokens: list[int]  # without its end
+    score: float = 0.0  # beam: log probability over the length penalty
+    ended: bool = True  # not cut at the length limit
+
+
+@dataclass(frozen=True)
+class _Live:
+    tokens: list[int]
+    total: float = 0.0  # log probability
+
+
+class Search:
+    """
+    Args:
+        ends: tokens that end an answer.
+        banned: tokens that never occur in one.
+        ignored: see `repeats`.
+        unseen: tokens of each answer that the state writes itself. They count in lengths.
+        takes_cut: beam: an answer that is cut at the length limit competes with those that ended. Else it is taken only
+            where none has.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        ends: Collection[int],
+        banned: Collection[int],
+        ignored: Collection[int] = (),
+        unseen: int = 0,
+        takes_cut: bool = True,
+    ):
+        self.takes_cut = takes_cut
+        self.config, self.ends, self.ignored, self.unseen = (
+            config,
+            frozenset(ends),
+            frozenset(ignored),
+            unseen,
+        )
+        self.banned = sorted(token for token in set(banned) - set(ends) if token >= 0)
+
+    def run(
+        self, state: State, limits: Sequence[int], generators: Sequence[torch.Generator] = ()
+    ) -> list[list[Found]]:
+        """For each text its answers, the best first: one, or up to `num_beams`.
+
+        Args:
+            limits: most tokens of each answer, at least 1. An end is one of them.
+            generators: of each text, for sampling.
+        """
+        if self.config.strategy == "beam":
+            return self._beams(state, limits)
+        return [[found] for found in self._one_by_one(state, limits, generators)]
+
+    def _allowed(self, scores: torch.Tensor, spans: Sequence[list[int]]) -> torch.Tensor:
+        """`scores` [rows, V], -inf where a token may not follow the row's span."""
+        scores[:, self.banned] = NEVER
+        for row, span in zip(scores, spans, strict=True):
+            if len(span) < self.config.min_length:
+                row[[end for end in self.ends if end >= 0]] = NEVER
+            if self.config.no_repeat_ngram_size:
+                row[repeats(span, self.config.no_repeat_ngram_size, self.ignored)] = NEVER
+        return scores
+
+    def _one_by_one(
+        self, state: State, limits: Sequence[int], generators: Sequence[torch.Generator]
+    ) -> list[Found]:
+        spans: list[list[int]] = [[] for _ in limits]
+        ended = [False] * len(limits)
+        texts, logits = list(range(len(limits))), state.first()
+        while texts:
+            logits = self._allowed(logits.clone(), [spans[text] for text in texts])
+            tokens: list[int] = []
+            rows: list[int] = []
+            for row, text in enumerate(texts):
+                token = self._choose(logits[row], generators[text] if generators else None)
+                ended[text] = token is None or token in self.ends
+                if token is None or ended[text]:
+                    continue
+                spans[text].append(token)
+                if len(spans[text]) < limits[text]:
+                    tokens.append(token)
+                    rows.append(row)
+            if rows and len(rows) < len(texts):
+                state.select(rows)
+            texts = [texts[row] for row in rows]
+            if texts:
+                logits = state.next(tokens)
+        return [Found(span, ended=end) for span, end in zip(spans, ended, strict=True)]
+
+    def _choose(self, logits: torch.Tensor, generator: torch.Generator | None) -> int | None:
+        """None: nothing may follow."""
+        if logits.max() == NEVER:
+            return None
+        return int(logits.argmax()) if self.config.strategy == "greedy" else self.draw(logits, generator)
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator | None) -> int:
+        """A token by the settings of sampling. Args: logits: [V]."""
+        logits = logits / self.config.temperature
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        if self.config.top_k:
+            probabilities[self.config.top_k :] = 0.0
+        # A token stays if those before it have not yet reached top_p: the likeliest always stays.
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities[before >= self.config.top_p * probabilities.sum()] = 0.0
+        return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+    def _beams(self, state: State, limits: Sequence[int]) -> list[list[Found]]:
+        finished: list[list[Found]] = [[] for _ in limits]
+        live = [[_Live([])] for _ in limits]
+        texts, logits, step = list(range(len(limits))), state.first(), 1
+        while texts:
+            before = [each for text in texts for each in live[text]]
+            log_p = self._allowed(logits.log_softmax(-1), [each.tokens for each in before])
+            totals = log_p + torch.tensor([each.total for each in before], device=log_p.device)[:, None]
+            rows: list[int] = []
+            first, going = 0, []
+            for text in texts:
+                here = totals[first : first + len(live[text])]
+                is_last = step >= limits[text]
+                sources, live[text] = self._continue(here, live[text], finished[text], step, is_last)
+                if live[text]:
+                    rows += [first + source for source in sources]
+                    going.append(text)
+                first += len(here)
+            texts, step = going, step + 1
+            if texts:
+                state.select(rows)
+                logits = state.next([each.tokens[-1] for text in texts for each in live[text]])
+        return finished
+
+    def _continue(
+        self, totals: torch.Tensor, live: list[_Live], finished: list[Found], step: int, is_last: bool
+    ) -> tuple[list[int], list[_Live]]:
+        """One text's step, which adds to `finished`. Returns: row in `totals` of each new live hypothesis, and those.
+
+        There are none if the text is done.
+        """
+        beams, vocabulary = self.config.num_beams, totals.shape[1]
+        count = max(2, 1 + len(self.ends)) * beams  # so many that `beams` of them do not end
+        best, places = totals.flatten().topk(min(count, totals.numel()))
+        sources: list[int] = []
+        after: list[_Live] = []
+        cut: list[Found] = []
+        for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+            if total == NEVER:
+                break
+            source, token = divmod(place, vocabulary)
+            span, is_end = live[source].tokens, token in self.ends
+            if is_end or is_last:
+                if rank < beams and (is_end or self.takes_cut):
+                    score = self._score(total, step)
+                    finished.append(Found(span if is_end else [*span, token], score, is_end))
+                elif is_last and not is_end:
+                    cut.append(Found([*span, token], self._score(total, step), False))
+            elif len(after) < beams:
+                sources.append(source)
+                after.append(_Live([*span, token], total))
+        if not after and not finished:  # none has ended, and the limit is here, or nothing may follow
+            length = max(step - 1, 1)
+            finished += cut or [Found(each.tokens, self._score(each.total, length), False) for each in live]
+        finished.sort(key=lambda found: found.score, reverse=True)
+        del finished[beams:]
+        if len(finished) == beams and after and finished[-1].score >= self._score(after[0].total, step):
+            return [], []
+        return sources, after
+
+    def _score(self, total: float, length: int) -> float:
+        return self.config.score(total, length + self.unseen)
+
+
+def repeats(span: Sequence[int], size: int, ignored: Collection[int] = ()) -> list[int]:
+    """Tokens that would end an n-gram of this size which the answer has already.
+
+    Args: ignored: if one of them is among the last size - 1 tokens, everything may follow (UniLM's sentence marks).
+    """
+    tail = list(span[len(span) - size + 1 :]) if size > 1 else []
+    if len(span) < size or not set(tail).isdisjoint(ignored):
+        return []
+    starts = range(len(span) - size + 1)
+    return [span[i + size - 1] for i in starts if list(span[i : i + size - 1]) == tail]

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Measure checkpoints on a task: metrics in a table, predictions in the form of the benchmark's server.
+
+    python scripts/evaluate.py --checkpoint runs/rte/seed_1234/best --task configs/tasks/rte.yaml [section.key=value]
+
+Takes runs of pretraining and of fine-tuning in any layout, single checkpoints, and exported directories. Without --task
+it is the task that the run was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+# isort: split
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import require_directory, require_writable, write_whole
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import merge, parse_override
+
+if TYPE_CHECKING:
+    from megatron_lite.finetune.checkpoints import Measured
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="run, checkpoint or export; repeatable",
+    )
+    add("--task", metavar="FILE", help="YAML of the task; without: the task that the run was trained on")
+    add("--every-step", action="store_true", help="all checkpoints of each run, not only the newest")
+    add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
+    add("--batch", type=int, default=16, metavar="SAMPLES", help="samples of a forward pass (default 16)")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--predictions", type=Path, metavar="DIR", help="write the predictions there")
+    add("--plot", type=Path, metavar="FILE", help="draw the first metric over the steps (PNG or SVG)")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task's file")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.checkpoint:
+        raise ConfigError("no checkpoint given; pass --checkpoint RUN.")
+    if arguments.batch < 1:
+        raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    for path in arguments.checkpoint:
+        require_directory(path, "give a run, one of its checkpoints, or an exported directory")
+    for option in ("json", "plot"):
+        if getattr(arguments, option) is not None:
+            require_writable(getattr(arguments, option), f"--{option}")
+    tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
+    for override in arguments.overrides:
+        tree = merge(tree, parse_override(override))
+    # Imported here: mistakes in the arguments must not wait for torch.
+    from megatron_lite.finetune.checkpoints import evaluate, steps_of
+
+    measured = []
+    for path in arguments.checkpoint:
+        for checkpoint in steps_of(path) if arguments.every_step else [path]:
+            measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
+            print(f"measured {checkpoint}", flush=True)
+    print(table(measured))
+    if arguments.json is not None:
+        write_whole(arguments.json, (json.dumps(as_json(measured), indent=2) + "\n").encode(), "--json")
+    if arguments.predictions is not None:
+        write_all_predictions(arguments.predictions, measured)
+    if arguments.plot is not None:
+        plot(arguments.plot, measured)
+
+
+def table(measured: Sequence[Measured]) -> str:
+    """A line for each checkpoint and file."""
+    lines = []
+    for one in measured:
+        for file, found in one.files.items():
+            numbers = [f"{name} {value:.4f}" for name, value in found.measured.items()] or ["no labels"]
+            cut = [f"cut {found.cut}"] if found.cut else []
+            lines.append(
+                [one.name, f"step {one.step}", file, f"{len(found.records)} samples", *numbers, *cut]
+            )
+    columns = max(map(len, lines))
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(columns)]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines
+    )
+
+
+def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    from megatron_lite.finetune.run import described
+
+    return [
+        {
+            "checkpoint": one.name,
+            "step": one.step,
+            "task": one.task.settings.name,
+            "files": {file: described(found) for file, found in one.files.items()},
+        }
+        for one in measured
+    ]
+
+
+def write_all_predictions(directory: Path, measured: Sequence[Measured]) -> None:
+    from megatron_lite.finetune.run import write_file_predictions
+
+    for number, one in enumerate(measured):
+        own = directory if len(measured) == 1 else directory / str(number)
+        write_file_predictions(own, one.task.settings, one.files, "--predictions")
+
+
+def plot(path: Path, measured: Sequence[Measured]) -> None:
+    """The first metric of each file over the steps, a line for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    lines: dict[str, list[tuple[int, float]]] = {}
+    metric = ""
+    for one in measured:
+        run = (
+            Path(one.name).parent.parent.name
+            if Path(one.name).name.startswith("step_")
+            else Path(one.name).name
+        )
+        for file, found in one.files.items():
+            if found.measured:
+                metric = next(iter(found.measured))
+                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.measured[metric]))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel(metric)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # a place, or a kind of file, that cannot be written
+        raise DataError(f"--plot {path}: {error}; choose a writable PNG or SVG file.") from None
+    finally:
+        plt.close(figure)
+
+
+def command() -> None:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,148 @@
+"""scripts/evaluate.py: the numbers of the run itself, of other layouts, and of an export."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from support.distributed import run_ranks
+from support.tasks import votes, write_lines, write_task
+
+from data_utils.base.settings import merge
+from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.finetune.checkpoints import evaluate
+from megatron_lite.finetune.run import finetune
+from megatron_lite.finetune.setup import load_tree, prepare
+from megatron_lite.hf.export import ExportOptions, export_run
+from scripts import evaluate as script
+
+
+def learn(context, files, output, *overrides):
+    tree = load_tree([files[0]], files[1], overrides)
+    return finetune(prepare(merge(tree, {"run": {"directory": str(output)}})), output, context)
+
+
+CLOZE = {"kind": "cloze", "template": "{text} It was [MASK] .", "verbalizers": {"0": "bad", "1": "good"}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tensor-parallel run of two epochs, which does not know everything yet."""
+    directory = tmp_path_factory.mktemp("evaluate")
+    files = write_task(directory / "task", **CLOZE)
+    parallel = {"tensor_parallel_size": 2}
+    options = ["finetune.epochs=2", "parallel.tensor_parallel_size=2"]
+    run_ranks(learn, 2, files, directory / "out", *options, parallel=ParallelConfig(**parallel))
+    return directory
+
+
+def the_numbers(output):
+    (seed,) = json.loads((output / "results.json").read_text())["seeds"]
+    return next(iter(seed["files"].values()))
+
+
+def measured(path, tree):
+    (found,) = evaluate(path, tree, 5).files.values()
+    return found
+
+
+def test_a_checkpoint_of_two_ranks_has_the_numbers_of_its_run(run, tmp_path, capsys, monkeypatch):
+    best = run / "out/seed_1234/best"
+    arguments = [
+        "evaluate.py",
+        "--checkpoint",
+        str(best),
+        "--checkpoint",
+        str(run / "out/seed_1234"),
+        "--every-step",
+    ]
+    outputs = [
+        "--json",
+        str(tmp_path / "a.json"),
+        "--predictions",
+        str(tmp_path / "p"),
+        "--plot",
+        str(tmp_path / "a.png"),
+    ]
+    monkeypatch.setattr("sys.argv", [*arguments, *outputs, "--batch", "7"])
+    script.main()
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert next(iter(found[0]["files"].values())) == the_numbers(run / "out")
+    assert [one["step"] for one in found[1:]] == [4, 8] and len(capsys.readouterr().out.splitlines()) == 6
+    ours = (tmp_path / "p/0/votes.jsonl").read_text()
+    assert ours == (run / "out/seed_1234/predictions/votes.jsonl").read_text()
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_an_export_has_the_same_answers(run, tmp_path):
+    best = run / "out/seed_1234/best"
+    export_run(best, tmp_path / "export", ExportOptions())
+    tree = {"task": load_tree([], str(run / "task/task.yaml"), [])["task"]}
+    ours, theirs = measured(best, tree), measured(tmp_path / "export", tree)
+    assert ours.predictions == theirs.predictions and ours.measured == theirs.measured
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
+    files = write_task(tmp_path / "task", train=32, kind=kind)
+    if kind == "regression":
+        for name in ("train", "validation"):
+            path = tmp_path / f"task/{name}.jsonl"
+            path.write_text(
+                path.read_text()
+                .replace('"label": "1"', '"label": 0.8')
+                .replace('"label": "0"', '"label": 0.1')
+            )
+    run_ranks(learn, 1, files, tmp_path / "out", "finetune.epochs=2")
+    best = tmp_path / "out/seed_1234/best"
+    export_run(best, tmp_path / "export", ExportOptions())
+    ours, theirs = measured(best, {}), measured(tmp_path / "export", {})
+    assert ours.predictions == pytest.approx(theirs.predictions) and ours.measured == pytest.approx(
+        theirs.measured
+    )
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "export", trust_remote_code=True
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    texts = [line["text"] for line in votes(1, 32)]
+    with torch.no_grad():
+        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+    if kind == "regression":
+        assert logits[:, 0].tolist() == pytest.approx(ours.predictions, abs=1e-5)
+    else:
+        assert [model.config.id2label[i] for i in logits.argmax(-1).tolist()] == ours.predictions
+
+
+def test_another_task_and_a_file_without_labels(run, tmp_path):
+    lines = [{"text": line["text"]} for line in votes(5, 9)]
+    test = write_lines(tmp_path / "test.jsonl", lines)
+    found = measured(run / "out/seed_1234/best", {"task": {"validation": [], "test": [test]}})
+    assert found.measured == {} and len(found.predictions) == 9
+
+
+def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
+    best = str(run / "out/seed_1234/best")
+    cases = {
+        "no checkpoint given": [],
+        "does not exist; give a run": ["--checkpoint", str(tmp_path / "none")],
+        "has the head none (0 classes), but the task needs classes (2)": [
+            *("--checkpoint", best, "task.kind=classification", "task.labels=['0', '1']")
+        ],
+        "names no file to evaluate on": ["--checkpoint", best, "task.validation=[]"],
+        "--batch is 0": ["--checkpoint", best, "--batch", "0"],
+    }
+    for message, arguments in cases.items():
+        monkeypatch.setattr("sys.argv", ["evaluate.py", *arguments])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            script.command()
+        said = capsys.readouterr().err
+        assert message in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_a_moved_tokenizer_is_named(run, tmp_path):
+    """The error says how to go on."""
+    shutil.copytree(run / "out/seed_1234/best", tmp_path / "best")
+    found = evaluate(tmp_path / "best", {}, 4, run / "task/vocab.txt")
+    assert torch.tensor(list(next(iter(found.files.values())).measured.values())).isfinite().all()

@@ -1,0 +1,72 @@
+"""docs/tasks.md: its example and its table of lines are read as they stand."""
+
+import json
+import re
+
+import pytest
+import yaml
+from support.labelled_files import task
+from support.project import ROOT
+
+from data_utils.base.errors import DataError
+from data_utils.base.settings import build
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers import labels_of, read_records
+from data_utils.tasks.synthetic import TASKS, optimum, parsed
+
+PAGE = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+
+
+def block(language):
+    return re.search(rf"```{language}\n(.*?)```", PAGE, re.S)[1]
+
+
+def test_the_example(files, monkeypatch, capsys):
+    tree = yaml.safe_load(block("yaml"))
+    shipped = yaml.safe_load((ROOT / "configs/tasks/own.yaml").read_text(encoding="utf-8"))["task"]
+    assert tree["task"] == {key: shipped[key] for key in tree["task"]}
+    files.write("data/own/train.jsonl", block("json"))
+    files.write("configs/tasks/own.yaml", block("yaml"))
+    monkeypatch.chdir(files.folder)
+    exec(compile(block("python"), "docs/tasks.md", "exec"), {})
+    assert capsys.readouterr().out == "('negative', 'positive') A warm and funny film. positive\n"
+
+
+def test_the_message(files, monkeypatch):
+    good = block("json").splitlines()[0] + "\n"
+    files.write("data/own/train.jsonl", good * 16 + good.replace("positive", "postive"))
+    monkeypatch.chdir(files.folder)
+    config = build(TaskConfig, yaml.safe_load(block("yaml"))["task"])
+    with pytest.raises(DataError) as caught:
+        read_records(config, config.train, labelled=True)
+    assert f"error: {caught.value}\n" in PAGE
+
+
+def test_lines_of_every_kind(files):
+    rows = re.findall(r"^\| ([^|]*`\w+`[^|]*) \| ([^|]*\{\"[^|]*) \|$", PAGE, re.M)
+    assert len(rows) == 7
+    labels = {"tagging": ("O", "B-PER"), "classification": ("positive", "1"), "cloze": ("positive", "1")}
+    for kinds, cell in rows:
+        for kind in re.findall(r"`(\w+)`", kinds):
+            for line in re.findall(r"`(\{.*?\})`", cell):
+                line = line.replace('"answer_start": 12', '"answer_start": 0')
+                tree = json.loads(line.replace('"..."', '"one two word"'))
+                (record,) = files.read(task("jsonl", "own", kind, labels=labels.get(kind, ())), [tree])
+                assert (record.label is None) == (kind == "language_modelling")
+
+
+def test_tables():
+    shown = {
+        "BoolQ": "false, true",
+        "CB": "entailment, contradiction, neutral",
+        "MNLI": "contradiction, entailment, neutral",
+        "qnli": "entailment, not_entailment",
+    }
+    for name, classes in shown.items():
+        assert labels_of(task("glue", name)) == tuple(classes.split(", ")) and f"| {classes} |" in PAGE
+    section = PAGE[PAGE.index("## Synthetic") : PAGE.index("## Where")]
+    named = {spec.partition(":")[0]: spec for spec in re.findall(r"`(\w+(?::[\w=.,]+)?)`", section)}
+    assert set(TASKS) <= set(named)
+    assert all(parsed(spec) for name, spec in named.items() if name in TASKS)
+    assert round(optimum(named["noisy_votes"])["accuracy"], 3) == 0.837
+    assert optimum(named["unequal_choice"]) == {"accuracy_sum": 0.6, "accuracy_mean": 0.4}
