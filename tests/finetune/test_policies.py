@@ -154,6 +154,11 @@ def step_of_engine(context, files, output, *overrides):
     engine.before_update = lambda: allocated.extend(
         bucket.size for bucket in engine._zero.buckets if not bucket.part is bucket.summed is None
     )
+    # Blocks that are one function of autograd give the gradients of all their parameters.
+    frozen = engine.named_parameters["layers.0.mlp.dense_h_to_4h.weight"]
+    engine._zero.take(frozen, torch.ones_like(frozen))
+    engine._zero.take_product(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
+    assert frozen.grad is None
     halves = [MicroBatch(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]
     result = engine.train_step(halves, 0.1)
     changed = {name for name, p in engine.named_parameters.items() if not torch.equal(p, before[name])}
