@@ -26,14 +26,15 @@ class FinetuneConfig:
     trained: str = setting(
         "all",
         "which parameters are trained beside the head that the task adds: all, biases (BitFit), adapters (of "
-        "model.adapter_size, and LayerNorms), or head: none",
-        one_of=("all", "biases", "adapters", "head"),
+        "model.adapter_size, and LayerNorms), or head: none; lora is refused",
+        one_of=("all", "biases", "adapters", "head", "lora"),
     )
     unfreeze: str = setting(
         "all",
         "all: from the first step on; gradual: the head and the top block in the first epoch, one block more downwards "
-        "in each further epoch, then the embeddings (ULMFiT)",
-        one_of=("all", "gradual"),
+        "in each further epoch, then the embeddings (ULMFiT); siatl: the head alone, from epoch 2 on the blocks, from "
+        "5 on the embeddings",
+        one_of=("all", "gradual", "siatl"),
     )
     layer_decay: float = setting(
         1.0,
@@ -44,6 +45,11 @@ class FinetuneConfig:
     )
 
     def __post_init__(self) -> None:
+        check(
+            self.trained != "lora",
+            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface.md), or set "
+            "it to adapters.",
+        )
         for seed in self.seeds:
             check(
                 0 <= seed < 2**63,

@@ -171,6 +171,10 @@ class ModelConfig:
         "a layer with tanh before the head of classes or values: that of the head on CLS where the model has one, else "
         "a new one; null = where the model has one",
     )
+    task_mix: bool = setting(
+        False,
+        "the task's head reads a learned mix of the embeddings' and all blocks' outputs, not the last one's (ELMo)",
+    )
     task_dropout: float = setting(0.1, "dropout probability before the task's head", at_least=0, below=1)
     span_boundary_places: int = setting(
         0,

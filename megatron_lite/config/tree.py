@@ -282,6 +282,10 @@ class Config:
             f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",
         )
         if task is None:
+            check(
+                not self.model.task_mix,
+                f"model.task_mix is true with model.task_head {head}, but the head is what mixes; set it to false.",
+            )
             return
         check(
             self.finetune.trained != "adapters" or self.model.adapter_size > 0,

@@ -55,7 +55,11 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
 
     def rate(name: str) -> Rate:
         below = top - depth(name, config)  # layers from the head
-        epoch = max(1, below) if finetune.unfreeze == "gradual" else 1
+        epoch = 1
+        if finetune.unfreeze == "gradual":
+            epoch = max(1, below)
+        elif finetune.unfreeze == "siatl" and below:
+            epoch = 2 if below < top else 5
         return Rate(finetune.layer_decay**below, first_step_of(epoch, samples, per_step))
 
     return {name: Rate(first_step=NEVER) for name in names} | {name: rate(name) for name in trained}

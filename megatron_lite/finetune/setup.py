@@ -140,6 +140,11 @@ def with_head(config: Config, renderer: Renderer) -> Config:
         head not in ("classes", "tags") or classes > 1,
         f"task.labels has {classes} names; a task of kind {renderer.inputs.config.kind} needs two or more.",
     )
+    check(
+        head != "none" or not config.model.task_mix,
+        f"model.task_mix is true, but a task of kind {renderer.inputs.config.kind} adds no head to mix layers for; set "
+        "it to false.",
+    )
     return replace(config, model=replace(config.model, task_head=head, task_classes=classes))
 
 

@@ -148,7 +148,7 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """What the head of a task says of each row's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
-    return model.heads.task_rows(states[:, 0], first, model.final_layernorm, None).float()
+    return model.heads.task_rows([states[:, 0]], first, model.final_layernorm, None).float()
 
 
 @torch.no_grad()

@@ -216,8 +216,15 @@ class GLM(nn.Module):
         return none.index_add(0, parts.row_part, log_p), others == 0
 
     def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
-        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
-        return self.heads.task_rows(hidden, parts.rows, self.final_layernorm, batch.dropout)
+        layers: list[torch.Tensor] = []  # of the embeddings and of all blocks
+
+        def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+            layers.append(hidden)
+            return hidden
+
+        keep_all = keep if self.config.task_mix else None
+        layers.append(self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
+        return self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
 
     def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""

@@ -15,6 +15,7 @@ token, P of them once more from the borders of their span, M loss rows of CLS th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +143,27 @@ class TaskHead(nn.Module):
         super().__init__()
         needs_pooler = config.has_task_pooler and not config.sentence_classes
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.mix = LayerMix(config) if config.task_mix else None
         self.classifier = Linear(config.hidden_size, config.task_outputs)
+
+
+class LayerMix(nn.Module):
+    """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
+
+    It begins as the mean. The norm has no parameters: what the head learns would hide them.
+    Source: ELMo, arXiv:1802.05365, section 3.2.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.layer_bias = nn.Parameter(torch.empty(config.num_layers + 1))  # shares before the softmax
+        self.gain_bias = nn.Parameter(torch.empty(1))  # gain - 1
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, layers: torch.Tensor) -> torch.Tensor:
+        normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
+        shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
+        return (shares[:, None, None] * normed).sum(0).to(layers.dtype)
 
 
 class _Transform(nn.Module):
@@ -236,13 +257,24 @@ class Heads(nn.Module):
         return rows, classes
 
     def task_rows(
-        self, hidden: torch.Tensor, rows: torch.Tensor, final_layernorm: nn.Module, dropout: Dropout | None
+        self,
+        layers: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
-        """What the task's head says of rows: [T, D], int [N] -> [N, outputs]. Args: dropout: of all rows."""
+        """What the task's head says of rows: int [N] -> [N, outputs].
+
+        Args:
+            layers: [T, D] of the last block; for a mix those of the embeddings and of all blocks.
+            dropout: of all rows.
+        """
         assert self.task is not None
         if self.parallel.sequence_parallel:
-            hidden = gather_tokens(hidden, self.parallel.group)
-        chosen = final_layernorm(hidden.index_select(0, rows))
+            layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
+        of_rows = [hidden.index_select(0, rows) for hidden in layers]
+        mix = self.task.mix
+        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
         if self.has_task_pooler:
             pooler = self.task.pooler
             if pooler is None:

@@ -387,10 +387,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("model.task_head is spans", "model.decoder_layers (2)", "leave task_head out"),
     ),
     "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
-    "adapters of no width": (
-        over(TASK, "finetune.trained=adapters"),
-        ("trained is adapters", "adapter_size is 0", "such as 64"),
-    ),
+    "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
+    "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
+    "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "task in stages": (
         over(TASK, "parallel.pipeline_parallel_size=2"),
         ("size is 2 with a task", "set it to 1"),

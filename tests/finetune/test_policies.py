@@ -28,6 +28,7 @@ POLICIES = {
     "biases": ["finetune.trained=biases"],
     "adapters": ["finetune.trained=adapters", "model.adapter_size=8"],
     "head": ["finetune.trained=head"],
+    "mix": ["finetune.trained=head", "model.task_mix=true"],
 }
 
 
@@ -94,9 +95,7 @@ def test_policies_equal_plain_torch(tmp_path, policy):
         torch.testing.assert_close(weight, expected[name][:rows].detach(), rtol=1e-4, atol=2e-5, msg=name)
         is_frozen = rates[name].first_step > 12
         assert torch.equal(weight, initial[name][:rows]) == is_frozen, name
-    assert (NEVER in {rate.first_step for rate in rates.values()}) == (
-        policy in ("biases", "adapters", "head")
-    )
+    assert (NEVER in {rate.first_step for rate in rates.values()}) == (policy not in ("decay", "gradual"))
 
 
 LAYOUTS = [
@@ -113,6 +112,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
         *ULMFIT,
         *STEPS,
         "model.adapter_size=8",
+        "model.task_mix=true",
         "model.output_dropout=0.1",
         "training.steps=12",
         "training.eval_interval=5",
@@ -154,6 +154,11 @@ def step_of_engine(context, files, output, *overrides):
     engine.before_update = lambda: allocated.extend(
         bucket.size for bucket in engine._zero.buckets if not bucket.part is bucket.summed is None
     )
+    # Blocks that are one function of autograd give the gradients of all their parameters.
+    frozen = engine.named_parameters["layers.0.mlp.dense_h_to_4h.weight"]
+    engine._zero.take(frozen, torch.ones_like(frozen))
+    engine._zero.take_product(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
+    assert frozen.grad is None
     halves = [MicroBatch(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]
     result = engine.train_step(halves, 0.1)
     changed = {name for name, p in engine.named_parameters.items() if not torch.equal(p, before[name])}
@@ -243,3 +248,47 @@ def test_adapters_begin_as_nothing(tmp_path):
         model = build_model(task.config, 1)
         losses.append(model(ModelInput.from_batch(batch, torch.device("cpu"), task.config.model))[0].item())
     assert losses[0] == losses[1] > 0
+
+
+def test_a_mix_of_layers_is_elmos(tmp_path):
+    """gain * sum of softmax(s)_j norm(h_j), of what goes into each block and of what the last one gives."""
+    task = task_of(write_task(tmp_path / "task"), tmp_path / "out", "model.task_mix=true")
+    model = build_model(task.config, 1)
+    batch = TaskData(task.train, task.renderer, 0).batch(np.arange(8))
+    given = ModelInput.from_batch(batch, torch.device("cpu"), task.config.model)
+    outputs = []
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0].summed()))
+    model.layers[-1].register_forward_hook(lambda _, inputs, output: outputs.append(output.summed()))
+    mix = model.heads.task.mix
+    scores, gain = torch.tensor([0.3, -1.0, 2.0]), 1.7
+    with torch.no_grad():
+        assert not mix.layer_bias.any() and not mix.gain_bias.any()
+        mix.layer_bias.copy_(scores)
+        mix.gain_bias.fill_(gain - 1)
+        answers = model(given, answers=True)[0]
+        assert len(outputs) == 3
+        rows = [output[given.parts.rows].double() for output in outputs]
+        normed = [
+            (row - row.mean(-1, keepdim=True)) / (row.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+            for row in rows
+        ]
+        shares = scores.double().exp() / scores.double().exp().sum()
+        mixed = gain * sum(share * row for share, row in zip(shares, normed, strict=True))
+        classifier = model.heads.task.classifier
+        expected = mixed @ classifier.weight.double().T + classifier.bias.double()
+    torch.testing.assert_close(answers.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mix_needs_a_head(tmp_path):
+    cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
+    files = write_task(tmp_path / "task", **cloze)
+    with pytest.raises(ConfigError, match="task_mix is true, but a task of kind cloze adds no head"):
+        task_of(files, tmp_path / "out", "model.task_mix=true")
+
+
+def test_siatls_order(tmp_path):
+    files = write_task(tmp_path / "task")
+    found = task_rates(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
+    starts = {name.split(".")[0]: rate.first_step for name, rate in found.items()}
+    assert starts == {"heads": 1, "final_layernorm": 1, "layers": 5, "embedding": 17}  # 4 steps an epoch
