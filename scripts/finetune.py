@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Train a checkpoint on a task, and measure it: OUTPUT/results.json.
 
-    python scripts/finetune.py --config configs/glm-base.yaml --task configs/tasks/rte.yaml --checkpoint RUN \
-        --output runs/rte [section.key=value ...]
+    python scripts/finetune.py --checkpoint RUN --task configs/tasks/rte.yaml --output DIR [section.key=value]
 
-The configuration is that of the model, the task's file on top of it, then the settings of the command line. Without a
-checkpoint training begins with initial weights. `deepspeed`, `srun` and `torchrun` start it on several GPUs, as
-pretrain_glm.py. A call that was interrupted goes on when it is repeated.
+The configuration is that of the run, then the files of --config, the task's file, and the settings of the command line.
+Without a checkpoint training begins with initial weights. An exported directory is imported first. `deepspeed`, `srun`
+and `torchrun` start it on several GPUs, as pretrain_glm.py. A call that was interrupted goes on when it is repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import entry  # noqa: F401
@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitStatus, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
+from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.finetune.setup import Task, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import Phase, RunControl
@@ -61,8 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
-    if not arguments.config:
-        raise ConfigError("no configuration given; pass --config FILE of the model (see configs/).")
+    if not arguments.config and arguments.checkpoint is None:
+        raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
     return arguments
 
 
@@ -73,13 +74,17 @@ def main() -> ExitStatus:
     )
     launch = Launch.from_environment(arguments.local_rank)
     output: Path = arguments.output
-    tree = merge(
-        load_tree(arguments.config, arguments.task, arguments.overrides), {"run": {"directory": str(output)}}
-    )
-    if arguments.checkpoint is not None:
-        require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
-        tree = merge(tree, {"checkpoint": {"initialize_from": str(arguments.checkpoint)}})
     require_writable(output / "results.json", "--output")
+    start, pretrained = arguments.checkpoint, None
+    if start is not None:
+        require_directory(start, "give a run directory, one of its checkpoints, or an exported directory")
+        if (start / "config.json").exists():
+            start = imported(start, output / "imported", arguments, launch)
+        pretrained = find_manifest(start).trainer_state().config
+    tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained)
+    tree = merge(tree, {"run": {"directory": str(output)}})
+    if start is not None:
+        tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
     control = RunControl(output, is_main=launch.rank == 0)
     control.refuse_if_halted()
     task = prepare(tree)
@@ -96,6 +101,25 @@ def main() -> ExitStatus:
             timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
         return train(task, output, launch, control, watchdog)
+
+
+def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Launch) -> Path:
+    """An exported directory as a run, made once."""
+    if run.exists():
+        return run
+    if launch.world_size > 1:
+        raise ConfigError(
+            f"{source} is an exported directory, which one process imports; run `python scripts/convert_checkpoint.py "
+            f"import --input {source} --output {run}` first, and give --checkpoint {run}."
+        )
+    from megatron_lite.hf.importing import import_directory
+
+    tree = load_tree(arguments.config, arguments.task, arguments.overrides)
+    given: dict[str, Any] = {
+        name: tree[name] for name in ("model", "tokenizer", "data", "objectives") if name in tree
+    }
+    import_directory(source, run, given)
+    return run
 
 
 def train(task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog) -> ExitStatus:

@@ -58,6 +58,8 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
+    Row("python scripts/finetune.py", SLOW),
+    Row("python scripts/evaluate.py", SLOW),
     Row(
         "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
         "tests/hf: needs released weights",

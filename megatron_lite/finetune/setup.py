@@ -27,6 +27,11 @@ from megatron_lite.config.tree import Config
 
 # How the heads of tasks are called in the section `model`.
 HEADED = ("classes", "values", "tags", "spans")
+# Sections of the run to begin with that are not those of the run that tunes it.
+_OF_ANOTHER_RUN = (
+    *("task", "finetune", "generation", "checkpoint", "events", "parallel", "timeouts", "run", "trackers"),
+    *("profiler", "deepspeed", "schedule"),
+)
 _OF_PRETRAINING = {
     "training": ("steps", "stop_after_step", "eval_interval"),
     "schedule": ("warmup_steps", "decay_steps"),
@@ -56,12 +61,21 @@ class Task:
         return replace(self, config=config, renderer=make_renderer(config, self.tokenizer))
 
 
-def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iterable[str]) -> dict[str, Any]:
+def load_tree(
+    model_files: Iterable[str],
+    task_file: str | None,
+    overrides: Iterable[str],
+    pretrained: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Model files, the task's file on top of them, then overrides.
+
+    Args: pretrained: the configuration of the run to begin with, below the model files.
 
     A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
     """
-    tree: dict[str, Any] = {}
+    tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
+    if pretrained is not None:
+        tree["model"] = {**tree["model"], "task_head": "none", "task_classes": 0}
     for path in model_files:
         tree = merge(tree, load_yaml(path))
     of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file)
@@ -78,7 +92,7 @@ def load_tree(model_files: Iterable[str], task_file: str | None, overrides: Iter
 
 def prepare(tree: Mapping[str, Any]) -> Task:
     """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
-    needed = {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}  # until the samples are counted
+    needed = {"training": {"steps": 1 << 40}, "schedule": {"warmup_steps": 0}}  # until the samples are counted
     config = build(Config, merge(needed, tree))
     check(config.tokenizer is not None, "a task needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     assert config.tokenizer is not None

@@ -202,5 +202,6 @@ def test_overrides_win_over_the_task_and_the_task_over_the_model(tmp_path):
     files = write_task(tmp_path / "task")
     assert task_of(files, tmp_path / "out").config.training.steps == 8 * 64 // 16
     assert task_of(files, tmp_path / "out", "training.steps=7").config.training.steps == 7
+    assert task_of(files, tmp_path / "out", "training.stop_after_step=9").config.training.steps == 32
     assert task_of(files, tmp_path / "out", "optimizer.lr=0.5").config.optimizer.lr == 0.5
     assert parse_override("a.b=1") == {"a": {"b": 1}}
