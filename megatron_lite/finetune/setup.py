@@ -56,9 +56,12 @@ class Task:
         return self.config.task
 
     def seeded(self, seed: int) -> Task:
-        """The same with another seed."""
+        """The same with another seed, which also draws the samples where `task.train_samples` says how many."""
         config = replace(self.config, training=replace(self.config.training, seed=seed))
-        return replace(self, config=config, renderer=make_renderer(config, self.tokenizer))
+        renderer, train = make_renderer(config, self.tokenizer), self.train
+        if self.settings.train_samples is not None:
+            train = training_records(config, renderer)
+        return replace(self, config=config, renderer=renderer, train=train)
 
 
 def load_tree(
@@ -92,7 +95,10 @@ def load_tree(
 
 def prepare(tree: Mapping[str, Any]) -> Task:
     """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
-    needed = {"training": {"steps": 1 << 40}, "schedule": {"warmup_steps": 0}}  # until the samples are counted
+    needed = {
+        "training": {"steps": 1 << 40},
+        "schedule": {"warmup_steps": 0},
+    }  # until the samples are counted
     config = build(Config, merge(needed, tree))
     check(config.tokenizer is not None, "a task needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     assert config.tokenizer is not None

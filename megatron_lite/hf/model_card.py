@@ -89,9 +89,20 @@ model = {class_name}.from_pretrained("PATH")"""
 _EXTRA = " `{file}` holds the weights of a head that the class does not have."
 
 
+_CLASSIFIER = """from transformers import pipeline
+
+classify = pipeline("text-classification", model="PATH", trust_remote_code=True)  # runs this directory's .py files
+classify("A text.")"""
+
+
 def model_card(run: OpenRun) -> str:
     """The card of an export in GLM's format, in Markdown."""
-    return _card(run, _introduction(run.objectives), "")
+    words, task = _introduction(run.objectives), run.config.task
+    if task is not None:
+        words["introduction"] = f"Tuned on the task `{task.name}` ({task.kind}). {words['introduction']}"
+    if run.config.model.task_head != "none":
+        words |= {"tags": "- glm\n- text-classification", "example": _CLASSIFIER}
+    return _card(run, words, "")
 
 
 def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_file: str | None = None) -> str:
@@ -189,6 +200,9 @@ def _described(choice: ObjectiveChoice) -> str:
 def _data_table(corpora: Any) -> str:
     if not isinstance(corpora, list) or not corpora:
         return "The training corpora are not recorded."
+    if "samples" in corpora[0]:
+        labelled = [f"| {corpus['samples']} | `{corpus.get('sha256')}` |" for corpus in corpora]
+        return "\n".join(["| labelled samples | SHA-256 of the records |", "|---|---|", *labelled])
     lines = ["| documents | tokens | weight | SHA-256 of the token file |", "|---|---|---|---|"]
     for corpus in corpora:
         documents, tokens = corpus.get("documents", "?"), corpus.get("tokens", "?")
@@ -197,8 +211,12 @@ def _data_table(corpora: Any) -> str:
 
 
 def _evaluation(checkpoint: Checkpoint) -> str:
-    """The newest validation record of the run that is not newer than the checkpoint."""
-    record = _last_validation(checkpoint.path.parent.parent / "metrics.jsonl", checkpoint.step)
+    """The newest evaluation of the run that is not newer than the checkpoint."""
+    run = checkpoint.path.parent.parent
+    scores = _last_record(run / "metrics.jsonl", "scores", checkpoint.step)
+    if scores is not None:
+        return _scores(run / "results.json", scores, checkpoint.step)
+    record = _last_record(run / "metrics.jsonl", "validation", checkpoint.step)
     if record is None:
         return "No evaluation is recorded."
     rows = [
@@ -211,14 +229,33 @@ def _evaluation(checkpoint: Checkpoint) -> str:
     )
 
 
-def _last_validation(path: Path, step: int) -> dict[str, Any] | None:
+def _scores(results: Path, scores: Mapping[str, Any], step: int) -> str:
+    """Of a task: of each file where the run's results are of this checkpoint, else of its last evaluation."""
+    try:
+        found = json.loads(results.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    lines = [f"On the task at step {scores['step']}:", "", "| | |", "|---|---|"]
+    if found.get("best_step") == step:
+        lines = [f"On the task at step {step}:", "", "| file | samples | metric | |", "|---|---|---|---|"]
+        for name, of_file in found["files"].items():
+            for metric, value in of_file["metrics"].items():
+                lines.append(f"| {Path(name).name} | {of_file['samples']} | {metric} | {value:.4f} |")
+    else:
+        named = {k: v for k, v in scores.items() if k not in ("kind", "step", "time", "score")}
+        lines += [f"| {name} | {value:.4f} |" for name, value in named.items()]
+    return "\n".join(lines)
+
+
+def _last_record(path: Path, kind: str, step: int) -> dict[str, Any] | None:
     newest = None
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
-                if '"validation"' in line:
+                if f'"{kind}"' in line:
                     record = json.loads(line)
-                    newest = record if record.get("step", step + 1) <= step else newest
+                    is_one = record.get("kind") == kind and record.get("step", step + 1) <= step
+                    newest = record if is_one else newest
     except (OSError, ValueError):  # no metrics beside the checkpoint, or a line cut short by a crash
         return newest
     return newest

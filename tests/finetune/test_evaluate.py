@@ -78,6 +78,10 @@ def test_an_export_has_the_same_answers(run, tmp_path):
     best = run / "out/seed_1234/best"
     export_run(best, tmp_path / "export", ExportOptions())
     tree = {"task": load_tree([], str(run / "task/task.yaml"), [])["task"]}
+    card = (tmp_path / "export/README.md").read_text()
+    accuracy = the_numbers(run / "out")["metrics"]["accuracy"]
+    assert f"| validation.jsonl | 32 | accuracy | {accuracy:.4f} |" in card
+    assert "Tuned on the task `votes` (cloze)" in card and "| 64 | `" in card
     ours, theirs = measured(best, tree), measured(tmp_path / "export", tree)
     assert ours.predictions == theirs.predictions and ours.measured == theirs.measured
 
@@ -100,7 +104,7 @@ def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
     assert ours.predictions == pytest.approx(theirs.predictions) and ours.measured == pytest.approx(
         theirs.measured
     )
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
     model = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "export", trust_remote_code=True
@@ -113,6 +117,8 @@ def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
         assert logits[:, 0].tolist() == pytest.approx(ours.predictions, abs=1e-5)
     else:
         assert [model.config.id2label[i] for i in logits.argmax(-1).tolist()] == ours.predictions
+        classify = pipeline("text-classification", model=str(tmp_path / "export"), trust_remote_code=True)
+        assert [found["label"] for found in classify(texts)] == ours.predictions
 
 
 def test_another_task_and_a_file_without_labels(run, tmp_path):

@@ -129,6 +129,14 @@ def test_seeds_are_runs_and_done_ones_are_not_repeated(tmp_path):
     assert (output / "seed_2/results.json").exists()
 
 
+def test_each_seed_draws_its_own_samples(tmp_path):
+    files = write_task(tmp_path / "task")
+    task = task_of(files, tmp_path / "out", "task.train_samples=10")
+    drawn = [[record.index for record in task.seeded(seed).train] for seed in (1, 2, 1)]
+    assert len(drawn[0]) == len(task.train) == 10 and drawn[0] == drawn[2] != drawn[1]
+    assert task_of(files, tmp_path / "out").seeded(2).train == task_of(files, tmp_path / "out").train
+
+
 def test_training_ends_when_no_better_score_comes(tmp_path):
     """Labels that say nothing: scores of a tiny learning rate stay as they are."""
     files = write_task(tmp_path / "task", train=32)
