@@ -26,7 +26,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitS
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import find_manifest
-from megatron_lite.finetune.setup import Task, load_tree, prepare
+from megatron_lite.finetune.setup import Task, check_output, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
@@ -91,6 +91,7 @@ def main() -> ExitStatus:
     if not task.train:
         raise DataError("task.train is null; name a file to train on, or evaluate with scripts/evaluate.py.")
     config = task.config
+    check_output(output, config)
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
     require_apex(config)
     with held(output, "trains") if launch.rank == 0 else nullcontext() as lease:

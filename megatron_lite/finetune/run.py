@@ -27,7 +27,7 @@ from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by, writes_only
-from megatron_lite.finetune.setup import Task, run_directory
+from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
@@ -39,8 +39,6 @@ from megatron_lite.train.trainer import Trainer
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
-
-RESULTS = "results.json"
 
 
 def finetune(
@@ -151,6 +149,7 @@ def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, 
     results = {
         "seed": task.config.training.seed,
         "best_step": step,
+        "settings": settings_of(task.config),
         "steps": task.config.training.steps,
         "train_samples": len(task.train),
         "files": {path: described(found) for path, found in evaluated.items()},

@@ -5,7 +5,7 @@ Mistakes in any of them are found here, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import numpy as np
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build, check, merge, parse_override
+from data_utils.base.setting_files import load_json, load_yaml, shown
+from data_utils.base.settings import build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import form_of
@@ -32,6 +32,7 @@ _OF_ANOTHER_RUN = (
     *("task", "finetune", "generation", "checkpoint", "events", "parallel", "timeouts", "run", "trackers"),
     *("profiler", "deepspeed", "schedule"),
 )
+RESULTS = "results.json"  # of a seed, and of all
 _OF_PRETRAINING = {
     "training": ("steps", "stop_after_step", "eval_interval"),
     "schedule": ("warmup_steps", "decay_steps"),
@@ -200,6 +201,33 @@ def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
 
 def _given(tree: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     return tree.get(section) or {}
+
+
+def check_output(output: Path, config: Config) -> None:
+    """Raise ConfigError if the directory has results of other settings: they would be taken for these."""
+    for path in sorted(output.glob(f"seed_*/{RESULTS}")):
+        recorded = load_json(path, "results").get("settings")
+        differing = next(_differences(recorded, settings_of(config)), None)
+        if differing is not None:
+            raise ConfigError(
+                f"{path.parent} is done with other settings ({differing}); choose another --output, or remove it."
+            )
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What decides a result, as results.json has it."""
+    return {
+        name: to_tree(getattr(config, name))
+        for name in ("model", "task", "finetune", "optimizer", "generation")
+    }
+
+
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after} - {"seeds"}):
+            yield from _differences(before.get(key), after.get(key), f"{path}{key}.")
+    elif before != after:
+        yield f"{path.rstrip('.')} was {shown(before)} and is {shown(after)}"
 
 
 def run_directory(output: Path, seed: int) -> Path:

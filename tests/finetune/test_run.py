@@ -14,6 +14,7 @@ from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint,
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.finetune.run import finetune
+from megatron_lite.finetune.setup import check_output
 from megatron_lite.train.metrics import read_metrics
 
 CLOZE = {
@@ -123,6 +124,11 @@ def test_seeds_are_runs_and_done_ones_are_not_repeated(tmp_path):
         last_weights(output / f"seed_{seed}/checkpoints")["heads.task.classifier.weight"] for seed in (1, 2)
     ]
     assert not torch.equal(*heads)
+    check_output(output, task_of(files, output, *options).config)
+    with pytest.raises(
+        ConfigError, match=r"seed_1 is done with other settings \(finetune\.epochs was 2 and is 3\)"
+    ):
+        check_output(output, task_of(files, output, "finetune.epochs=3").config)
     (output / "seed_2/results.json").unlink()
     learn(files, output, *options)
     assert (output / "seed_1/results.json").stat().st_mtime_ns == before[0]
