@@ -150,6 +150,7 @@ MISTAKES = {
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "encoders": (["--text", "absent", "--tokenizer", "absent"], "--text absent: "),
+    "finetune": (["--length", "8"], "--length is 8; it must be at least 64"),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],
         "--compare absent is not a file that --output",
@@ -243,6 +244,28 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
         assert row["over"] == row[row["taken"]] / min(row[name] for name in KERNELS) >= 1
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows) + 3 + 2
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_finetune_compares_every_kind_of_step(tmp_path):
+    """In a process of its own: it makes a process group."""
+    sizes = "--layers 1 --hidden 64 --length 64 --rows 2 --repeats 1 --threads 1"
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/finetune.py"),
+        *sizes.split(),
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert list(found) == [
+        "pretraining",
+        *("tuning, full", "tuning, mixed", "choices", "sequence", "forward", "scoring"),
+    ]
+    assert found["pretraining"]["ratio"] == found["forward"]["ratio"] == 1.0
+    assert all(values["tokens_per_second"] > 0 and values["padded"] >= 1 for values in found.values())
+    assert all(values["tokens"] > 100 for values in found.values())
 
 
 def test_padding_reports_every_objective(tmp_path, capsys):
