@@ -104,6 +104,11 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
+    if config.task is not None:
+        raise ConfigError(
+            f"the configuration has the task {config.task.name}, which pretraining would leave out; train it with "
+            "scripts/finetune.py, or set task=null."
+        )
     launch = Launch.from_environment(local_rank)
     # Refuses a batch that does not divide over the ranks.
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))

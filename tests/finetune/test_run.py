@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks
 from support.tasks import task_of, votes, write_lines, write_task
 
@@ -219,3 +220,10 @@ def test_overrides_win_over_the_task_and_the_task_over_the_model(tmp_path):
     assert task_of(files, tmp_path / "out", "training.stop_after_step=9").config.training.steps == 32
     assert task_of(files, tmp_path / "out", "optimizer.lr=0.5").config.optimizer.lr == 0.5
     assert parse_override("a.b=1") == {"a": {"b": 1}}
+
+
+def test_pretraining_refuses_a_task(tmp_path):
+    """It would train on something else."""
+    model, task = write_task(tmp_path / "task")
+    result = pretrain("--config", model, "--config", task)
+    assert_refused(result, "the configuration has the task votes, which pretraining would leave out")
