@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure checkpoints on a task: metrics in a table, predictions in the form of the benchmark's server.
 
-    python scripts/evaluate.py --checkpoint runs/rte/seed_1234/best --task configs/tasks/rte.yaml [section.key=value]
+    python scripts/evaluate.py --checkpoint runs/rte --task configs/tasks/rte.yaml [section.key=value]
 
-Takes runs of pretraining and of fine-tuning in any layout, single checkpoints, and exported directories. Without --task
-it is the task that the run was trained on.
+Takes runs in any layout, single checkpoints, exported directories, and the output of scripts/finetune.py, from which it
+takes the best checkpoint of each seed. Without --task it is the task that the run was trained on.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def main() -> None:
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.finetune.checkpoints import evaluate, steps_of
+    from megatron_lite.finetune.checkpoints import evaluate, of_seeds, steps_of
 
     measured = []
-    for path in arguments.checkpoint:
+    for path in (path for given in arguments.checkpoint for path in of_seeds(given)):
         for checkpoint in steps_of(path) if arguments.every_step else [path]:
             measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
             print(f"measured {checkpoint}", flush=True)

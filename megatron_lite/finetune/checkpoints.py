@@ -15,6 +15,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
+from megatron_lite.finetune.judge import BEST
 from megatron_lite.finetune.setup import HEADED, Task, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
@@ -38,6 +39,11 @@ def steps_of(path: Path) -> list[Path]:
     if is_checkpoint(path) or is_export(path):
         return [path]
     return list_checkpoints(checkpoints_in(path)) or [path]
+
+
+def of_seeds(path: Path) -> list[Path]:
+    """The best checkpoint of each seed of scripts/finetune.py's output; any other path alone."""
+    return sorted(path.glob(f"seed_*/{BEST}")) or [path]
 
 
 def is_export(path: Path) -> bool:
