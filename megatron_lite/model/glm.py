@@ -34,7 +34,7 @@ from megatron_lite.model.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.relative import Distances, RelativeBuckets
 from megatron_lite.model.rotary import Rotary
-from megatron_lite.model.task_losses import Parts, choice_scores, sums_of_task, task_loss
+from megatron_lite.model.task_losses import Parts, choice_scores, part_sums, sums_of_task, task_loss
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
     RMSNorm,
@@ -193,7 +193,8 @@ class GLM(nn.Module):
             losses = self._row_losses(batch, self.label_smoothing)
             return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
         if batch.parts.head == "choices":
-            outputs = choice_scores(self._row_losses(batch, 0.0), batch.parts)
+            losses = self._row_losses(batch, 0.0)[: len(batch.parts.row_part)]  # without fillers
+            outputs = choice_scores(losses, batch.parts)
         else:
             outputs = self._head_outputs(batch, batch.parts)
         loss = task_loss(outputs, batch.parts)
@@ -210,10 +211,9 @@ class GLM(nn.Module):
             outputs = self._head_outputs(batch, parts).float()
             return outputs, outputs.new_empty(0)
         logits, _ = self._row_logits(batch)
-        log_p, is_likeliest = row_scores(logits, batch.targets, self.embedding.word_embeddings)
-        none = torch.zeros(len(parts.sample), device=log_p.device)
-        others = none.index_add(0, parts.row_part, (~is_likeliest).float())
-        return none.index_add(0, parts.row_part, log_p), others == 0
+        rows = len(parts.row_part)
+        log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
+        return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
     def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
         layers: list[torch.Tensor] = []  # of the embeddings and of all blocks
@@ -224,7 +224,8 @@ class GLM(nn.Module):
 
         keep_all = keep if self.config.task_mix else None
         layers.append(self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
-        return self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
+        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
+        return outputs[: len(parts.row_part)]
 
     def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""

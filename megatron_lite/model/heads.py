@@ -349,25 +349,31 @@ def _gradient_on_cpu(
         logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
 
 
-def _sums_of_columns(logits: torch.Tensor, valid: int) -> torch.Tensor:
-    return torch.cat([chunk.float().sum(-1) for chunk in logits[:, :valid].split(_rows_of_a_chunk(logits))])
+@dataclass(frozen=True)
+class Smoothing:
+    """Label smoothing: `amount` of a target's probability goes to all columns, `share` to each."""
+
+    amount: float
+    columns: int  # of the whole vocabulary, padding left out
+
+    @property
+    def share(self) -> float:
+        return self.amount / self.columns
 
 
 def _smooth(
     gradient: torch.Tensor,
     targets: torch.Tensor,
     grad: torch.Tensor,
-    smoothing: float,
-    share: torch.Tensor,
+    smoothing: Smoothing,
     first: int,
     valid: int,
 ) -> None:
-    """Move `smoothing` of each target's probability to all columns, `share` to each."""
     if not valid:
         return
     local, is_here = _local(targets, first, valid)
-    gradient[:, :valid] -= (share * grad)[:, None].to(gradient.dtype)
-    back = (smoothing * grad).masked_fill(~is_here, 0.0).to(gradient.dtype)
+    gradient[:, :valid] -= (smoothing.share * grad)[:, None].to(gradient.dtype)
+    back = (smoothing.amount * grad).masked_fill(~is_here, 0.0).to(gradient.dtype)
     gradient.scatter_add_(1, local[:, None], back[:, None])
 
 
@@ -394,14 +400,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, log_sums)
         ctx.columns, ctx.smoothing = (first, valid), smoothing
         losses = log_sums - picked
-        if smoothing:
-            means = _sums_of_columns(logits, valid)
-            counted = torch.tensor(float(valid), device=logits.device)
+        if smoothing is not None:
+            sums = logits[:, :valid].sum(-1, dtype=torch.float32)
             if group.size > 1:
-                all_reduce(means, group)
-                all_reduce(counted, group)
-            ctx.share = smoothing / counted
-            losses += smoothing * picked - ctx.share * means
+                all_reduce(sums, group)
+            losses += smoothing.amount * picked - smoothing.share * sums
         return losses
 
     @staticmethod
@@ -410,8 +413,8 @@ class _CrossEntropy(torch.autograd.Function):
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
         write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_on_cpu
         write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
-        if ctx.smoothing:
-            _smooth(logits.detach(), targets, grad, ctx.smoothing, ctx.share, *ctx.columns)
+        if ctx.smoothing is not None:
+            _smooth(logits.detach(), targets, grad, ctx.smoothing, *ctx.columns)
         return logits, None, None, None, None, None
 
 
@@ -421,7 +424,7 @@ def cross_entropy(
     group: Group = SINGLE,
     first: int = 0,
     valid: int | None = None,
-    smoothing: float = 0.0,
+    smoothing: Smoothing | None = None,
 ) -> torch.Tensor:
     """Per-row cross entropy in nats, without gathering the vocabulary.
 
@@ -432,7 +435,6 @@ def cross_entropy(
         group: the ranks whose shards make up the vocabulary.
         first: global id of this rank's first column.
         valid: columns that are no padding; None = all.
-        smoothing: part of a target's probability that is spread over the whole vocabulary, padding left out.
     Returns: fp32 [K], equal on all ranks of the group.
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -451,11 +453,12 @@ def row_losses(
 
     Args:
         logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
-        smoothing: of the targets that are tokens, see `cross_entropy`.
+        smoothing: part of a target token's probability that is spread over the vocabulary.
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
+    smoothed = Smoothing(smoothing, embedding.vocab_size) if smoothing else None
     losses = cross_entropy(
-        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab, smoothing
+        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab, smoothed
     )
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero

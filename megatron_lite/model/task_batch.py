@@ -10,7 +10,7 @@ import torch
 from data_utils.objectives.planes import TOKENS
 from data_utils.tasks.collate import PartArrays
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.heads import LossRows
+from megatron_lite.model.heads import LossRows, few_count
 from megatron_lite.model.task_losses import Parts
 
 
@@ -48,7 +48,10 @@ class TaskBatch(Batch):
 
     @property
     def loss_rows(self) -> int:
-        return super().loss_rows if self.head == "tokens" else len(self.parts.rows)
+        """Rows on which the vocabulary's head runs; others cost next to nothing."""
+        if self.head == "tokens":
+            return super().loss_rows
+        return len(self.parts.rows) if self.head == "choices" else 0
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         if self.head == "tokens":
@@ -64,28 +67,35 @@ class HostParts:
     Args:
         order: int64 [T], the plan's: index of each token into the flattened batch, -1 for padding.
         first: token of [T] from which rows are counted: with a decoder its first.
+        few_counts: rows are filled up to one of few counts, see `few_count`. The first token fills.
     """
 
-    ARRAYS = 7
+    ARRAYS = 8
 
-    def __init__(self, batch: TaskBatch, order: np.ndarray, first: int = 0):
+    def __init__(self, batch: TaskBatch, order: np.ndarray, first: int = 0, few_counts: bool = False):
         parts = batch.parts
         places = np.full(batch.planes[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
-        self._head, self._loss, self._weight = batch.head, batch.loss, batch.loss_weight
+        self._head, self._loss = batch.head, batch.loss
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
             targets = targets + np.searchsorted(parts.row_part, parts.target_part)
-        self.rows, self.targets = places[parts.rows], targets
-        assert (self.rows >= 0).all(), "parts are made of tokens that the head computes"
+        rows = places[parts.rows]
+        assert (rows >= 0).all(), "parts are made of tokens that the head computes"
+        self._fillers = few_count(len(rows)) - len(rows) if few_counts else 0
+        self._rows, self._targets = self._filled(rows), targets
         right = parts.right + np.searchsorted(parts.sample, np.arange(len(parts.right)))
-        self._integers = (self.rows, parts.row_part, targets, parts.sample, right[parts.right >= 0])
-        self._numbers = (parts.value, parts.divisor)
+        self._integers = (self._rows, parts.row_part, targets, parts.sample, right[parts.right >= 0])
+        self._numbers = (parts.value, parts.divisor, np.array([batch.loss_weight]))
 
-    def loss_rows(self) -> LossRows:
-        """The rows whose targets are tokens (choices)."""
-        none = self.rows[:0]
-        return LossRows(self.rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self.rows))
+    def _filled(self, of_rows: np.ndarray) -> np.ndarray:
+        return np.pad(of_rows, (0, self._fillers))
+
+    def loss_rows(self) -> tuple[LossRows, np.ndarray]:
+        """The rows whose targets are tokens (choices), and these tokens."""
+        none = self._rows[:0]
+        rows = LossRows(self._rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self._rows))
+        return rows, self._filled(self._targets)
 
     def arrays(self) -> list[np.ndarray]:
         """int32, floats by their bits."""
@@ -96,7 +106,7 @@ class HostParts:
 
     def on_device(self, arrays: list[torch.Tensor]) -> Parts:
         """Args: arrays: as `arrays` gave them."""
-        rows, row_part, targets, sample, right, value, divisor = arrays
+        rows, row_part, targets, sample, right, value, divisor, weight = arrays
         named: dict[str, Any] = {"row_part": row_part, "targets": targets, "sample": sample, "right": right}
         return Parts(
             head=self._head,
@@ -104,6 +114,6 @@ class HostParts:
             rows=rows,
             value=value.view(torch.float32),
             divisor=divisor.view(torch.float32),
-            weight=self._weight,
+            weight=weight.view(torch.float32),
             **named,
         )

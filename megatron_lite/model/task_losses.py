@@ -22,20 +22,27 @@ class Parts:
 
     head: str  # of data_utils.tasks.base.HEADS, not `tokens`
     loss: str  # of CHOICE_LOSSES, for choices
-    rows: torch.Tensor  # [N], indices into [T]
+    rows: (
+        torch.Tensor
+    )  # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`
     row_part: torch.Tensor  # [N]
     targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
     sample: torch.Tensor  # [P]
     right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
     value: torch.Tensor  # fp32 [P]
     divisor: torch.Tensor  # fp32 [P]
-    weight: float  # of the micro-batch: samples, parts or rows with a label, see `loss_weight`
+    weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
 
 
 def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:
     """Log probability of each part over its divisor, fp32 [P]. Args: losses: cross entropies of the rows, [N]."""
-    sums = torch.zeros(len(parts.sample), device=losses.device)
-    return -sums.index_add(0, parts.row_part, losses.float()) / parts.divisor
+    return -part_sums(losses, parts) / parts.divisor
+
+
+def part_sums(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Sums over the rows of each part, fp32 [N] -> [P]."""
+    none = torch.zeros(len(parts.sample), device=of_rows.device)
+    return none.index_add(0, parts.row_part, of_rows.float())
 
 
 def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -82,9 +89,7 @@ def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
     return entropy - chosen.masked_fill(choices > 1, 0.0).sum()
 
 
-def sums_of_task(loss: torch.Tensor, weight: float, num_losses: int) -> torch.Tensor:
+def sums_of_task(loss: torch.Tensor, weight: torch.Tensor, num_losses: int) -> torch.Tensor:
     """fp32 [objectives, 2] without gradient: the last row holds the task's loss and weight."""
-    sums = torch.zeros(num_losses, 2, device=loss.device)
-    sums[-1, 0] = loss.detach()
-    sums[-1, 1] = weight
-    return sums
+    others = torch.zeros(num_losses - 1, 2, device=loss.device)
+    return torch.cat([others, torch.stack([loss.detach(), weight[0]])[None]])

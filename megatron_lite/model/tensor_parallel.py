@@ -305,6 +305,7 @@ class VocabParallelEmbedding(nn.Module):
         assert config.vocab_size is not None
         rows = padded_vocab_size(config.vocab_size, parallel.group.size) // parallel.group.size
         self.parallel = parallel
+        self.vocab_size = config.vocab_size
         self.first = parallel.group.rank * rows
         self.local_vocab = max(0, min(config.vocab_size - self.first, rows))  # rows that are no padding
         partition = Partition(dim=0, rows=config.vocab_size)

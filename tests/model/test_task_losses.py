@@ -12,7 +12,7 @@ from data_utils.objectives.planes import Example
 from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.heads import cross_entropy, row_scores
+from megatron_lite.model.heads import Smoothing, cross_entropy, row_scores
 from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.train.plain import make_engine
 
@@ -111,9 +111,30 @@ def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=name)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_rows_that_fill_change_nothing(head):
+    """Few counts of rows, for kernels that are built for each: the same losses, gradients and answers."""
+    model, results = make_model(head), []
+    for few_counts in (False, True):
+        batch = ModelInput.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
+        loss, _ = model(batch)
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        answers, likeliest = model(batch, answers=True)
+        results.append((len(batch.parts.rows), loss, grads, answers, likeliest))
+    (rows, loss, grads, answers, likeliest), filled = results
+    assert filled[0] % 16 == 0 and filled[0] > rows
+    torch.testing.assert_close(filled[1], loss)
+    torch.testing.assert_close(filled[3:], (answers, likeliest))
+    for ours, theirs in zip(filled[2], grads, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_count_what_has_a_label():
     assert task_batch("choices", range(5)).loss_weight == 5
     assert task_batch("spans", range(5)).loss_weight == 5
+    assert task_batch("choices", range(5)).loss_rows > 0 == task_batch("classes", range(5)).loss_rows
     tags = sum(len(sample("tags", n).parts[0].targets) for n in range(5))
     batch = task_batch("tags", range(5))
     assert batch.loss_weight == tags and batch.loss_weights(4).tolist() == [0, 0, 0, tags]
@@ -150,7 +171,7 @@ def test_label_smoothing_equals_torch(smoothing):
     weights = torch.rand(7, generator=generator)
     expected = F.cross_entropy(logits[:, :11], targets, reduction="none", label_smoothing=smoothing)
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    ours = cross_entropy(logits * 1.0, targets, valid=11, smoothing=smoothing)
+    ours = cross_entropy(logits * 1.0, targets, valid=11, smoothing=Smoothing(smoothing, 11))
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-6)

@@ -7,6 +7,7 @@ gradients; waits, copies, copies that wait and unaligned matmuls of a micro-batc
 from __future__ import annotations
 
 import pytest
+from support.traced import TASKS
 
 COLUMNS = (
     "attention",
@@ -71,6 +72,17 @@ def grown(profile, ceilings):
 @pytest.mark.parametrize("name", CEILINGS)
 def test_no_count_grows(profiles, name):
     assert grown(profiles[name], CEILINGS[name]) == []
+
+
+@pytest.mark.parametrize("name", ["label smoothing", *(f"task, {head}" for head in TASKS)])
+def test_losses_of_tasks_wait_for_nothing(profiles, name):
+    """As in pretraining: one asynchronous copy for each micro-batch, and one wait for each step."""
+    profile = profiles[name]
+    _, _, _, _, waits, copies, pageable, _, step_waits = counts(profile)
+    assert (waits, copies, pageable, step_waits) == (0, 1, 0, 1), profile.details.places
+    if name == "label smoothing":  # it passes over the logits three times more, whatever their size
+        forward = profiles["data parallel"].expected.launches_per_layer_forward
+        assert profile.expected.launches_per_layer_forward == forward
 
 
 @pytest.mark.parametrize(("plant", "column"), [("an item()", "waits"), ("an attention call", "attention")])

@@ -1,6 +1,6 @@
 """Profiles for the tests, all traced in one process: `python tests/support/traced.py` writes a line of JSON for each.
 
-A plant is a mistake that is made in the product before the step is traced.
+A plant is a mistake that is made in the product before the step is traced, or a task whose samples are learnt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",)
 TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SHORT = "model.num_layers=5"
 
+TASK = "task={name: one, kind: cloze, reader: jsonl}"
+TASKS = {
+    "choices": (),
+    "classes": ("model.task_head=classes", "model.task_classes=3"),
+    "values": ("model.task_head=values",),
+    "tags": ("model.task_head=tags", "model.task_classes=3"),
+    "spans": ("model.task_head=spans",),
+}
+
 # name -> (configuration, ranks, micro-batches, settings, plant, traced layers)
 CASES = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
@@ -27,6 +36,8 @@ CASES = {
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, (), None, 1),
     "bert": (BERT, 64, 2, (), None, 1),
+    "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
+    **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items()},
     "bert, an item()": (BERT, 64, 1, (), "wait", 1),
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
     "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
@@ -47,11 +58,19 @@ def request_of(files, processes, micro_batches, settings, layers):
 
 
 def plant(kind):
-    """Let every block of the model wait for the device, or call an attention kernel once more."""
+    """Let every block of the model wait for the device, or call an attention kernel once more; or learn a task."""
     import torch.nn.functional as F
 
     from megatron_lite.model.block import Block
+    from megatron_lite.profile import trace
+    from support.task_batches import task_batch
 
+    if kind in TASKS:
+        trace.random_batches = lambda config, count: [
+            task_batch(kind, range(16 * i, 16 * i + 16)) for i in range(count)
+        ]
+        trace.LOSS_NAMES = [*trace.LOSS_NAMES, kind]
+        return
     forward = Block._forward
 
     def planted(self, stream, *rest):
@@ -100,5 +119,5 @@ def all_profiles():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     main()
