@@ -16,7 +16,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     import entry  # noqa: F401
@@ -26,7 +25,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitS
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import find_manifest
-from megatron_lite.finetune.setup import Task, check_output, load_tree, prepare
+from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import Phase, RunControl
 from megatron_lite.train.lease import held
@@ -78,7 +77,7 @@ def main() -> ExitStatus:
     start, pretrained = arguments.checkpoint, None
     if start is not None:
         require_directory(start, "give a run directory, one of its checkpoints, or an exported directory")
-        if (start / "config.json").exists():
+        if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config
     tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained)
@@ -116,10 +115,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
     from megatron_lite.hf.importing import import_directory
 
     tree = load_tree(arguments.config, arguments.task, arguments.overrides)
-    given: dict[str, Any] = {
-        name: tree[name] for name in ("model", "tokenizer", "data", "objectives") if name in tree
-    }
-    import_directory(source, run, given)
+    import_directory(source, run, for_import(tree))
     return run
 
 

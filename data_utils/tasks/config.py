@@ -74,3 +74,8 @@ class TaskConfig:
     )
     skip_bad_lines: bool = setting(False, "leave out lines that cannot be read, and count them")
     metrics: tuple[str, ...] = setting((), "what is measured; () = the task's own")
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether predictions are texts that the model writes."""
+        return self.kind in ("seq2seq", "blanks")

@@ -91,6 +91,21 @@ def metrics_of(task: TaskConfig) -> Metrics:
     return found
 
 
+def compared_by(task: TaskConfig, best: str | None) -> Metrics:
+    """The metrics of a task, compared by `finetune.best` where that names one.
+
+    Raises: ConfigError if it names no metric of the task, and as `metrics_of`.
+    """
+    metrics = metrics_of(task)
+    if task.writes_text:
+        metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
+    if best is not None and best not in metrics.names:
+        raise ConfigError(
+            f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
+        )
+    return metrics if best is None else Metrics(metrics.names, (best,))
+
+
 def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, float]:
     """exp of the mean over tokens, and over words; and bits for each byte.
 

@@ -16,7 +16,7 @@ from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST
-from megatron_lite.finetune.setup import HEADED, Task, prepare
+from megatron_lite.finetune.setup import HEADED, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
 from megatron_lite.model.model_input import ModelInput
@@ -46,11 +46,6 @@ def of_seeds(path: Path) -> list[Path]:
     return sorted(path.glob(f"seed_*/{BEST}")) or [path]
 
 
-def is_export(path: Path) -> bool:
-    """Whether a directory is one of transformers."""
-    return (path / "config.json").exists()
-
-
 @contextlib.contextmanager
 def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Iterator[OpenRun]:
     """A run, a checkpoint, or an export, which is imported for the time of the context."""
@@ -61,8 +56,7 @@ def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Itera
 
     with tempfile.TemporaryDirectory(prefix="glm_evaluate_") as directory:
         run = Path(directory) / "run"
-        given = {name: tree[name] for name in ("model", "tokenizer", "data") if name in tree}
-        import_directory(path, run, given, verify=False)
+        import_directory(path, run, for_import(tree), verify=False)
         yield open_run(run, tokenizer)
 
 

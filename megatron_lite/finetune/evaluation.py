@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from data_utils.tasks.pairs import sentences_on_lines
 from data_utils.tasks.render import Renderer
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.gather import gather_arrays
-from megatron_lite.finetune.writing import Write, reference_text
+from megatron_lite.finetune.writing import Write
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 
@@ -62,6 +63,8 @@ class Evaluation:
         self._skipped = getattr(records, "skipped", 0)
         self.records = renderer.prepare(records, training=False)
         self._samples = [renderer.sample(record, number) for number, record in enumerate(self.records)]
+        if renderer.head == "tokens":
+            self._samples = [with_targets(sample) for sample in self._samples]
         self.cut = sum(sample.cut > 0 for sample in self._samples)
 
     def run(self, model: Model) -> Evaluated:
@@ -78,15 +81,15 @@ class Evaluation:
             prediction(self._renderer, record, sample, given)
             for record, sample, given in zip(self.records, self._samples, answers, strict=True)
         ]
-        return Evaluated(self._measured(found, references(self.records)), self.records, found, self.cut)
+        return Evaluated(self._measured(found), self.records, found, self.cut)
 
-    def _measured(self, predictions: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
+    def _measured(self, predictions: Sequence[Any]) -> dict[str, float]:
         if any(record.label is None for record in self.records):
             return {}
         return measure(
             metrics_of(self._task).names,
             predictions,
-            right,
+            references(self.records),
             groups=[record.group for record in self.records],
             positive=positive_label(self._renderer.labels),
         )
@@ -100,8 +103,7 @@ class Evaluation:
 
     def _of_texts(self, model: Model) -> Evaluated:
         """Kinds whose documents' own targets are the loss."""
-        scored = [with_targets(sample) for sample in self._samples]
-        labelled = [sample for sample in scored if sample.parts]
+        labelled = [sample for sample in self._samples if sample.parts]
         answers = self._answers(model.answer, labelled)
         total = -sum(float(given[:, 0].sum()) for given in answers)
         tokens = sum(len(part.targets) for sample in labelled for part in sample.parts)
@@ -111,12 +113,10 @@ class Evaluation:
         if model.write is None:
             return Evaluated(losses, self.records, [], self.cut)
         found = self._written(model.write)
-        right = [reference_text(self._renderer, record) for record in self.records]
         compared = found
         if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
             compared = [sentences_on_lines(text) for text in found]  # as references have it
-        measured = {} if None in right else {**self._measured(compared, right), **losses}
-        return Evaluated(measured, self.records, found, self.cut)
+        return Evaluated({**self._measured(compared), **losses}, self.records, found, self.cut)
 
     def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
         """The first word of each text is not predicted, as the first token is not."""
@@ -128,10 +128,13 @@ class Evaluation:
         size = sum(len(text.encode("utf-8")) for text in texts)
         return perplexities(nll, tokens, max(1, sum(counts)), size)
 
+    @functools.cached_property
+    def _prompts(self) -> list[list[int]]:
+        return [self._renderer.prompt(record, number) for number, record in enumerate(self.records)]
+
     def _written(self, write: Write) -> list[str]:
         """What the model writes for each record; each rank writes for its share."""
-        dp, renderer = self._context.dp, self._renderer
-        prompts = [renderer.prompt(record, number) for number, record in enumerate(self.records)]
+        dp, renderer, prompts = self._context.dp, self._renderer, self._prompts
         mine = prompts[dp.rank :: dp.size]
         spans: list[np.ndarray] = []
         for start in range(0, len(mine), self._size):

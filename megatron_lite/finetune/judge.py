@@ -7,33 +7,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from data_utils.base.errors import ConfigError
 from data_utils.base.files import sync_directory
-from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics_by_task import LOSS, Metrics, metrics_of
+from data_utils.tasks.metrics_by_task import Metrics
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.metrics import read_metrics
 
 BEST = "best"  # the directory of the best checkpoint, in a run's
-
-
-def compared_by(task: TaskConfig, best: str | None) -> Metrics:
-    """The metrics of a task, compared by `finetune.best` where that names one. Raises ConfigError if it does not."""
-    metrics = metrics_of(task)
-    if writes_only(task):
-        metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
-    if best is not None and best not in metrics.names:
-        raise ConfigError(
-            f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
-        )
-    return metrics if best is None else Metrics(metrics.names, (best,))
-
-
-def writes_only(task: TaskConfig) -> bool:
-    """Whether predictions are texts that the model writes."""
-    return task.kind in ("seq2seq", "blanks")
 
 
 class TaskJudge:
@@ -64,13 +45,15 @@ class TaskJudge:
             return False
         return len(self._scores) - 1 - self._scores.index(max(self._scores)) >= self._patience
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int) -> int:
         """Scores up to this step, which the main rank reads from the run's records."""
         records = read_metrics(self._directory) if self._context.is_main and step else []
         scores = {r["step"]: r["score"] for r in records if r["kind"] == "scores" and r["step"] <= step}
-        (count,) = self._context.sum_of_hosts([float(len(scores))])
+        last = max(scores, default=0)
+        count, last = self._context.sum_of_hosts([float(len(scores)), float(last)])
         own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
         self._scores = self._context.sum_of_hosts(own)
+        return int(last)
 
     def evaluate(self, step: int) -> dict[str, float]:
         measured = {

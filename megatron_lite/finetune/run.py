@@ -20,13 +20,13 @@ from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics_by_task import LOSS, Metrics
+from data_utils.tasks.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import BEST, TaskJudge, compared_by, writes_only
+from megatron_lite.finetune.judge import BEST, TaskJudge
 from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.counts import parameter_shapes
@@ -96,7 +96,7 @@ def _one_seed(
         model, judge = asked(task, engine, context), None
         if validation:
             metrics = compared_by(task.settings, config.finetune.best)
-            if writes_only(task.settings) and model.write is None:
+            if task.settings.writes_text and model.write is None:
                 metrics = Metrics((LOSS,))
             judge = TaskJudge(validation, metrics, model, context, directory, config.finetune.patience)
         trainer = Trainer(
@@ -128,7 +128,7 @@ def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     """The model of an engine. It writes where every rank holds it whole."""
     config = task.config
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
-        if writes_only(task.settings) and context.is_main:
+        if task.settings.writes_text and context.is_main:
             log.info(
                 "no rank holds the whole model: losses are measured only; scripts/evaluate.py has it write"
             )
@@ -161,12 +161,15 @@ def write_file_predictions(
     directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
 ) -> None:
     """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
-    for path, found in evaluated.items():
+    stems = [Path(path.partition(":")[0]).stem for path in evaluated]
+    for number, (stem, found) in enumerate(zip(stems, evaluated.values(), strict=True)):
         if not found.predictions:
             continue
         name = file_name(task)
-        if len(evaluated) > 1:
-            name = f"{Path(path.partition(':')[0]).stem}_{name}"
+        if len(stems) > 1:
+            name = f"{stem}_{name}"
+        if stems.count(stem) > 1:  # files of the same name in several directories
+            name = f"{number}_{name}"
         indices = [record.index for record in found.records]
         write_predictions(directory / name, task, indices, found.predictions, option)
 

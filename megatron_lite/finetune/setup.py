@@ -19,7 +19,7 @@ from data_utils.base.settings import build, check, merge, parse_override, to_tre
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import form_of
-from data_utils.tasks.metrics_by_task import metrics_of
+from data_utils.tasks.metrics_by_task import compared_by
 from data_utils.tasks.readers import labels_of, read_records
 from data_utils.tasks.render import Renderer
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
@@ -33,6 +33,7 @@ _OF_ANOTHER_RUN = (
     *("profiler", "deepspeed", "schedule"),
 )
 RESULTS = "results.json"  # of a seed, and of all
+_NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
     "training": ("steps", "stop_after_step", "eval_interval"),
     "schedule": ("warmup_steps", "decay_steps"),
@@ -58,6 +59,8 @@ class Task:
 
     def seeded(self, seed: int) -> Task:
         """The same with another seed, which also draws the samples where `task.train_samples` says how many."""
+        if seed == self.config.training.seed:
+            return self
         config = replace(self.config, training=replace(self.config.training, seed=seed))
         renderer, train = make_renderer(config, self.tokenizer), self.train
         if self.settings.train_samples is not None:
@@ -94,10 +97,21 @@ def load_tree(
     return tree
 
 
+def is_export(path: Path) -> bool:
+    """Whether a directory is one of transformers."""
+    return (path / "config.json").exists()
+
+
+def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of an export that it begins with: the model, its tokenizer and objectives."""
+    kept = {name: value for name, value in tree.items() if name not in _OF_ANOTHER_RUN}
+    return merge({"training": {"steps": _NOT_COUNTED}}, kept)  # an import trains nothing
+
+
 def prepare(tree: Mapping[str, Any]) -> Task:
     """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
     needed = {
-        "training": {"steps": 1 << 40},
+        "training": {"steps": _NOT_COUNTED},
         "schedule": {"warmup_steps": 0},
     }  # until the samples are counted
     config = build(Config, merge(needed, tree))
@@ -108,7 +122,7 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     renderer = make_renderer(config, tokenizer)
     task = config.task
     assert task is not None
-    metrics_of(task)
+    compared_by(task, config.finetune.best)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
         {path: read_records(task, path, labelled=labelled) for path in paths}

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
-from data_utils.tasks.base import Record
-from data_utils.tasks.render import Renderer
-from data_utils.tasks.sequence import Blanks
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import BlankDecoder, decoder_for
 from megatron_lite.model.glm import GLM
 
-Write = Callable[
-    [Sequence[Sequence[int]]], list[list[list[int]]]
-]  # contexts -> for each the spans of its blanks
+# Contexts -> for each the spans of its blanks.
+Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 
 
 def writer(
@@ -30,7 +25,7 @@ def writer(
     """
     task = config.task
     assert task is not None
-    if task.kind not in ("seq2seq", "blanks"):
+    if not task.writes_text:
         return None
     generation = replace(
         config.generation, max_length=max(task.target_length, config.generation.min_length + 1)
@@ -43,11 +38,3 @@ def writer(
             f"task.kind is blanks, but {run} writes what follows a text; give a run of blank_infilling."
         )
     return decoder.filler.fill_all
-
-
-def reference_text(renderer: Renderer, record: Record) -> Any:
-    """What a prediction is compared with: a text or several; None without a label."""
-    if isinstance(renderer.kind, Blanks):
-        return record.label
-    label = record.fields.get("target", record.label)
-    return list(label) if isinstance(label, tuple) else label

@@ -134,13 +134,7 @@ def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
     if not sys.stderr.isatty():  # our own progress bars are off, too
         transformers_logging.disable_progress_bar()
     model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(
-        input_ids=_tensor(batch, TOKENS),
-        attention_mask=(_tensor(batch, DOC) != PADDING_DOC).long(),
-        position_ids=_tensor(batch, POSITION_IDS),
-        block_position_ids=_tensor(batch, BLOCK_POSITION_IDS),
-        use_cache=False,
-    ).logits
+    return model(**_inputs(batch), use_cache=False).logits
 
 
 @torch.no_grad()
@@ -155,12 +149,7 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
 def exported_classes(directory: Path, batch: np.ndarray) -> torch.Tensor:
     """The same of a Hugging Face directory."""
     model = GLMForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(
-        input_ids=_tensor(batch, TOKENS),
-        attention_mask=(_tensor(batch, DOC) != PADDING_DOC).long(),
-        position_ids=_tensor(batch, POSITION_IDS),
-        block_position_ids=_tensor(batch, BLOCK_POSITION_IDS),
-    ).logits
+    return model(**_inputs(batch)).logits
 
 
 @torch.no_grad()
@@ -170,6 +159,15 @@ def released_logits(shards: Sequence[Weights], config: ModelConfig, batch: np.nd
     visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
     tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
     return reference_logits(shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible)
+
+
+def _inputs(batch: np.ndarray) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": _tensor(batch, TOKENS),
+        "attention_mask": (_tensor(batch, DOC) != PADDING_DOC).long(),
+        "position_ids": _tensor(batch, POSITION_IDS),
+        "block_position_ids": _tensor(batch, BLOCK_POSITION_IDS),
+    }
 
 
 def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ class Judge(Protocol):
         """Whether no better score is to be expected."""
         ...
 
-    def resume(self, step: int) -> None:
-        """The run goes on after this step: what was found later is forgotten."""
+    def resume(self, step: int) -> int:
+        """The run goes on after this step: what was found later is forgotten. Returns the last evaluated step, or 0."""
         ...
 
     def evaluate(self, step: int) -> dict[str, float]:

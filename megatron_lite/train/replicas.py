@@ -9,11 +9,13 @@ stage for a tied word embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from data_utils.base.errors import TrainingError
 from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.parallel.context import ParallelContext
@@ -34,6 +36,19 @@ def fingerprint(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+def require_equal_replicas(
+    named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int, step: int, run: Path
+) -> None:
+    """Raise TrainingError on every rank if weights differ. Args: step, run: for the message."""
+    differing = differing_replicas(named, context, zero_stage)
+    if differing:
+        raise TrainingError(
+            f"after step {step} these weights differ between ranks that should hold the same: "
+            f"{'; '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}. Look for a faulty device, and go "
+            f"back to before the fault with `scripts/checkpoints.py rewind {run} STEP`."
+        )
+
+
 def differing_replicas(
     named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int
 ) -> list[str]:

@@ -41,7 +41,7 @@ from megatron_lite.train.machine import Yardstick
 from megatron_lite.train.metrics import Metrics, keep_aside
 from megatron_lite.train.plain import PlainEngine
 from megatron_lite.train.progress import Advance, progress_bar
-from megatron_lite.train.replicas import differing_replicas
+from megatron_lite.train.replicas import require_equal_replicas
 from megatron_lite.train.reports import (
     Interval,
     layout,
@@ -112,6 +112,7 @@ class Trainer:
         self._control = control
         self._fill = fill
         self._judge = judge
+        self._evaluated = 0  # the last step of which it is known that it was
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
         )
@@ -125,9 +126,9 @@ class Trainer:
         """
         self._begin()
         outcome = "FAILED"
-        wanted = self.config.run.progress_bar and self.context.is_main
+        shown = self.config.run.progress_bar and self.context.is_main
         try:
-            with closing(self._ahead), progress_bar(wanted, self.step, self._last_step) as advance:
+            with closing(self._ahead), progress_bar(shown, self.step, self._last_step) as advance:
                 requests = self._train(advance)
             self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
@@ -143,6 +144,12 @@ class Trainer:
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
+        if (
+            self._judge is not None
+            and self.step > self._evaluated
+            and self._is_multiple(training.eval_interval)
+        ):
+            self.evaluate()  # the start before was ended between this step's save and its evaluation
         while not self._is_over(self._last_step) and not requests.end:
             self._apply_events()
             self._profiler.begin(self.step + 1)
@@ -156,7 +163,8 @@ class Trainer:
                     self._profiler.write(self.step)
             if self._is_multiple(training.replica_check_interval):
                 with self._aside(interval, Section.STEP, "replica check"):
-                    self._check_replicas()
+                    named, stage = self.engine.named_parameters, self.config.parallel.zero_stage
+                    require_equal_replicas(named, self.context, stage, self.step, self.directory)
             self._record_requests(requests)
             if requests.save or requests.end or self._is_multiple(save_interval):
                 self._read_outcomes()
@@ -221,19 +229,17 @@ class Trainer:
         self.metrics.write("start", self.step, values)
 
     def _end(self) -> None:
-        steps = self.config.training.steps
         self._read_outcomes()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        if self.is_over and not self._is_multiple(self.config.training.eval_interval):
+        if self.is_over and self.step > self._evaluated:
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main:
-            then = "start again with the same run.directory to continue."
+            ending, then = "stopped", "start again with the same run.directory to continue."
             if self.is_over:
-                then = f"`python scripts/report.py {self.directory}` shows the run."
-            ending = "finished" if self.is_over else "stopped"
-            log.info("%s at step %d of %d; %s", ending, self.step, steps, then)
+                ending, then = "finished", f"`python scripts/report.py {self.directory}` shows the run."
+            log.info("%s at step %d of %d; %s", ending, self.step, self.config.training.steps, then)
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -397,16 +403,6 @@ class Trainer:
                 f"`scripts/checkpoints.py rewind {self.directory} STEP`."
             )
 
-    def _check_replicas(self) -> None:
-        zero_stage = self.config.parallel.zero_stage
-        differing = differing_replicas(self.engine.named_parameters, self.context, zero_stage)
-        if differing:
-            raise TrainingError(
-                f"after step {self.step} these weights differ between ranks that should hold the same: "
-                f"{'; '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}. Look for a faulty device, and go "
-                f"back to before the fault with `scripts/checkpoints.py rewind {self.directory} STEP`."
-            )
-
     # Reports
 
     def _log_interval(self, interval: Interval, result: StepResult) -> None:
@@ -437,6 +433,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
+        self._evaluated = self.step
         if self._judge is not None:
             self._saver.finish()  # the judge keeps the best checkpoint
             values = self._judge.evaluate(self.step)
@@ -486,7 +483,7 @@ class Trainer:
         )
         state = beginning.state
         if self._judge is not None:
-            self._judge.resume(0 if state is None else state.step)
+            self._evaluated = self._judge.resume(0 if state is None else state.step)
         if state is not None:
             self.step, self.consumed_samples = state.step, state.consumed_samples
             self.consumed_tokens = state.consumed_tokens

@@ -1,0 +1,81 @@
+"""scripts/finetune.py as users start it: alone on a directory of transformers, and by the launcher on two processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import assert_refused, python
+from support.distributed import free_port
+from support.project import ROOT
+from support.published import random_model
+from support.tasks import WORDS, write_task
+
+from megatron_lite.finetune.checkpoints import evaluate
+
+ENTRY = "scripts/finetune.py"
+
+
+def accuracy(output):
+    (of_file,) = json.loads((output / "results.json").read_text())["files"].values()
+    return of_file["mean"]["accuracy"]
+
+
+def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
+    """BERT: it says nothing of training, and its objective is given."""
+    original = tmp_path / "bert"
+    original.mkdir()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (original / "vocab.txt").write_text("\n".join(names) + "\n")
+    random_model("bert", std=0.05, vocab_size=len(names)).save_pretrained(original)
+    _, task = write_task(tmp_path / "task", train=32)
+    settings = [
+        "objectives={masked_lm: 1}",
+        "data.sequence_length=64",
+        "training.precision=fp32",
+        "finetune.epochs=1",
+    ]
+    command = ["--checkpoint", str(original), "--task", task, "--output", str(tmp_path / "out"), *settings]
+    done = python(ENTRY, *command, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    best = tmp_path / "out/seed_1234/best"
+    assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).measured["accuracy"]
+    pattern = {"template": "{text} It was [MASK] .", "verbalizers": {"0": "bad", "1": "good"}}
+    section = {**yaml.safe_load(Path(task).read_text())["task"], "kind": "cloze", **pattern}
+    tree = {"task": section, "objectives": {"masked_lm": 1}, "data": {"sequence_length": 64}}
+    (untuned,) = evaluate(original, tree, 4).files.values()
+    assert len(untuned.predictions) == 32 and 0 <= untuned.measured["accuracy"] <= 1
+
+
+@pytest.mark.launcher
+def test_the_launcher_gives_the_scores_of_one_process(tmp_path):
+    model, task = write_task(tmp_path / "task", train=32)
+    command = ["--config", model, "--task", task, "finetune.epochs=2"]
+    done = python(ENTRY, *command, "--output", str(tmp_path / "one"), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    launcher = Path(sys.executable).with_name("deepspeed")
+    started = [launcher, "--master_port", free_port(), "--num_gpus", 2, ROOT / ENTRY]
+    done = subprocess.run(
+        [str(word) for word in (*started, *command, "--output", tmp_path / "two")],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert accuracy(tmp_path / "two") == accuracy(tmp_path / "one")
+    predictions = [
+        (tmp_path / name / "seed_1234/predictions/votes.jsonl").read_text() for name in ("one", "two")
+    ]
+    assert predictions[0] == predictions[1]
+
+
+def test_a_command_without_a_model_or_a_task_is_refused(tmp_path):
+    model, task = write_task(tmp_path / "task", train=8)
+    output = ["--output", str(tmp_path / "out")]
+    assert_refused(
+        python(ENTRY, "--task", task, *output), "no model given; pass --checkpoint RUN, or --config FILE"
+    )
+    assert_refused(python(ENTRY, "--config", model, *output), "no task given; pass --task FILE")
+    assert not (tmp_path / "out").exists()
