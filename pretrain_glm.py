@@ -26,7 +26,7 @@ from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import newest_readable
 from megatron_lite.config.tree import CheckpointConfig, Config, load_config
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
-from megatron_lite.train.control import Phase, RunControl
+from megatron_lite.train.control import RunControl
 from megatron_lite.train.lease import held
 from megatron_lite.train.metrics import last_record
 from megatron_lite.train.nvidia_apex import require_apex
@@ -147,11 +147,10 @@ def train_with(
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
-    from data_utils.base.memory import keep_freed_memory
-    from megatron_lite.parallel.context import initialize
+    from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.train.engine import memory_advice
-    from megatron_lite.train.numerics import set_numerics
     from megatron_lite.train.plain import make_engine
+    from megatron_lite.train.process import together
     from megatron_lite.train.resume import check_beginning
     from megatron_lite.train.trainer import Trainer
 
@@ -159,19 +158,14 @@ def train_with(
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
     watchdog.at("opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
-    watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
-    watchdog.joined()
-    set_numerics(config.training, context.device)
-    if context.device.type == "cpu":
-        keep_freed_memory()
-    watchdog.at("building the model")
-    if context.is_main:
-        log.info("all processes have met; building the model")
-    try:
-        with memory_advice(config), watchdog.name_dead_ranks():
+
+    def fit(context: ParallelContext) -> ExitStatus:
+        watchdog.at("building the model")
+        if context.is_main:
+            log.info("all processes have met; building the model")
+        with memory_advice(config):
             engine = make_engine(config, context, len(data.loss_names))
-            status = Trainer(
+            return Trainer(
                 config=config,
                 context=context,
                 engine=engine,
@@ -182,13 +176,8 @@ def train_with(
                 watchdog=watchdog,
                 fill=sample_fillings(config, data, tokenizer) if context.is_main else None,
             ).fit()
-    finally:
-        control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
-        watchdog.enter(Section.EXIT)  # leaving may hang too, above all after an error
-    report_status(status)
-    context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
-    context.close()
-    return status
+
+    return together(launch, config, control, watchdog, fit)
 
 
 def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:

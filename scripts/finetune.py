@@ -27,7 +27,7 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
-from megatron_lite.train.control import Phase, RunControl
+from megatron_lite.train.control import RunControl
 from megatron_lite.train.lease import held
 from megatron_lite.train.nvidia_apex import require_apex
 from megatron_lite.train.watchdog import Section, Watchdog
@@ -123,30 +123,15 @@ def train(task: Task, output: Path, launch: Launch, control: RunControl, watchdo
     watchdog.enter(Section.SETUP, "loading libraries")
     config = task.config
     prepare_environment(config.training.deterministic)
-    from data_utils.base.memory import keep_freed_memory
     from megatron_lite.finetune.run import finetune
-    from megatron_lite.parallel.context import initialize
-    from megatron_lite.train.numerics import set_numerics
+    from megatron_lite.train.process import together
     from megatron_lite.train.resume import check_beginning
 
-    first = replace(config, run=replace(config.run, directory=str(output / "none")))
-    check_beginning(first)
-    watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
-    watchdog.joined()
-    set_numerics(config.training, context.device)
-    if context.device.type == "cpu":
-        keep_freed_memory()
-    try:
-        with watchdog.name_dead_ranks():
-            status = finetune(task, output, context, control, watchdog)
-    finally:
-        control.enter(Phase.OVER)
-        watchdog.enter(Section.EXIT)
-    report_status(status)
-    context.barrier()
-    context.close()
-    return status
+    # The runs of the seeds are below; here only what all of them begin with is looked at.
+    check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
+    return together(
+        launch, config, control, watchdog, lambda context: finetune(task, output, context, control, watchdog)
+    )
 
 
 def command() -> None:
