@@ -8,11 +8,14 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, build_model
+from megatron_lite.model.build import build_model
+from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch, ModelInput
+from megatron_lite.model.optimus import Optimus
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
+from megatron_lite.train.annealing import beta
 from megatron_lite.train.engine import Engine, StepResult
 from megatron_lite.train.rates import Rate
 
@@ -39,9 +42,27 @@ class PlainEngine(Engine):
 
     @property
     def model(self) -> GLM:
-        """The model with the weights of the last step."""
+        """The model with the weights of the last step, where it is one Transformer."""
         self._zero.await_weights()
+        assert isinstance(self._model, GLM)
         return self._model
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        latent = self._config.latent
+        if latent is not None and isinstance(self._model, Optimus):
+            self._model.beta = beta(
+                step - 1,
+                self._config.training.steps,
+                peak=latent.beta,
+                cycles=latent.cycles,
+                zero_share=latent.zero_share,
+                rise_share=latent.rise_share,
+            )
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return {"beta": self._model.beta} if isinstance(self._model, Optimus) else {}
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
