@@ -98,7 +98,7 @@ class Latent:
         """Keys and values of the slots replaced, [T, 3, H, size of a head]."""
         if self.memory is None:
             return qkv
-        both = self.memory[:, layer].view(-1, 1, *qkv.shape[2:]).expand(-1, 2, -1, -1)
+        both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
         places = torch.arange(1, 3, device=qkv.device)
         return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
 

@@ -229,9 +229,7 @@ class GLM(nn.Module):
         outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
         return outputs[: len(parts.row_part)]
 
-    def losses(
-        self, batch: ModelInput, smoothing: float, latent: Latent | None = None
-    ) -> torch.Tensor:
+    def losses(self, batch: ModelInput, smoothing: float, latent: Latent | None = None) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
         logits, classes = self._row_logits(batch, latent)
         return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)

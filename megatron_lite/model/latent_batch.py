@@ -162,9 +162,7 @@ class LatentSamples:
 
     def __init__(self, loader: SampleLoader, latent_size: int, has_memory: bool, seed: int):
         self._loader = loader
-        self._make = functools.partial(
-            LatentBatch, seed=seed, latent_size=latent_size, has_memory=has_memory
-        )
+        self._make = functools.partial(LatentBatch, seed=seed, latent_size=latent_size, has_memory=has_memory)
 
     def batch(self, indices: np.ndarray) -> LatentBatch:
         """Samples int64 [B]."""

@@ -13,6 +13,7 @@ Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -53,10 +54,9 @@ class LatentLayers(nn.Module):
         super().__init__()
         size = config.latent_size
         self.posterior = Projection(encoder.hidden_size, 2 * size)  # mean | logarithm of the variance
-        memory = decoder.num_layers * decoder.attention_size
-        self.memory = Projection(size, memory) if config.memory else None
+        self.shape = decoder.num_layers, decoder.attention_size  # of a sentence's memory
+        self.memory = Projection(size, math.prod(self.shape)) if config.memory else None
         self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
-        self.layers = decoder.num_layers
 
     def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Latent:
         """What sentences give to their tokens: z [N, P], int [T], int [real N] -> Latent."""
@@ -64,7 +64,7 @@ class LatentLayers(nn.Module):
         if self.embedding is not None:
             added = self.embedding(z).index_select(0, of_token)
         if self.memory is not None:
-            memory = self.memory(z[: len(slots)]).view(len(slots), self.layers, -1)
+            memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
         return Latent(added, memory, slots)
 
 
@@ -88,6 +88,8 @@ class Optimus(nn.Module):
         self.decoder = GLM(decoder, recompute=recompute, parallel=parallel)
         self.latent = LatentLayers(encoder, decoder, config)
         self.beta = config.beta
+        # Told of each pass: mu, logvar and z, fp32 [N, P].
+        self.observe: Callable[[ModelInput, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     @property
     def before_use(self) -> Callable[[nn.Module], None]:
@@ -106,6 +108,8 @@ class Optimus(nn.Module):
         mu, logvar = self.posterior(batch)
         # Without the divergence there is no noise to train against: an autoencoder.
         z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
+        if self.observe is not None:
+            self.observe(batch, mu, logvar, z)
         reconstruction = self.reconstruction(batch, z)
         kl = gaussian_kl(mu, logvar)
         weight = sentences.weight

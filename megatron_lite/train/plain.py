@@ -17,6 +17,7 @@ from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.train.annealing import beta
 from megatron_lite.train.engine import Engine, StepResult
+from megatron_lite.train.latent_measures import LatentMeasures
 from megatron_lite.train.rates import Rate
 
 
@@ -78,9 +79,19 @@ class PlainEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._no_sums()
+        self._measures = LatentMeasures()
+        if isinstance(self._model, Optimus):
+            self._model.observe = self._measures.add
         for batch in batches:
             sums += self._model(self._input(batch, None))[1]
+        if isinstance(self._model, Optimus):
+            self._model.observe = None
         return sums
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        if isinstance(self._model, Optimus):
+            return self._measures.summary(self.context, loss)
+        return super().more_measures(loss)
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:

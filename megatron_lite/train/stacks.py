@@ -56,7 +56,11 @@ def _check_objective(key: str, checkpoint: Checkpoint) -> None:
     tree = checkpoint.trainer_state().config
     names = [name for name, weight in (tree.get("objectives") or {"blank_infilling": 1}).items() if weight]
     if (names == ["causal"]) != (key == "decoder_from"):
-        wanted = "causal alone" if key == "decoder_from" else "one that reads in both directions, such as masked_lm"
+        wanted = (
+            "causal alone"
+            if key == "decoder_from"
+            else "one that reads in both directions, such as masked_lm"
+        )
         raise CheckpointError(
             f"optimus.{key} is {checkpoint.path}, a run of the objective {', '.join(names)}; give a run of {wanted}."
         )
