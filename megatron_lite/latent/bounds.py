@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data_utils.base.errors import CheckpointError, DataError
 from megatron_lite.latent.interface import LatentModel, Sentence
 from megatron_lite.latent.noise import normals
-from megatron_lite.latent.settings import Sampling
+from megatron_lite.latent.inputs import Sampling
 from megatron_lite.model.latent import gaussian_kl
 
 ACTIVE = 0.01  # variance of mu over the sentences above which a component is active
@@ -144,7 +144,7 @@ def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, 
     constant = -0.5 * size * math.log(2 * math.pi)
     own = constant - 0.5 * (1.0 + logvar).sum(1)
     precision = torch.exp(-logvar)
-    # log q(z_i | x_j) = constant - 1/2 (z_i^2 . precision_j - 2 z_i . (mu precision)_j + offset_j): products of matrices
+    # log q(z_i | x_j) = constant - 1/2 (z_i^2 . precision_j - 2 z_i . (mu precision)_j + offset_j), by a product
     weights = torch.cat([precision, -2.0 * mu * precision], 1)
     offset = (mu.square() * precision + logvar).sum(1)
     queries = torch.cat([z.square(), z], 1)
@@ -168,7 +168,7 @@ def active_units(mu: torch.Tensor) -> torch.Tensor:
 def perplexity(measured: Measured, *, count_bos: bool = False) -> float:
     """exp(-sum of L_k / tokens) over all sentences.
 
-    Args: count_bos: divide by one token more for each sentence, as the published numbers do, though nothing predicts it.
+    Args: count_bos: divide by a token more for each sentence, as published numbers do. Nothing predicts it.
     """
     tokens = measured.tokens.sum() + (len(measured.tokens) if count_bos else 0)
     return math.exp(min(float(-measured.bound.sum() / tokens), LARGEST_EXPONENT))

@@ -59,3 +59,7 @@ class LatentModel(Protocol):
             first: number of the first text; sampled draws depend on (config.seed, number of the text) only.
         """
         ...
+
+    def untrained(self) -> LatentModel:
+        """The same stacks with the weights that a run begins with where it takes none from another: a baseline."""
+        ...

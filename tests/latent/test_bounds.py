@@ -18,8 +18,8 @@ from megatron_lite.latent.bounds import (
     perplexity,
     summarize,
 )
+from megatron_lite.latent.inputs import Sampling
 from megatron_lite.latent.noise import normals
-from megatron_lite.latent.settings import Sampling
 from megatron_lite.model.latent import gaussian_kl
 
 

@@ -35,8 +35,8 @@ ROOMS = (
     "pretrain_glm",
     "scripts",
 )
-# Not part of what every GLM run passes: conversion, generation, latent space, profile, report, our encoders, the other systems'
-# objectives, commands.
+# Not part of what every GLM run passes: conversion, generation, latent space, profile, report, our encoders, the other
+# systems' objectives, commands.
 BESIDE_THE_CORE = (
     "megatron_lite.hf",
     "megatron_lite.generate",

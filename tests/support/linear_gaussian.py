@@ -88,3 +88,9 @@ class LinearGaussian:
                 generator = torch.Generator().manual_seed(config.seed * 1000 + first + i)
                 row += torch.randn(row.shape, generator=generator, dtype=torch.float64)
         return [" ".join(f"{value:.3f}" for value in row) for row in mean.tolist()]
+
+    def untrained(self) -> LinearGaussian:
+        """One whose features say nothing of a sentence."""
+        other = LinearGaussian(self.weight, self.bias, self.deviation)
+        other.features = lambda sentences: self.draw(len(sentences), seed=99)  # type: ignore[method-assign]
+        return other
