@@ -12,7 +12,7 @@ import torch
 
 
 def gaussian_kl(mu: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
-    """Divergence of each component's posterior from the prior, in nats. Args: [N, P]. Returns: fp32 [N, P], at least 0."""
+    """Divergence of each component from the prior, in nats. Args: [N, P]. Returns: fp32 [N, P], at least 0."""
     mu, logvar = mu.float(), logvar.float()
     # expm1: exp(logvar) - 1 would lose all digits of a component that is nearly the prior's.
     return 0.5 * (mu.square() + (torch.expm1(logvar) - logvar))

@@ -29,7 +29,7 @@ def test_one_cycle_and_what_comes_after_it():
 
 
 def test_periods_that_are_no_whole_number():
-    """10 steps in 4 cycles of 2.5: step 5 begins the third cycle, at its very beginning; step 3 is 0.2 into the second."""
+    """10 steps in 4 cycles of 2.5: step 5 begins the third, step 3 is 0.2 into the second."""
     weights = schedule(10, 4, zero_share=0.1, rise_share=0.8)
     phases = [0, 0.4, 0.8, 0.2, 0.6] * 2
     assert weights == pytest.approx([max(0.0, (phase - 0.1) / 0.8) for phase in phases])
