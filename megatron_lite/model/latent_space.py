@@ -9,8 +9,18 @@ import math
 
 import torch
 
+from data_utils.base.errors import DataError
+
 ACTIVE = 0.01  # variance of mu over the sentences above which a component is active
 BLOCK = 1024  # sentences of each side in a block of the mutual information
+
+
+def require_several(count: int) -> None:
+    """Raises: DataError. What is compared between sentences needs two."""
+    if count < 2:
+        raise DataError(
+            f"there are {count} sentences; mutual information and active units need at least 2: give more lines."
+        )
 
 
 def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, block: int = BLOCK) -> float:
@@ -18,9 +28,10 @@ def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, 
 
     The first term is in closed form, as in the released code, so that noise may lift an estimate above its limit ln N.
 
-    Args: z: one sample of each sentence's posterior, fp64 [N, P] as mu and logvar; N is 1 or more.
+    Args: z: one sample of each sentence's posterior, fp64 [N, P] as mu and logvar.
     """
     count, size = mu.shape
+    require_several(count)
     constant = -0.5 * size * math.log(2 * math.pi)
     own = constant - 0.5 * (1.0 + logvar).sum(1)
     precision = torch.exp(-logvar)
@@ -39,5 +50,6 @@ def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, 
 
 
 def active_units(mu: torch.Tensor) -> torch.Tensor:
-    """Which components' means differ between sentences: bool [P]. Args: mu: [N, P], N is 2 or more."""
+    """Which components' means differ between sentences: bool [P]. Args: mu: [N, P]."""
+    require_several(len(mu))
     return mu.var(0) > ACTIVE

@@ -1,12 +1,12 @@
 """OPTIMUS: a variational autoencoder of sentences from two stacks and a latent vector (arXiv:2004.04092).
 
-The encoder's CLS gives mean and variance of the latent vector z. What is drawn from them reaches the decoder in two ways,
-both linear: added to the embeddings of its tokens, and as a key and value (the same vector) of each layer, in the slot
-before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model; with others
-it is OPTIMUS's objective on them.
+The encoder's CLS gives mean and variance of the latent vector z. What is drawn from them reaches the decoder in two
+ways, both linear: added to the embeddings of its tokens, and as a key and value (the same vector) of each layer, in
+the slot before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model;
+with others it is OPTIMUS's objective on them.
 
-Loss of a sentence: -log p(x|z) + beta sum_i KL_i, where components with KL_i of at most `free_bits` count as 0. A step's
-loss is the mean over its sentences.
+Loss of a sentence: -log p(x|z) + beta sum_i KL_i, where components with KL_i of at most `free_bits` count as 0. A
+step's loss is the mean over its sentences.
 
 Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K rows with loss.
 """
@@ -69,7 +69,7 @@ class LatentLayers(nn.Module):
 
 
 class Optimus(nn.Module):
-    """Args: of GLM; encoder, decoder: each a stack of its own. `beta` is the weight of the divergence in the next step."""
+    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step."""
 
     def __init__(
         self,
@@ -127,17 +127,22 @@ class Optimus(nn.Module):
             sums[LOSS_NAMES.index(name)] = torch.stack([values.detach().sum(), weight.sum()])
         return sums
 
-    def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and logarithm of the variance of each sentence's z, both fp32 [N, P]."""
+    def features(self, batch: ModelInput) -> torch.Tensor:
+        """What of the encoder tells of each sentence: [N, D]."""
         plan, count = _parts(batch)
         hidden = self.encoder.run(
             batch.tokens[:count], batch.ids[:, :count], plan.encoder, _dropout(batch, 0)
         )
         features = self.encoder.final_layernorm(hidden.index_select(0, _sentences(batch).features))
-        if self.config.feature == "pooler":
-            head = self.encoder.heads.sentence
-            assert head is not None, "the configuration checks it"
-            features = torch.tanh(head.dense(features))
+        if self.config.feature == "cls":
+            return features
+        head = self.encoder.heads.sentence
+        assert head is not None, "the configuration checks it"
+        return torch.tanh(head.dense(features))
+
+    def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and logarithm of the variance of each sentence's z, both fp32 [N, P]."""
+        features = self.features(batch)
         self.before_use(self.latent)
         mu, logvar = self.latent.posterior(features).float().chunk(2, dim=1)
         return mu, logvar
