@@ -158,6 +158,8 @@ def train_with(
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
     watchdog.at("opening datasets")
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
+    for note in data.notes if launch.rank == 0 else ():
+        log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:
         watchdog.at("building the model")
