@@ -124,13 +124,14 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
-    decoder_tokenizer, of_decoder = None, config.decoder_tokenizer
-    if of_decoder is not None:
-        decoder_tokenizer, of_decoder = load_tokenizer(of_decoder), of_decoder.absolute()
+    other = config.decoder_tokenizer
+    decoder_tokenizer = None if other is None else load_tokenizer(other)
     config = replace(
-        config.with_vocab_size(tokenizer.vocab_size, decoder_tokenizer and decoder_tokenizer.vocab_size),
+        config.with_vocab_size(
+            tokenizer.vocab_size, None if decoder_tokenizer is None else decoder_tokenizer.vocab_size
+        ),
         tokenizer=config.tokenizer.absolute(),
-        decoder_tokenizer=of_decoder,
+        decoder_tokenizer=None if other is None else other.absolute(),
     )
     reason = nothing_to_do(config)
     if reason is not None:
@@ -173,6 +174,8 @@ def train_with(
     data = open_datasets(
         config.data, config.objective_choices, tokenizer, config.training.seed, decoder_tokenizer
     )
+    for note in data.notes if launch.rank == 0 else ():
+        log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:
         watchdog.at("building the model")

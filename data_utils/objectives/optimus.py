@@ -1,12 +1,13 @@
 """OPTIMUS (arXiv:2004.04092): sentences through a latent vector, from one stack into another.
 
-One document of a row is one sentence x, twice. The encoder's tokens are `[CLS] x [SEP]`, of order 0. The decoder's are the memory
-slot (order 1, position 0), whose keys and values each layer replaces by the latent vector's, and `<BOS> x` (orders 2, 3, ...),
-which predict `x <EOS>`. Where there is no memory there is no slot: orders begin at 1 and positions at 0. A sentence is a
-document without its eos.
+One document of a row is one sentence x, twice. The encoder's tokens are `[CLS] x [SEP]`, of order 0. The decoder's
+are the memory slot (order 1, position 0), whose keys and values each layer replaces by the latent vector's, and
+`<BOS> x` (orders 2, 3, ...), which predict `x <EOS>`. Where there is no memory there is no slot: orders begin at 1
+and positions at 0. A sentence is a document without its eos.
 
-The decoder may have a vocabulary of its own. The pieces of a sample are then each sentence in the encoder's tokens and the
-same in the decoder's, by turns; else one piece serves both. Nothing is drawn: a row is a function of its text alone.
+The decoder may have a vocabulary of its own. The pieces of a sample are then each sentence in the encoder's tokens
+and the same in the decoder's, by turns; else one piece serves both. Nothing is drawn: a row is a function of its text
+alone.
 
 Source of the layout: ChunyuanLI/Optimus, code/examples/big_ae.
 """
@@ -48,8 +49,8 @@ class OptimusConfig(RowSizes):
     latent_size: int = setting(32, "components of the latent vector", at_least=1)
     feature: str = setting(
         "pooler",
-        "what of the encoder gives the latent vector: pooler (a dense layer and tanh on CLS, as the released code has it) "
-        "or cls (the last layer's CLS itself, as the paper has it)",
+        "what of the encoder gives the latent vector: pooler (a dense layer and tanh on CLS, as the released code has "
+        "it) or cls (the last layer's CLS itself, as the paper has it)",
         one_of=FEATURES,
     )
     memory: bool = setting(
@@ -76,8 +77,8 @@ class OptimusConfig(RowSizes):
     def __post_init__(self) -> None:
         check(
             self.memory or self.embedding,
-            "optimus.memory and optimus.embedding are both false, so that nothing carries the latent vector to the decoder; "
-            "set one of them to true.",
+            "optimus.memory and optimus.embedding are both false, so that nothing carries the latent vector to the "
+            "decoder; set one of them to true.",
         )
         shares = self.zero_share + self.rise_share
         check(
@@ -119,8 +120,8 @@ class OptimusConfig(RowSizes):
         check(
             not missing,
             f"optimus needs the special token{'s' * (len(missing) > 1)} {', '.join(missing)} in the decoder's "
-            f"vocabulary, which lacks {'them' if len(missing) > 1 else 'it'}; set {where}.added_tokens=optimus and build "
-            "the corpora again.",
+            f"vocabulary, which lacks {'them' if len(missing) > 1 else 'it'}; set {where}.added_tokens=optimus and "
+            "build the corpora again.",
         )
 
 
@@ -221,7 +222,7 @@ class Optimus(RowObjective):
         odd = np.flatnonzero(pieces_per_sample % self.texts)
         if len(odd):
             raise DataError(
-                f"sample {sample_indices[odd[0]]} has {pieces_per_sample[odd[0]]} pieces, but every sentence has two, the "
-                "encoder's and the decoder's; open the corpora with both tokenizers."
+                f"sample {sample_indices[odd[0]]} has {pieces_per_sample[odd[0]]} pieces, but every sentence has two, "
+                "the encoder's and the decoder's; open the corpora with both tokenizers."
             )
         super().fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices)

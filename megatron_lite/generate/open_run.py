@@ -103,9 +103,7 @@ def open_run(
     if of_decoder is not None:
         if decoder_tokenizer_path is not None:
             of_decoder = replace(of_decoder, path=str(decoder_tokenizer_path))
-        decoder_tokenizer = _tokenizer(
-            of_decoder, checkpoint, "say with --decoder-tokenizer where it is now"
-        )
+        decoder_tokenizer = _tokenizer(of_decoder, checkpoint, "say with --decoder-tokenizer where it is now")
         size = decoder_tokenizer.vocab_size
     config = config.with_vocab_size(tokenizer.vocab_size, size)
     return OpenRun(config, tokenizer, checkpoint, decoder_tokenizer)
