@@ -205,7 +205,7 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
     sentences = random_sentences(7, 2, 3)
     flat = [pair for row in sentences for pair in row]
     packed = prepared(config, sentence_planes(sentences, length=100), few_counts=True, multiple=64)
-    mu, logvar = model.posterior(packed)
+    mu, _ = model.posterior(packed)
     z = torch.randn(len(packed.sentences.weight), 8)
     packed_losses = model.reconstruction(packed, z)
     assert packed.sentences.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
