@@ -26,6 +26,7 @@ from data_utils.base.settings import (
     setting_mapping,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives.optimus import OptimusConfig
 from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
@@ -58,6 +59,12 @@ class Config:
     parallel: ParallelConfig = section(ParallelConfig)
     tokenizer: TokenizerConfig | None = setting(
         None, "the tokenizer the corpora were built with; required for training"
+    )
+    decoder: ModelConfig | None = setting(
+        None, "the decoder's own Transformer, where a latent vector joins two (objective optimus); else null"
+    )
+    decoder_tokenizer: TokenizerConfig | None = setting(
+        None, "of that decoder's texts (decoder_prefix of the corpora); null = the same as the encoder's"
     )
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
@@ -116,6 +123,7 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
+        self._check_latent()
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -318,6 +326,85 @@ class Config:
             "are filled by one stack only; set it to 0.",
         )
 
+    def _check_latent(self) -> None:
+        """What two stacks and a latent vector need of the rest."""
+        latent, decoder = self.latent, self.decoder
+        if latent is None or decoder is None:
+            check(
+                latent is None,
+                "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
+                "describes the one that encodes.",
+            )
+            for name in ("decoder", "decoder_tokenizer"):
+                check(
+                    getattr(self, name) is None,
+                    f"{name} is set without the objective optimus; set it to null, or objectives to {{optimus: 1}}.",
+                )
+            return
+        names = [choice.name for choice in self.objective_choices]
+        check(
+            len(names) == 1,
+            f"objectives has {', '.join(names)}; optimus has samples of its own kind and stands alone.",
+        )
+        self._check_latent_run(latent)
+        needed = latent.max_position_needed(self.data.sequence_length)
+        for key, stack in (("model", self.model), ("decoder", decoder)):
+            refused = {
+                "decoder_layers": stack.decoder_layers > 0,
+                "share_layers": stack.share_layers,
+                "embedding_size": stack.embedding_size is not None,
+                "relative": stack.relative != "none",
+                "adapter_size": stack.adapter_size > 0,
+            }
+            for option in (name for name, is_set in refused.items() if is_set):
+                raise ConfigError(
+                    f"{key}.{option} is {shown(getattr(stack, option))}, which the stacks of optimus cannot have; "
+                    "leave it out."
+                )
+            check(
+                needed <= stack.max_position or stack.positions == "none",
+                f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
+                f"{key}.max_position is {stack.max_position}; set it to {needed}, or a shorter data.sequence_length.",
+            )
+        check(
+            latent.feature != "pooler" or self.model.sentence_classes > 0,
+            "optimus.feature is pooler, but model.sentence_classes is 0, so that the encoder has no pooler; set "
+            "model.sentence_classes=2, or optimus.feature=cls.",
+        )
+
+    def _check_latent_run(self, latent: OptimusConfig) -> None:
+        parallel, training = self.parallel, self.training
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(parallel, name)
+            check(
+                size == 1,
+                f"parallel.{name} is {size}, but optimus runs with data parallelism and ZeRO only; set it to 1.",
+            )
+        check(
+            latent.cycles <= training.steps,
+            f"optimus.cycles is {latent.cycles}, more than training.steps ({training.steps}); lower it.",
+        )
+        for name, value, usual in (
+            ("label_smoothing", training.label_smoothing, 0.0),
+            ("eval_fillings", training.eval_fillings, 0),
+            ("loss_normalization", training.loss_normalization, "global_tokens"),
+        ):
+            check(
+                value == usual,
+                f"training.{name} is {value} with the objective optimus, whose loss is a bound of each sentence's "
+                f"likelihood; set it to {usual}.",
+            )
+        check(
+            self.task is None,
+            "decoder is set with a task, which trains one Transformer; set decoder and objectives to null.",
+        )
+
+    @property
+    def latent(self) -> OptimusConfig | None:
+        """The section `optimus` where that is the objective."""
+        sections = [choice.section for choice in self.objective_choices if choice.name == "optimus"]
+        return sections[0] if sections else None
+
     @property
     def row_length(self) -> int:
         """Tokens of a row, padding included."""
@@ -332,15 +419,17 @@ class Config:
         """Part of the row tokens that is predicted, on average and without padding."""
         return loss_share(self.objective_choices)
 
-    def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
-        """This configuration with model.vocab_size set. Raises ConfigError if it contradicts the tokenizer."""
-        configured = self.model.vocab_size
-        if configured is not None and configured != tokenizer_vocab_size:
-            raise ConfigError(
-                f"model.vocab_size is {configured}, but the tokenizer has {tokenizer_vocab_size} tokens; use "
-                "the tokenizer of this model, or set model.vocab_size=null."
-            )
-        return replace(self, model=replace(self.model, vocab_size=tokenizer_vocab_size))
+    def with_vocab_size(self, tokenizer_vocab_size: int, of_decoder: int | None = None) -> Config:
+        """This configuration with model.vocab_size set, and decoder.vocab_size where there is one.
+
+        Args: of_decoder: of the decoder's own tokenizer; None = it has none.
+        Raises: ConfigError if a size contradicts the tokenizer.
+        """
+        model = _with_size("model", self.model, tokenizer_vocab_size)
+        if self.decoder is None:
+            return replace(self, model=model)
+        decoder = _with_size("decoder", self.decoder, of_decoder or tokenizer_vocab_size)
+        return replace(self, model=model, decoder=decoder)
 
     def deepspeed_options(self, dp_size: int | None = None) -> dict[str, Any]:
         """The dictionary for `deepspeed.initialize` on `dp_size` data-parallel ranks; None = not known yet.
@@ -354,6 +443,15 @@ class Config:
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its floor."""
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+
+def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
+    if model.vocab_size not in (None, size):
+        raise ConfigError(
+            f"{key}.vocab_size is {model.vocab_size}, but the tokenizer has {size} tokens; use "
+            f"the tokenizer of this model, or set {key}.vocab_size=null."
+        )
+    return replace(model, vocab_size=size)
 
 
 def load_config(
