@@ -21,9 +21,9 @@ import torch
 from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError, DataError
+from megatron_lite.latent.inputs import Sampling
 from megatron_lite.latent.interface import LatentModel, Sentence
 from megatron_lite.latent.noise import normals
-from megatron_lite.latent.inputs import Sampling
 from megatron_lite.model.latent import gaussian_kl
 from megatron_lite.model.latent_space import active_units, mutual_information
 

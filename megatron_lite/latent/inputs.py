@@ -65,6 +65,6 @@ def require_labels(labels: Sequence[str], texts: int, per_class: Sequence[int], 
     most = max(per_class, default=1)
     if smallest <= most:
         raise DataError(
-            f"{source} has {smallest} sentences of class {name!r}; with {most} of each class to learn from there must be "
-            f"at least {most + 1}: give more, or lower --labels-per-class."
+            f"{source} has {smallest} sentences of class {name!r}; with {most} of each to learn from there must be at "
+            f"least {most + 1}: give more, or lower --labels-per-class."
         )

@@ -74,7 +74,7 @@ def draw_sentences(axes: Axes, places: torch.Tensor, labels: Sequence[str] | Non
     axes.set_title(f"{len(places)} sentences")
     axes.grid(alpha=0.3)
     if labels is None:
-        axes.scatter(*places.T.tolist(), s=9, alpha=0.6, linewidths=0)
+        axes.scatter(places[:, 0], places[:, 1], s=9, alpha=0.6, linewidths=0)
         return
     common = [label for label, _ in Counter(labels).most_common(MOST_CLASSES)]
     shown = [label if label in common else None for label in labels]
@@ -83,7 +83,7 @@ def draw_sentences(axes: Axes, places: torch.Tensor, labels: Sequence[str] | Non
         if len(own):
             colour = OTHER if label is None else f"C{sorted(common).index(label)}"
             name = "others" if label is None else label
-            axes.scatter(*own.T.tolist(), s=9, alpha=0.6, linewidths=0, color=colour, label=name)
+            axes.scatter(own[:, 0], own[:, 1], s=9, alpha=0.6, linewidths=0, color=colour, label=name)
     axes.legend(markerscale=2)
 
 

@@ -13,7 +13,7 @@ from megatron_lite.latent.noise import normals
 
 
 def between(mu: torch.Tensor, points: int) -> torch.Tensor:
-    """Evenly spaced points of the line from one sentence to another, both included. Args: mu: [2, P]. -> [points, P]."""
+    """Evenly spaced points from one sentence to another, both included, [points, P]. Args: mu: [2, P]."""
     share = torch.linspace(0.0, 1.0, points, dtype=mu.dtype)[:, None]
     # Not start + share * difference: at 1 that need not be the end to the last bit.
     return (1.0 - share) * mu[0] + share * mu[1]

@@ -172,7 +172,7 @@ MISTAKES = {
     ),
     "labels": (["probe", "--input", "in.txt", "--labels", "one.txt"], "one.txt has 1 labels for 8 sentences"),
     "trials": (["probe", "--labels", "labels.txt", "--trials", "0"], "--trials is 0"),
-    "few": (["probe", "--labels", "labels.txt", "--labels-per-class", "5"], "with 5 of each class"),
+    "few": (["probe", "--labels", "labels.txt", "--labels-per-class", "5"], "with 5 of each to learn"),
     "none": (["probe", "--labels", "labels.txt", "--labels-per-class", "0"], "--labels-per-class is 0"),
     "picture": (
         ["evaluate", "--picture", "space.txt"],
