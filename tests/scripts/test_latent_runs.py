@@ -8,6 +8,7 @@ import torch
 import yaml
 from support.distributed import run_ranks
 from support.latent import corpus_tree
+from support.report_runs import train, write_records
 from support.training import fit
 
 import pretrain_glm
@@ -58,6 +59,15 @@ def test_the_report_shows_the_latent_space(run, tmp_path):
         "beta, weight of the divergence", "optimus.latent_size",
     ):  # fmt: skip
         assert text in page, text
+
+
+def test_the_report_of_both_kinds_says_which_losses_are_of_sentences(run, tmp_path):
+    other = write_records(tmp_path / "other", [train(step) for step in (1, 2)])
+    report.main([str(run[0]), str(other), "--output", str(tmp_path / "page.html")])
+    assert "nats per token (with a latent vector: per sentence)" in (tmp_path / "page.html").read_text()
+    report.main([str(other), "--output", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "nats per token<" in page and "Latent space" not in page
 
 
 def test_the_plot_is_of_sentences(run, tmp_path):
