@@ -124,6 +124,7 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
+        self.data.check_decoder(self.decoder_tokenizer is not None)
         check_latent(self)
         self.deepspeed_options()
 
