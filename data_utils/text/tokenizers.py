@@ -92,6 +92,7 @@ class Tokenizer(abc.ABC):
     num_tokens: int  # ids below this have a token
     fingerprint: str  # of kind, options and file contents, but not of the path
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
+    added_names: dict[int, str]  # those of them that have a token and are not in the files
     _encoder: Encoder
 
     def encode(self, text: str) -> list[int]:
@@ -184,6 +185,8 @@ class Tokenizer(abc.ABC):
         self.special_names = all_special_names(
             self.special, self.lacking, names, self.vocab_size, ids_in_files
         )
+        own = range(max(ids_in_files) + 1, self.num_tokens)
+        self.added_names = {i: self.special_names[i] for i in own if i in self.special_names}
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         ids = [int(i) for i in ids]

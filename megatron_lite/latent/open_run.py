@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.cache import CachedPlan, id_planes, stack_rows
-from megatron_lite.generate.open_run import open_run, usual_device, with_weights
+from megatron_lite.generate.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.generate.search import Search
 from megatron_lite.latent.interface import Sentence
 from megatron_lite.model.build import build_model
@@ -96,7 +96,7 @@ class LatentRun:
             )
             for number in range(len(z))
         ]
-        rows = _Rows(self.model, z.to(self.device, torch.float32), special.sop, self._has_memory)
+        rows = Rows(self.model, z.to(self.device, torch.float32), special.sop, self._has_memory)
         limits = [min(config.max_length, room)] * len(z)
         found = search.run(rows, limits, generators)
         return [self.decoder_tokenizer.decode(each[0].tokens) for each in found]
@@ -128,7 +128,7 @@ class LatentRun:
         return ModelInput.from_batch(batch, self.device, self.config.model, of_decoder=self._decoder)
 
 
-class _Rows:
+class Rows:
     """Texts that begin with a latent vector alone (a State of search.py). Args: z: fp32 [R, P]."""
 
     def __init__(self, model: Optimus, z: torch.Tensor, begin: int, has_memory: bool):
@@ -141,12 +141,13 @@ class _Rows:
         """Reads the slot, whose token does not matter, and BOS."""
         count = 1 + self._has_memory
         tokens = torch.full((len(self.z), count), self._begin, device=self.z.device)
-        return self._read(tokens, self._has_memory)
+        return self.read(tokens, self._has_memory)[:, -1]
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._read(torch.tensor(tokens, device=self.z.device)[:, None], False)
+        return self.read(torch.tensor(tokens, device=self.z.device)[:, None], False)[:, -1]
 
-    def _read(self, tokens: torch.Tensor, has_slot: bool) -> torch.Tensor:
+    def read(self, tokens: torch.Tensor, has_slot: bool) -> torch.Tensor:
+        """Logits of new tokens, fp32 [R, N, V]. Args: tokens: int64 [R, N]; has_slot: the first is the slot."""
         rows, count = tokens.shape
         positions = torch.arange(self.place, self.place + count, device=tokens.device).expand(rows, -1)
         self.place += count
@@ -155,7 +156,7 @@ class _Rows:
         slots = of_row * count if has_slot else of_row[:0]
         latent = self.model.latent.given(self.z, of_row.repeat_interleave(count), slots)
         hidden = stack_rows(self.model.decoder, tokens, id_planes(positions), self.plan, latent)
-        return self.model.decoder.logits(hidden[:, -1]).float()
+        return self.model.decoder.logits(hidden).float()
 
     def select(self, rows: Sequence[int]) -> None:
         self.plan.select(rows)
@@ -172,13 +173,22 @@ def open_latent(
 
     Raises: CheckpointError, DataError as of `open_run`; ConfigError for a run of another objective.
     """
-    run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+    return latent_run(open_run(path, tokenizer_path, decoder_tokenizer_path), device or usual_device())
+
+
+def latent_run(
+    run: OpenRun, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight
+) -> LatentRun:
+    """An opened run with its weights. Args: change: applied to each weight, for example to round it.
+
+    Raises: ConfigError for a run of another objective.
+    """
     config = run.config
     if config.latent is None or config.decoder is None:
         names = ", ".join(choice.name for choice in config.objective_choices)
         raise ConfigError(f"{run.checkpoint.path} is a run of {names}; give a run of the objective optimus.")
     with torch.device("meta"):
         model = Optimus(config.model, config.decoder, config.latent, num_losses=len(LOSS_NAMES))
-    model = with_weights(model, run.checkpoint).to(device or usual_device())
+    model = with_weights(model, run.checkpoint, change).to(device)
     other = run.decoder_tokenizer or run.tokenizer
     return LatentRun(config, run.tokenizer, other, model, str(run.checkpoint.path))

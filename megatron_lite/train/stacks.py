@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data_utils.base.errors import CheckpointError
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_manifest
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.model.build import model_shapes
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.optimus import DECODER, ENCODER
@@ -26,20 +26,25 @@ def check(config: Config) -> None:
     for key, path, prefix in _named(config):
         checkpoint = find_manifest(Path(path))
         _check_objective(key, checkpoint)
-        _check_tokenizer(key, checkpoint, config)
-        stack = config.model if prefix == ENCODER else config.decoder
-        assert stack is not None
-        check_model(checkpoint, parameter_shapes(stack))
+        checkpoint, _ = _fitted(key, checkpoint, config)
+        check_model(checkpoint, parameter_shapes(_stack(config, prefix)))
 
 
 def load(config: Config, engine: Engine, context: ParallelContext) -> None:
     """Load the stacks that have a run to begin with; called by every rank."""
-    for _, path, prefix in _named(config):
-        checkpoint = find_checkpoint(Path(path), context)
+    for key, path, prefix in _named(config):
+        checkpoint, added = _fitted(key, find_checkpoint(Path(path), context), config)
         others = {name for name in model_shapes(config) if not name.startswith(prefix)}
         load_weights_only(checkpoint.as_part(prefix), engine, context, others)
         if context.is_main:
-            log.info("the %s began with the weights of %s", prefix.rstrip("."), checkpoint.path)
+            new = f"; {', '.join(added)}, which that run has not, keep initial values" if added else ""
+            log.info("the %s began with the weights of %s%s", prefix.rstrip("."), checkpoint.path, new)
+
+
+def _stack(config: Config, prefix: str) -> ModelConfig:
+    stack = config.model if prefix == ENCODER else config.decoder
+    assert stack is not None
+    return stack
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -66,22 +71,31 @@ def _check_objective(key: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_tokenizer(key: str, checkpoint: Checkpoint, config: Config) -> None:
-    ours = config.tokenizer
-    if key == "decoder_from" and config.decoder_tokenizer is not None:
-        ours = config.decoder_tokenizer
+def _fitted(key: str, checkpoint: Checkpoint, config: Config) -> tuple[Checkpoint, list[str]]:
+    """A run with tables as long as here, where this run's tokenizer is that run's and OPTIMUS's tokens after it.
+
+    The rows of these tokens are in no piece of the checkpoint, so that loading leaves them as they are.
+    Returns: the run, and the tokens that it has not. Raises: CheckpointError for another tokenizer.
+    """
+    ours, stack = config.tokenizer, config.model
+    if key == "decoder_from":
+        ours, stack = config.decoder_tokenizer or ours, _stack(config, DECODER)
     section = checkpoint.trainer_state().config.get("tokenizer")
     if ours is None or not isinstance(section, Mapping):
-        return
-    theirs = _fingerprint(section)
-    if theirs is not None and theirs != load_tokenizer(ours).fingerprint:
+        return checkpoint, []
+    tokenizer, theirs = load_tokenizer(ours), TokenizerConfig(**section)
+    same = replace(ours, added_tokens=theirs.added_tokens)
+    # Files that are gone cannot be compared; sizes are.
+    found = load_tokenizer(theirs).fingerprint if Path(theirs.path).exists() else None
+    follows = (ours.added_tokens, theirs.added_tokens) == ("optimus", "none")
+    known = {tokenizer.fingerprint, None} | ({load_tokenizer(same).fingerprint} if follows else set())
+    if found not in known:
         raise CheckpointError(
-            f"optimus.{key} is {checkpoint.path}, whose tokenizer {section.get('path')} is not that of this run, "
-            f"{ours.path}; give a run of the same tokenizer."
+            f"optimus.{key} is {checkpoint.path}, whose tokenizer {theirs.path} is not that of this run, {ours.path}; "
+            "give a run of the same tokenizer."
         )
-
-
-def _fingerprint(section: Mapping[str, Any]) -> str | None:
-    """Of a tokenizer, where its files are still there."""
-    config = TokenizerConfig(**section)
-    return load_tokenizer(config).fingerprint if Path(config.path).exists() else None
+    added, shapes = list(tokenizer.added_names.values()) if follows else [], dict(checkpoint.shapes)
+    for name, (rows, *columns) in parameter_shapes(stack).items():
+        if rows == stack.vocab_size and shapes.get(name) == (rows - len(added), *columns):
+            shapes[name] = (rows, *columns)
+    return replace(checkpoint, shapes=shapes), added if shapes != checkpoint.shapes else []
