@@ -27,7 +27,7 @@ from data_utils.base.files import require_directory, require_writable, write_who
 from data_utils.base.settings import merge, parse_override
 from data_utils.tasks.config import FORMS, MASKS
 
-VERSION = "0.4.13"  # with which this was tried
+BOOTSTRAP = 100  # draws for standard errors of perplexities and F1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,13 +77,6 @@ def parse_arguments() -> argparse.Namespace:
         help="perplexity: as scripts/evaluate.py and published figures",
     )
     add(
-        "--bootstrap",
-        type=int,
-        default=0,
-        metavar="N",
-        help="draws for errors of perplexities and F1 (default 0)",
-    )
-    add(
         "overrides",
         nargs="*",
         metavar="section.key=value",
@@ -110,13 +103,21 @@ def main() -> None:
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))
     require_lm_eval()
-    if not arguments.online:  # before anything reads them
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    # Before anything reads them. Draws in processes of their own would cost more than they save.
+    os.environ.update(DISABLE_MULTIPROC="1")
+    if not arguments.online:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import opened
     from megatron_lite.finetune.harness import Asking, Harness
     from megatron_lite.finetune.lm_eval_model import LocalTasks
+    from megatron_lite.finetune.setup import is_export
 
+    if arguments.overrides and not is_export(arguments.checkpoint):
+        raise ConfigError(
+            f"settings are given ({arguments.overrides[0]}), but {arguments.checkpoint} is a run, which has its own; "
+            "leave them out."
+        )
     manager = LocalTasks(include_path=arguments.include_path, include_defaults=arguments.online)
     names = task_names(arguments.tasks, manager.all_tasks)
     asking = Asking(
@@ -180,7 +181,7 @@ def measure(harness: Any, manager: Any, names: list[str], arguments: argparse.Na
         num_fewshot=arguments.num_fewshot,
         limit=arguments.limit,
         gen_kwargs=arguments.gen_kwargs,
-        bootstrap_iters=arguments.bootstrap,
+        bootstrap_iters=BOOTSTRAP,
         log_samples=False,
     )
 
