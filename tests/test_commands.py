@@ -63,6 +63,7 @@ TABLE = [
     Row("python scripts/generate.py", SLOW),
     Row("python scripts/finetune.py", SLOW),
     Row("python scripts/evaluate.py", SLOW),
+    Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
     Row(
         "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
         "tests/hf: needs released weights",
