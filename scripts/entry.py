@@ -6,6 +6,8 @@ An installation imports the scripts as the package glm_scripts (pyproject.toml) 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+_FOLDER = Path(__file__).resolve().parent
+# Without the scripts themselves: some have the names of packages that others import (evaluate).
+sys.path[:] = [str(_FOLDER.parent), *(path for path in sys.path if Path(path).resolve() != _FOLDER)]
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.base.entry  # noqa: E402, F401

@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def pins():
     """Package -> version, of the requirements that are pinned."""
     lines = [(ROOT / name).read_text(encoding="utf-8").splitlines()
-             for name in ("requirements.txt", "requirements-dev.txt")]  # fmt: skip
+             for name in ("requirements.txt", "requirements-dev.txt", "requirements-lm-eval.txt")]  # fmt: skip
     found = [line.partition("#")[0].strip() for part in lines for line in part]
     return dict(line.lower().split("==") for line in found if "==" in line)
 

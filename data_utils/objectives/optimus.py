@@ -73,6 +73,7 @@ class OptimusConfig(RowSizes):
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
     whole_documents = True
+    sample_settings = ("optimus.memory", "data.row_length")
 
     def __post_init__(self) -> None:
         check(

@@ -81,6 +81,12 @@ class Part:
     divisor: float = 1.0
 
 
+def part_with_loss(example: Example, document: int = 0) -> Part:
+    """The rows of a document that have a loss, with their targets."""
+    rows = np.flatnonzero(example.weights).astype(np.int32)
+    return Part(document, rows, example.targets[rows])
+
+
 @dataclass(frozen=True)
 class TaskSample:
     """What the model reads of one Record.

@@ -12,6 +12,7 @@ document, whose score is the log probability of all its tokens and its end; `mea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shown
 from data_utils.objectives.planes import Example
 from data_utils.tasks import cloze_rules
-from data_utils.tasks.base import Part, Record, TaskSample
+from data_utils.tasks.base import Part, Record, TaskSample, part_with_loss
 from data_utils.tasks.examples import after_prefix, blanks_filled, document, left_to_right, without_loss
 from data_utils.tasks.files import plain_name
 from data_utils.tasks.inputs import Inputs, Tokens, flat
@@ -248,10 +249,9 @@ class Cloze:
         parts: list[Part] = []
         for (before, after, _), answer in zip(contexts, answers, strict=True):
             example = self._with_answer(flat(before), flat(after), answer)
-            rows = np.flatnonzero(example.weights).astype(np.int32)
-            part = Part(len(documents), rows, example.targets[rows], divisor=float(len(rows)) ** power)
+            part = part_with_loss(example, len(documents))
             documents.append(without_loss(example))
-            parts.append(part)
+            parts.append(replace(part, divisor=float(len(part.rows)) ** power))
         return documents, parts
 
     def _with_answer(self, before: list[int], after: list[int], answer: Sequence[int]) -> Example:

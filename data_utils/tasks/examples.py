@@ -3,6 +3,7 @@
 blanks_filled     GLM: a context with blanks, and part B that fills them
 left_to_right     GPT: all from left to right
 after_prefix      prefix LM, T5, BART: a context that is read both ways, and what follows it
+beside_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
 document          any other: planes given one by one
 """
 
@@ -143,6 +144,41 @@ def after_prefix(
         ord=[*[0] * size, *range(1, length + 1)],
         grp=[*[group] * size, *[0] * length],
         segment_ids=[*[0] * size, *[segment] * length],
+        objective=objective,
+    )
+
+
+def beside_masks(
+    context: Sequence[int],
+    seen: Sequence[int] | np.ndarray,
+    masks: Sequence[int] | np.ndarray,
+    targets: Sequence[int],
+    objective: int,
+    *,
+    segments: tuple[int, int] = (0, 0),
+    sees_itself: bool = True,
+) -> Example:
+    """`context`, what follows it, and for each token of that another at its position, which predicts it.
+
+    Token j has order j; what predicts it has order -j and group j: it sees the context, the tokens before j and itself.
+
+    Args:
+        seen: tokens that follow the context, as later ones see them.
+        masks: what stands in their places when they are predicted.
+        segments: of the context, of what follows it.
+        sees_itself: false: without groups, as XLNet's query stream.
+    """
+    size, length = len(context), len(targets)
+    steps, positions = np.arange(1, length + 1), size + np.arange(length)
+    zeros = [0] * (size + length)
+    return document(
+        tokens=[*context, *seen, *masks],
+        position_ids=[*range(size), *positions, *positions],
+        targets=[*zeros, *targets],
+        weights=[*zeros, *[1.0] * length],
+        ord=[*[0] * size, *steps, *-steps],
+        grp=[*zeros, *(steps if sees_itself else 0 * steps)],
+        segment_ids=[*[segments[0]] * size, *[segments[1]] * (2 * length)],
         objective=objective,
     )
 

@@ -23,11 +23,19 @@ import numpy as np
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Record, TaskSample
-from data_utils.tasks.examples import Draws, after_prefix, blanks_filled, document, left_to_right
+from data_utils.tasks.examples import (
+    Draws,
+    after_prefix,
+    beside_masks,
+    blanks_filled,
+    document,
+    left_to_right,
+)
 from data_utils.tasks.files import plain_name
+from data_utils.tasks.forms import Form
 from data_utils.tasks.inputs import Inputs, Tokens, covering, flat
 from data_utils.tasks.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.vocabulary import vocabulary_of
 
 FORMS = ("glm", "causal", "prefix", "encoder_decoder", "unilm", "unilmv2")
@@ -41,6 +49,38 @@ OWN = "{source} [MASK]"  # of data of one's own: what is before the blank loses 
 NO_ANSWER = "N/A"
 # Of a token of UniLM's target that is chosen: [MASK], another token, or itself with the rest.
 _MASKED, _REPLACED = 0.8, 0.1
+
+
+def around(form: Form, special: SpecialTokens) -> tuple[list[int], list[int]]:
+    """What stands before and after a text that another follows, in all layouts but GLM's."""
+    begin, end = [special.cls], [special.sep]
+    if form.name == "causal":
+        begin, end = [] if special.eos == NO_TOKEN else [special.eos], []
+    elif form.name == "prefix":
+        end = []
+    elif form.name == "encoder_decoder" and form.objective != "mass":
+        begin, end = [] if form.objective == "t5" else begin, [special.eos]
+    return begin, end
+
+
+def overhead(form: Form) -> int:
+    """Most tokens of what stands before a target, beside those of the source."""
+    return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
+
+
+def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
+    """What an encoder reads, and what its decoder writes: the target and its end; BART's may predict CLS before."""
+    special, form = inputs.special, inputs.form
+    start, end, begin, group = special.sop, special.eos, [], 0
+    if form.objective == "t5" and "sop" in inputs.tokenizer.lacking:
+        start = special.pad
+    elif form.objective == "bart" and form.predict_cls:
+        begin = [special.cls]
+    elif form.objective == "mass":
+        start, end, group = special.cls, special.sep, 1
+    return after_prefix(
+        context, start, [*begin, *target, end], form.loss(), first_position=0, segment=1, group=group
+    )
 
 
 class Seq2Seq:
@@ -152,20 +192,12 @@ class Seq2Seq:
         if form.name == "glm":
             mask, _ = inputs.mask()
             return inputs.part_a([*tokens[:blank], mask, *tokens[blank:]]), blank + 1, cut
-        begin = [special.cls]
-        if form.name == "causal":
-            begin = [] if special.eos == NO_TOKEN else [special.eos]
-        elif form.objective == "t5":
-            begin = []
-        end = {"causal": [], "prefix": [], "encoder_decoder": [special.eos]}.get(form.name, [special.sep])
-        if form.objective == "mass":
-            end = [special.sep]
+        begin, end = around(form, special)
         return [*begin, *tokens, *end], 0, cut
 
     def _overhead(self) -> int:
         """Tokens of what stands before the target, beside those of the source."""
-        form = self.inputs.form
-        return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
+        return overhead(self.inputs.form)
 
     def _windows(self, record: Record) -> list[Record]:
         """A record for each window of a long context, half a window apart; one without the answer has none."""
@@ -210,16 +242,7 @@ class Seq2Seq:
             return self._masked_in_place(context, [*target, special.sep], draws)
         if form.name == "unilmv2":
             return self._pseudo_masked(context, [*target, special.sep], draws)
-        start, end, begin, group = special.sop, special.eos, [], 0
-        if form.objective == "t5" and "sop" in inputs.tokenizer.lacking:
-            start = special.pad
-        elif form.objective == "bart" and form.predict_cls:
-            begin = [special.cls]
-        elif form.objective == "mass":
-            start, end, group = special.cls, special.sep, 1
-        return after_prefix(
-            context, start, [*begin, *target, end], form.loss(), first_position=0, segment=1, group=group
-        )
+        return decoded(inputs, context, target)
 
     # ---- UniLM ----
 
@@ -251,27 +274,14 @@ class Seq2Seq:
     def _pseudo_masked(self, context: list[int], target: list[int], draws: Draws) -> Example:
         """UniLMv2 (arXiv:2002.12804): a pseudo mask predicts each token of the target and its [SEP].
 
-        Token j of the target has order j; its pseudo mask, at the same position, order -j and group j: it sees the
-        context, the tokens before j and itself. Some tokens are replaced where the others see them
-        (`target_mask_prob`), so that the model does not rely on every word before.
+        Some tokens are replaced where the others see them (`target_mask_prob`), so that the model does not rely on
+        every word before.
         """
-        size, length = len(context), len(target)
         words = np.array(target, np.int32)
-        dropped = draws.uniform(length) < self.inputs.config.target_mask_prob
+        dropped = draws.uniform(len(target)) < self.inputs.config.target_mask_prob
         seen = np.where(dropped, self._treated(words, draws), words)
-        steps = np.arange(1, length + 1)
-        zeros = [0] * (size + length)
-        positions = size + np.arange(length)
-        return document(
-            tokens=[*context, *seen, *self._treated(words, draws)],
-            position_ids=[*range(size), *positions, *positions],
-            targets=[*zeros, *target],
-            weights=[*zeros, *[1.0] * length],
-            ord=[*[0] * size, *steps, *-steps],
-            grp=[*zeros, *steps],
-            segment_ids=[*[0] * size, *[1] * (2 * length)],
-            objective=self.inputs.form.loss(1),
-        )
+        masks = self._treated(words, draws)
+        return beside_masks(context, seen, masks, target, self.inputs.form.loss(1), segments=(0, 1))
 
 
 class Blanks:

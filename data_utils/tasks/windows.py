@@ -22,7 +22,7 @@ import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives.planes import Example
-from data_utils.tasks.base import Part, Record, TaskSample
+from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.examples import after_prefix, blanks_filled, left_to_right, without_loss
 from data_utils.tasks.inputs import Inputs
 
@@ -41,13 +41,16 @@ class Window:
     end: int
 
 
-def windows(tokens: int, size: int, stride: int) -> list[Window]:
+def windows(tokens: int, size: int, stride: int, first: int = 1) -> list[Window]:
     """The windows of a document.
 
-    Args: size: tokens of a window. stride: tokens between the starts of two, below `size`.
+    Args:
+        size: tokens of a window.
+        stride: tokens between the starts of two, below `size`.
+        first: the first token that is predicted, 0 or 1.
     """
     assert 1 <= stride < size
-    found = [Window(0, 1, min(size, tokens))]
+    found = [Window(0, first, min(size, tokens))]
     while found[-1].end < tokens:
         before = found[-1]
         start = before.start + stride
@@ -89,10 +92,10 @@ class LanguageModelling:
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         tokens = record.fields["tokens"].tolist()
-        return TaskSample([_continued(self.inputs, tokens, record.fields["new"])])
+        return TaskSample([continued(self.inputs, tokens, record.fields["new"])])
 
 
-def _continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
+def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
     """A text whose last `new` tokens have a loss, and no end."""
     special, form = inputs.special, inputs.form
     if form.name == "causal":
@@ -102,7 +105,7 @@ def _continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
         return after_prefix([special.cls, *tokens[:known]], special.sop, tokens[known:], form.loss())
     mask, loss = inputs.mask()
     if not inputs.config.bidirectional:
-        known = 1
+        known = min(known, 1)
     context = [special.cls, *tokens[:known], mask]
     return blanks_filled(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
 
@@ -137,14 +140,13 @@ class Lambada:
             )
         kept = before[-room:]
         example = self._example(kept, answer)
-        rows = np.flatnonzero(example.weights).astype(np.int32)
-        part = Part(0, rows, example.targets[rows])
-        return TaskSample([without_loss(example)], [part], right=0, cut=len(before) - len(kept))
+        parts = [part_with_loss(example)]
+        return TaskSample([without_loss(example)], parts, right=0, cut=len(before) - len(kept))
 
     def _example(self, context: list[int], answer: list[int]) -> Example:
         inputs = self.inputs
         if inputs.form.name != "glm" or not inputs.config.bidirectional:
-            return _continued(inputs, [*context, *answer], len(answer))
+            return continued(inputs, [*context, *answer], len(answer))
         mask, loss = inputs.mask()
         part_a = inputs.part_a([*context, mask])
         return blanks_filled(part_a, [(len(context) + 1, answer)], inputs.special, loss, ends=False)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_utils.tasks.answers import positive_label, prediction, references
-from data_utils.tasks.base import Part, Record, TaskSample
+from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics import measure
 from data_utils.tasks.metrics_by_task import LOSS, metrics_of, perplexities
@@ -190,7 +190,7 @@ def with_targets(sample: TaskSample) -> TaskSample:
     """A sample of the kind `tokens` as parts: its documents' targets, to be scored."""
     parts = []
     for number, example in enumerate(sample.documents):
-        rows = np.flatnonzero(example.weights).astype(np.int32)
-        if len(rows):
-            parts.append(Part(number, rows, example.targets[rows]))
+        part = part_with_loss(example, number)
+        if len(part.rows):
+            parts.append(part)
     return replace(sample, parts=parts)

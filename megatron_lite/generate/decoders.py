@@ -70,16 +70,17 @@ def decoder_for(
     objectives: Sequence[ObjectiveChoice],
     config: GenerationConfig,
     run: str,
+    stops: Callable[[list[int]], bool] | None = None,
 ) -> Decoder:
-    """The same for a model. Args: objectives: that it was trained on. run: its name, for messages."""
+    """The same for a model. Args: objectives: it was trained on. run: its name, for messages. stops: see Search."""
     lacking, special = tokenizer.lacking, tokenizer.special
     ignored = ignored_tokens(tokenizer, config)
     for name, choice in zip(objective_names(objectives), objectives, strict=True):
         if name == "blank_infilling" and not model.config.decoder_layers:
-            return BlankDecoder(BlankFiller(model, special, config, ignored))
+            return BlankDecoder(BlankFiller(model, special, config, ignored, stops))
         if name in LAYOUTS:
             layout = LAYOUTS[name](special, lacking, getattr(choice.section, "predict_cls", False))
-            return TextDecoder(model, special, config, layout, ignored)
+            return TextDecoder(model, special, config, layout, ignored, stops)
     raise ConfigError(
         f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
         f"one of blank_infilling, {', '.join(LAYOUTS)}."
@@ -166,6 +167,7 @@ class TextDecoder:
         model: in eval mode, on its device.
         special: the tokenizer's special ids.
         ignored: tokens of `no_repeat_except`.
+        stops: see Search.
     """
 
     def __init__(
@@ -175,13 +177,14 @@ class TextDecoder:
         config: GenerationConfig,
         layout: Layout,
         ignored: Collection[int] = (),
+        stops: Callable[[list[int]], bool] | None = None,
     ):
         self.model, self.config, self.layout = model, config, layout
         if model.config.relative == "xlnet":
             raise ConfigError("model.relative is xlnet, whose positions are not cached; give another run.")
         ends = {token for token in layout.ends if token != NO_TOKEN}
         banned = set(asdict(special).values()) - set(layout.allowed)
-        self.search = Search(config, ends, banned, ignored, unseen=len(layout.forced))
+        self.search = Search(config, ends, banned, ignored, unseen=len(layout.forced), stops=stops)
         self._texts = 0  # answered so far
 
     def context(self, tokens: Sequence[int]) -> list[int]:

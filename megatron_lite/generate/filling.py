@@ -9,7 +9,7 @@ best of them for the next. Several texts are filled together: the k-th blanks of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
 import torch
@@ -32,17 +32,23 @@ class BlankFiller:
         model: in eval mode, on its device.
         special: the tokenizer's special ids.
         ignored: tokens of `no_repeat_except`.
+        stops: see Search.
     """
 
     def __init__(
-        self, model: GLM, special: SpecialTokens, config: GenerationConfig, ignored: Collection[int] = ()
+        self,
+        model: GLM,
+        special: SpecialTokens,
+        config: GenerationConfig,
+        ignored: Collection[int] = (),
+        stops: Callable[[list[int]], bool] | None = None,
     ):
         self.model = model
         self.special = special
         self.config = config
         self.device = next(model.parameters()).device
         ends = {special.eop, special.eos}
-        self.search = Search(config, ends, set(asdict(special).values()), ignored)
+        self.search = Search(config, ends, set(asdict(special).values()), ignored, stops=stops)
         self._of_ended = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
         self._texts = 0  # filled so far
 

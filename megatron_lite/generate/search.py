@@ -12,7 +12,7 @@ of the whole vocabulary: what may not follow is left out, and its probability is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,7 @@ class Search:
         banned: tokens that never occur in one.
         ignored: see `repeats`.
         unseen: tokens of each answer that the state writes itself. They count in lengths.
+        stops: greedy and sampled answers: whether an answer so far says all that is asked for. Then it is cut there.
         takes_cut: beam: an answer that is cut at the length limit competes with those that ended. Else it is taken only
             where none has.
     """
@@ -73,8 +74,9 @@ class Search:
         ignored: Collection[int] = (),
         unseen: int = 0,
         takes_cut: bool = True,
+        stops: Callable[[list[int]], bool] | None = None,
     ):
-        self.takes_cut = takes_cut
+        self.takes_cut, self.stops = takes_cut, stops
         self.config, self.ends, self.ignored, self.unseen = (
             config,
             frozenset(ends),
@@ -122,7 +124,7 @@ class Search:
                 if token is None or ended[text]:
                     continue
                 spans[text].append(token)
-                if len(spans[text]) < limits[text]:
+                if len(spans[text]) < limits[text] and not (self.stops and self.stops(spans[text])):
                     tokens.append(token)
                     rows.append(row)
             if rows and len(rows) < len(texts):

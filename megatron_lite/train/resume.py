@@ -182,11 +182,12 @@ def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> lis
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Settings that differ between two configuration trees and make other samples of the same corpora."""
-    return [
-        change
-        for change in config_changes(before, after)
-        if change.startswith(("data.sequence_length", "objective", *(f"{name}." for name in OBJECTIVES)))
-    ]
+    chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
+    decisive = ["data.sequence_length", "objective"]
+    for name in chosen & OBJECTIVES.keys():
+        keys = OBJECTIVES[name].config_class.sample_settings
+        decisive += (f"{name}.",) if keys is None else keys
+    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:

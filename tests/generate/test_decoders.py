@@ -3,35 +3,20 @@
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from support.decoder_rows import MODELS, next_logits
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.decoders import decoder_of, ignored_tokens
-from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.model_input import ModelInput
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 TEXTS = [[20, 21, 22], [30], [11, 12, 13, 14, 15, 16, 17], [25, 26, 27, 28]]
-TWO_STACKS = {"decoder_layers": 2, "segments": 2}
-# Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.
-MODELS = {
-    "causal": {},
-    "prefix_lm": {"positions": "rotary", "num_key_value_heads": 2},
-    "unilm": {"segments": 6, "norm": "post", "embedding_norm": True},
-    "unilmv2": {"segments": 2, "relative": "buckets", "norm": "post", "embedding_norm": True},
-    "t5": {**TWO_STACKS, "positions": "none", "relative": "buckets", "unscaled_scores": True, "segments": 1},
-    "bart": {**TWO_STACKS, "norm": "post", "embedding_norm": True, "scale_embedding": True},
-    "mass": {**TWO_STACKS, "embedding_norm": True},
-    "blank_infilling": {"positions": "learned_blocks"},
-}
 
 
 def make_run(objective, lacking=(), special=SPECIAL, **section):
@@ -56,51 +41,6 @@ def make_run(objective, lacking=(), special=SPECIAL, **section):
 @pytest.fixture(scope="module")
 def runs():
     return {objective: make_run(objective) for objective in MODELS}
-
-
-def row(objective, text, answer):
-    """The training row in which the next token is predicted: tokens, positions, ord, grp, segments, by hand."""
-    n = len(answer)
-    if objective == "causal":
-        tokens = [8, *text, *answer]
-        return tokens, range(len(tokens)), range(len(tokens)), None, None
-    if objective == "prefix_lm":
-        tokens = [1, *text, 6, *answer]
-        return tokens, range(len(tokens)), [*[0] * (1 + len(text)), *range(1, n + 2)], None, None
-    source = {"t5": [*text, 8], "bart": [1, *text, 8]}.get(objective, [1, *text, 2])
-    none = [0] * len(source)
-    if objective.startswith("unilm"):
-        last = n + 1
-        tokens, order = [*source, *answer, 3], [*none, *range(1, last), last]
-        grp = None
-        if objective == "unilmv2":  # a pseudo mask is seen by none but itself
-            order[-1], grp = -last, [*[0] * (len(tokens) - 1), last]
-        kinds = (4, 5) if objective == "unilm" else (0, 1)
-        segments = [*[kinds[0]] * len(source), *[kinds[1]] * last]
-        return tokens, range(len(tokens)), order, grp, segments
-    start = 1 if objective == "mass" else 6
-    segments = None if objective == "t5" else [*none, *[1] * (n + 1)]
-    return (
-        [*source, start, *answer],
-        [*range(len(source)), *range(n + 1)],
-        [*none, *range(1, n + 2)],
-        None,
-        segments,
-    )
-
-
-@torch.no_grad()
-def next_logits(run, text, answer):
-    tokens, positions, order, grp, segments = row(run.objectives[0].name, text, answer)
-    planes = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
-    planes[0, TOKENS], planes[0, POSITION_IDS], planes[0, ORD] = tokens, list(positions), list(order)
-    planes[0, GRP] = 0 if grp is None else grp
-    planes[0, SEGMENT_IDS] = 0 if segments is None else segments
-    planes[0, DOC] = 0
-    planes[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
-    inputs = ModelInput.from_batch(Batch(planes), torch.device("cpu"), run.model.config)
-    hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()
 
 
 ENDS = {"unilm": {2}, "unilmv2": {2}, "mass": {2, 8}}

@@ -1,0 +1,296 @@
+"""The three questions that harnesses for language models ask, answered by a run: lm_eval's, without lm_eval.
+
+    loglikelihood          how likely is a continuation after a context, and is each of its tokens the likeliest
+    loglikelihood_rolling  how likely is a whole text
+    generate_until         what follows a context, up to the first of some strings
+
+Answers come in the order of the questions. `lm_eval_model.py` hands lm_eval's requests on to this class.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import check
+from data_utils.objectives.planes import Example
+from data_utils.tasks.base import Part, TaskSample
+from data_utils.tasks.collate import collate
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.continuations import Continuations
+from data_utils.tasks.forms import form_of
+from data_utils.tasks.inputs import Inputs
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.finetune.checkpoints import answer_of
+from megatron_lite.generate.decoders import Decoder, decoder_for
+from megatron_lite.generate.open_run import Run
+from megatron_lite.model.task_batch import TaskBatch
+
+MOST_WRITTEN = 256  # tokens of an answer, where a task does not say how many (lm_eval's own default)
+# Names that tasks have for the most tokens of an answer, the first that is given counts, as in lm_eval.
+_LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OF_SAMPLES, _OF_BEAMS = ("temperature", "top_k", "top_p", "seed"), ("num_beams", "length_penalty")
+_OTHERS = ("min_length", "no_repeat_ngram_size")
+_KNOWN = ("until", "do_sample", *_LONGEST, *_OF_SAMPLES, *_OF_BEAMS, *_OTHERS)
+PSEUDO = (
+    "scores are pseudo log likelihoods, the sums of the log probabilities of each token given all others; "
+    "they are no probabilities of texts"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How questions become inputs.
+
+    Args:
+        form, mask, bidirectional: as in the section `task`.
+        sequence_length: most tokens of an input; None = as many as the model has positions.
+        stride: tokens between the starts of windows of whole texts; None = half a window.
+        score_end, allow_masks, first_token: see Continuations.
+    """
+
+    form: str = "auto"
+    mask: str = "auto"
+    bidirectional: bool = True
+    sequence_length: int | None = None
+    stride: int | None = None
+    score_end: bool = False
+    allow_masks: bool = False
+    first_token: bool = True
+
+
+class Harness:
+    """
+    Args:
+        run: with its model.
+        size: documents of a forward pass, and texts that are written together.
+    Raises: ConfigError for settings that the run cannot take.
+    """
+
+    def __init__(self, run: Run, asking: Asking | None = None, size: int = 16):
+        asking = asking or Asking()
+        self.run, self.asking, self.size = run, asking, size
+        self.longest = _longest(run.config, asking.sequence_length)
+        task = TaskConfig(
+            name="harness",
+            kind="language_modelling",
+            reader="text",
+            form=asking.form,
+            mask=asking.mask,
+            sequence_length=self.longest,
+            stride=asking.stride or max(1, (self.longest - 1) // 2),
+            bidirectional=asking.bidirectional,
+        )
+        form = form_of(asking.form, run.config.objective_choices)
+        inputs = Inputs(task, run.tokenizer, form, run.config.training.seed)
+        self.layout = Continuations(
+            inputs,
+            score_end=asking.score_end,
+            allow_masks=asking.allow_masks,
+            first_token=asking.first_token,
+        )
+        self.layout.check()
+        self._answer = answer_of(run)
+        self.cut = 0  # contexts that have lost their beginning
+        self.asked = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
+
+    def report(self) -> dict[str, Any]:
+        """What has been asked, and how it was put to the model."""
+        form, task = self.layout.inputs.form, self.layout.inputs.config
+        found: dict[str, Any] = {
+            "form": form.name,
+            "objective": form.objective,
+            "step": self.run.checkpoint.step,
+            "sequence_length": self.longest,
+            "stride": task.stride,
+            "score_end": self.asking.score_end,
+            "first_token": self.layout.first_token,
+            "requests": dict(self.asked),
+            "cut": self.cut,
+        }
+        if form.name == "glm":
+            mask, _ = self.layout.inputs.mask()
+            found |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}
+        return found | ({"note": PSEUDO} if self.layout.is_pseudo else {})
+
+    # ---- log probabilities ----
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each context and continuation: log probability in nats, and whether greedy search would write it.
+
+        Raises: DataError as `Continuations.asked`.
+        """
+        self.asked["loglikelihood"] += len(pairs)
+        asked = [self.layout.asked(*pair) for pair in pairs]
+        self.cut += sum(one.cut > 0 for one in asked)
+        # The longest come first: what does not fit into memory shows at once, and equal contexts are neighbours.
+        order = sorted(
+            range(len(asked)),
+            key=lambda number: (-len(asked[number].context), asked[number].context, number),
+        )
+        totals, greedy = self._scores(
+            ((number, self.layout.sample(asked[number])) for number in order), len(pairs)
+        )
+        return list(zip(totals.tolist(), greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """Log probability of each text, in nats. Raises: ConfigError for a run that does not tell it."""
+        self.layout.check_texts()
+        self.asked["loglikelihood_rolling"] += len(texts)
+        samples = (
+            (number, sample) for number, text in enumerate(texts) for sample in self.layout.windows(text)
+        )
+        return self._scores(samples, len(texts))[0].tolist()
+
+    def _scores(self, samples: Iterable[tuple[int, TaskSample]], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sums over the parts of each question: log probabilities, and whether all tokens are the likeliest.
+
+        Args: samples: each with the number of its question, below `count`.
+        """
+        totals, greedy = np.zeros(count), np.ones(count, bool)
+        for batch in self._batches(samples):
+            numbers = [number for _, asked in batch for number, _ in asked]
+            scores, likeliest = self._computed(batch)
+            np.add.at(totals, numbers, scores)
+            np.logical_and.at(greedy, numbers, likeliest)
+        return totals, greedy
+
+    def _batches(
+        self, samples: Iterable[tuple[int, TaskSample]]
+    ) -> Iterator[list[tuple[Example, list[tuple[int, Part]]]]]:
+        """Documents with the parts that are asked for in them. Equal ones are computed once: choices of one token."""
+        batch: dict[bytes, tuple[Example, list[tuple[int, Part]]]] = {}
+        for number, sample in samples:
+            for part in sample.parts:
+                example = sample.documents[part.document]
+                key = _identity(example)
+                if key not in batch and len(batch) == self.size:
+                    yield list(batch.values())
+                    batch = {}
+                batch.setdefault(key, (example, []))[1].append((number, part))
+        if batch:
+            yield list(batch.values())
+
+    def _computed(
+        self, batch: Sequence[tuple[Example, list[tuple[int, Part]]]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of all parts: log probability, and whether every token is the likeliest."""
+        samples = [
+            TaskSample([example], [Part(0, part.rows, part.targets) for _, part in asked])
+            for example, asked in batch
+        ]
+        planes, parts = collate(samples)
+        answered = self._answer(TaskBatch(planes, np.arange(len(samples)), parts, "choices"))
+        scores, likeliest = (one.double().cpu().numpy() for one in answered)
+        return scores, likeliest > 0
+
+    # ---- texts ----
+
+    def generate_until(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What follows each context, cut before the first of the strings `until`.
+
+        Raises: ConfigError for settings of generation that are unknown or out of range, or a run that does not write.
+        """
+        self.asked["generate_until"] += len(prompts)
+        found = [""] * len(prompts)
+        settings = [json.dumps(dict(options), sort_keys=True, default=str) for _, options in prompts]
+        order = sorted(
+            range(len(prompts)), key=lambda number: (settings[number], -len(prompts[number][0]), number)
+        )
+        for _, same in itertools.groupby(order, key=settings.__getitem__):
+            numbers = list(same)
+            config, until = self._generation(prompts[numbers[0]][1])
+            decoder = self._decoder(config, until)
+            for first in range(0, len(numbers), self.size):
+                chosen = numbers[first : first + self.size]
+                contexts = [self._prompt(prompts[number][0], config.max_length) for number in chosen]
+                for number, answer in zip(chosen, decoder.generate(contexts), strict=True):
+                    found[number] = before_first(self.run.tokenizer.decode(answer, skip_special=True), until)
+        return found
+
+    def _prompt(self, context: str, longest: int) -> list[int]:
+        tokens, cut = self.layout.prompt(context, longest)
+        self.cut += cut > 0
+        return tokens
+
+    def _decoder(self, config: GenerationConfig, until: Sequence[str]) -> Decoder:
+        run, decode = self.run, self.run.tokenizer.decode
+        form = self.layout.inputs.form
+        objectives = [choice for choice in run.objectives if choice.name == form.objective]
+        check(
+            bool(objectives),
+            f"{run.checkpoint.path} was not trained on {form.objective}, so it does not write texts of the form "
+            f"{form.name}; leave the form out.",
+        )
+
+        def stops(tokens: list[int]) -> bool:
+            text = decode(tokens, skip_special=True)
+            return any(string in text for string in until)
+
+        name = str(run.checkpoint.path)
+        return decoder_for(run.model, run.tokenizer, objectives, config, name, stops if until else None)
+
+    def _generation(self, options: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+        """The settings of a task's `generation_kwargs`."""
+        unknown = sorted(set(options) - set(_KNOWN))
+        check(
+            not unknown,
+            f"generation_kwargs has {', '.join(unknown)}, which is unknown here; use {', '.join(_KNOWN)}.",
+        )
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        check(
+            all(isinstance(string, str) for string in until),
+            f"generation_kwargs.until is {until!r}; it must be strings.",
+        )
+        longest = next((options[name] for name in _LONGEST if options.get(name) is not None), None)
+        if longest is None:
+            longest = min(MOST_WRITTEN, max(1, self.longest // 2))
+        temperature = float(options.get("temperature") or 0.0)
+        is_drawn = options.get("do_sample")
+        is_drawn = temperature > 0 if is_drawn is None else bool(is_drawn)
+        strategy = "sample" if is_drawn else "beam" if (options.get("num_beams") or 1) > 1 else "greedy"
+        used = {"sample": _OF_SAMPLES, "beam": _OF_BEAMS, "greedy": ()}[strategy]
+        given = {name: options[name] for name in (*used, *_OTHERS) if options.get(name) is not None}
+        if is_drawn and not temperature:
+            given.pop("temperature", None)
+        try:
+            return GenerationConfig(strategy=strategy, max_length=longest, **given), until
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("generation.", "generation_kwargs.", 1)) from None
+
+
+def before_first(text: str, until: Iterable[str]) -> str:
+    """The text before the first of some strings."""
+    places = [text.find(string) for string in until if string]
+    return text[: min((place for place in places if place >= 0), default=len(text))]
+
+
+def _identity(example: Example) -> bytes:
+    """What makes two documents the same input of the model."""
+    planes = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
+    return b"".join(plane.tobytes() for plane in (*planes, example.segment_ids, example.objective))
+
+
+def _longest(config: Config, given: int | None) -> int:
+    """Most tokens of an input. Raises: ConfigError for more than the model has positions."""
+    model = config.model
+    is_bounded = model.positions not in ("none", "rotary")
+    known = model.max_position + 1 if is_bounded else config.data.sequence_length
+    check(
+        given is None or given >= 8,
+        f"sequence_length is {given}; it must be at least 8.",
+    )
+    check(
+        given is None or given <= known or not is_bounded,
+        f"sequence_length is {given}, but the model has {known} positions (model.max_position {model.max_position}); "
+        "lower it.",
+    )
+    return given or max(8, known)

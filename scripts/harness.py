@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Measure a checkpoint on tasks of lm_eval (EleutherAI's harness), without a network.
+
+    python scripts/harness.py --checkpoint runs/glm --tasks own_choices --include-path tasks --json numbers.json
+
+Takes what scripts/evaluate.py takes: runs in any layout, single checkpoints, exported directories. --include-path names
+a directory with tasks as YAML files; they may name Python functions, so take only files that you trust.
+Needs lm_eval: pip install -r requirements-lm-eval.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+# isort: split
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.files import require_directory, require_writable, write_whole
+from data_utils.base.settings import merge, parse_override
+from data_utils.tasks.config import FORMS, MASKS
+
+BOOTSTRAP = 100  # draws for standard errors of perplexities and F1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="PATH", required=True, help="run, checkpoint or export")
+    add(
+        "--tasks",
+        required=True,
+        metavar="NAME[,NAME]",
+        help="names of tasks, groups or tags; * stands for any text",
+    )
+    add("--include-path", type=Path, metavar="DIR", help="directory with the tasks' YAML files")
+    add("--online", action="store_true", help="lm_eval's own tasks too, whose data come from the network")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--num-fewshot", type=int, metavar="N", help="solved samples before each question")
+    add("--limit", type=int, metavar="N", help="the first samples of each task only, to try it")
+    add("--gen-kwargs", metavar="KEY=VALUE[,...]", help="over the tasks' generation_kwargs")
+    add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
+    add("--batch", type=int, default=16, metavar="TEXTS", help="texts of a forward pass (default 16)")
+    add(
+        "--form",
+        default="auto",
+        choices=FORMS,
+        help="inputs of which model (default: that of the run's objective)",
+    )
+    add(
+        "--mask",
+        default="auto",
+        choices=MASKS,
+        help="GLM: the blank's token (default: gmask if it was learnt)",
+    )
+    add("--score-end", action="store_true", help="the end of the text is part of each continuation")
+    add(
+        "--allow-masks",
+        action="store_true",
+        help="[MASK] in a context is the blank that the continuation fills",
+    )
+    add(
+        "--sequence-length", type=int, metavar="TOKENS", help="longest input (default: the model's positions)"
+    )
+    add("--stride", type=int, metavar="TOKENS", help="perplexity: between windows (default: half of one)")
+    add("--left-to-right", action="store_true", help="perplexity with GLM: the context is not read both ways")
+    add(
+        "--skip-first-token",
+        action="store_true",
+        help="perplexity: as scripts/evaluate.py and published figures",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of an export that does not have them",
+    )
+    arguments = parser.parse_intermixed_args()
+    for name in ("batch", "limit", "stride"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    require_directory(arguments.checkpoint, "give a run, one of its checkpoints, or an exported directory")
+    if arguments.include_path is not None:
+        require_directory(arguments.include_path, "give the directory with the tasks' YAML files")
+    elif not arguments.online:
+        raise ConfigError("no tasks given; pass --include-path DIR with their YAML files, or --online.")
+    if arguments.json is not None:
+        require_writable(arguments.json, "--json")
+    tree: dict[str, Any] = {}
+    for override in arguments.overrides:
+        tree = merge(tree, parse_override(override))
+    require_lm_eval()
+    # Before anything reads them. Draws in processes of their own would cost more than they save.
+    os.environ.update(DISABLE_MULTIPROC="1")
+    if not arguments.online:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    # Imported here: mistakes in the arguments must not wait for torch.
+    from megatron_lite.finetune.checkpoints import opened
+    from megatron_lite.finetune.harness import Asking, Harness
+    from megatron_lite.finetune.lm_eval_model import LocalTasks
+    from megatron_lite.finetune.setup import is_export
+
+    if arguments.overrides and not is_export(arguments.checkpoint):
+        raise ConfigError(
+            f"settings are given ({arguments.overrides[0]}), but {arguments.checkpoint} is a run, which has its own; "
+            "leave them out."
+        )
+    manager = LocalTasks(include_path=arguments.include_path, include_defaults=arguments.online)
+    names = task_names(arguments.tasks, manager.all_tasks)
+    asking = Asking(
+        form=arguments.form,
+        mask=arguments.mask,
+        bidirectional=not arguments.left_to_right,
+        sequence_length=arguments.sequence_length,
+        stride=arguments.stride,
+        score_end=arguments.score_end,
+        allow_masks=arguments.allow_masks,
+        first_token=not arguments.skip_first_token,
+    )
+    with opened(arguments.checkpoint, arguments.tokenizer, tree) as run:
+        harness = Harness(run.with_model(), asking, arguments.batch)
+        results = measure(harness, manager, names, arguments)
+    print(table(results))
+    for line in remarks(harness.report()):
+        print(line)
+    if arguments.json is not None:
+        write_whole(arguments.json, (as_json(results, harness.report()) + "\n").encode(), "--json")
+
+
+def require_lm_eval() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "scripts/harness.py needs the package lm_eval, which is not installed; run "
+            "pip install -r requirements-lm-eval.txt, or measure with scripts/evaluate.py."
+        )
+
+
+def task_names(given: str, known: list[str]) -> list[str]:
+    """The names of `given`, patterns resolved. Raises: ConfigError for one that matches none."""
+    from lm_eval.utils import pattern_match
+
+    found: list[str] = []
+    for name in filter(None, (part.strip() for part in given.split(","))):
+        matching = pattern_match([name], known)
+        if not matching:
+            close = difflib.get_close_matches(name, known, n=1) or known[:5]
+            raise ConfigError(
+                f"--tasks names {name}, which is none of the {len(known)} tasks there; did you mean "
+                f"{' or '.join(close)}?"
+                if known
+                else f"--tasks names {name}, but no YAML file there has a task; correct --include-path."
+            )
+        found += matching
+    if not found:
+        raise ConfigError("--tasks names no task; give one or more, with commas.")
+    return list(dict.fromkeys(found))
+
+
+def measure(harness: Any, manager: Any, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    import lm_eval
+
+    from megatron_lite.finetune.lm_eval_model import CheckpointLM
+
+    return lm_eval.simple_evaluate(
+        model=CheckpointLM(harness),
+        tasks=names,
+        task_manager=manager,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        gen_kwargs=arguments.gen_kwargs,
+        bootstrap_iters=BOOTSTRAP,
+        log_samples=False,
+    )
+
+
+def table(results: dict[str, Any]) -> str:
+    from lm_eval.utils import make_table
+
+    return make_table(results).rstrip()
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """What a reader of the numbers must know."""
+    lines = []
+    if report["cut"]:
+        total = sum(report["requests"].values())
+        lines.append(
+            f"{report['cut']} of {total} contexts lost their beginning: they were longer than the model."
+        )
+    return [*lines, *([f"Note: {report['note']}."] if "note" in report else [])]
+
+
+def as_json(results: dict[str, Any], report: dict[str, Any]) -> str:
+    """lm_eval's results without the samples, and how they came about."""
+    from lm_eval.utils import handle_non_serializable
+
+    whole = {**{name: value for name, value in results.items() if name != "samples"}, "harness": report}
+    return json.dumps(whole, indent=2, default=handle_non_serializable, ensure_ascii=False)
+
+
+def command() -> None:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

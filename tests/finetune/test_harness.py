@@ -1,0 +1,314 @@
+"""The harness's three questions, against rows that are written by hand and computed one by one."""
+
+import numpy as np
+import pytest
+import torch
+from support.decoder_rows import next_logits
+from support.harness_runs import harness_run
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.objectives.planes import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
+from megatron_lite.generate.decoders import decoder_of
+from megatron_lite.generate.filling import BlankFiller
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+
+PAIRS = [
+    ("the quick brown", " fox"),
+    ("the lazy dog", " jumps over the fox"),
+    ("", " quick"),
+    ("cafe", " the"),
+]
+WITH_GMASK = {"token_prob": 0.5, "sentence_prob": 0.0}
+BY_HAND = ("causal", "prefix_lm", "unilm", "unilmv2", "t5", "bart", "mass")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    made = {}
+
+    def get(objective, **options):
+        key = (objective, *options.items())
+        if key not in made:
+            made[key] = harness_run(tmp_path_factory.mktemp(objective), objective, **options)
+        return made[key]
+
+    return get
+
+
+def summed(rows, tokens):
+    """Of log probabilities [n, V] the sum of those of the tokens, and whether each is the likeliest."""
+    log_p = torch.stack(rows).log_softmax(-1)
+    total = sum(log_p[i, token].item() for i, token in enumerate(tokens))
+    return total, log_p.argmax(-1).tolist() == list(tokens)
+
+
+def by_hand(run, context, continuation):
+    encode = run.tokenizer.encode
+    before, after = encode(context), encode(continuation)
+    return summed([next_logits(run, before, after[:i]) for i in range(len(after))], after)
+
+
+def assert_equal(found, expected):
+    # fp32, sums of up to ten log probabilities of order 10
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("objective", BY_HAND)
+def test_log_probabilities_are_those_of_rows_by_hand(runs, objective):
+    run = runs(objective)
+    pairs = [*PAIRS, ("the fox", likely_after(run, "the fox"))]
+    found = Harness(run, size=2).loglikelihood(pairs)
+    assert_equal(found, [by_hand(run, *pair) for pair in pairs])
+    assert not all(greedy for _, greedy in found)
+    assert found[-1][1] or objective not in ("causal", "prefix_lm")  # elsewhere it may be a special token
+
+
+def likely_after(run, context):
+    """The likeliest word that the tokenizer gives back as it is."""
+    logits = next_logits(run, run.tokenizer.encode(context), [])
+    logits[list(run.tokenizer.special_names)] = float("-inf")
+    word = run.tokenizer.decode([int(logits.argmax())])
+    # A piece of a word has the same token behind the context only.
+    return word.removeprefix("##") if word.startswith("##") else f" {word}"
+
+
+def filled_by_hand(run, context, mask, answer):
+    filler = BlankFiller(run.model, run.tokenizer.special, GenerationConfig())
+    plan = filler.encoded([context])
+    with torch.no_grad():
+        logits = filler.write(plan, [[run.tokenizer.special.sop, *answer[:-1]]], [context.index(mask)])[0]
+    return summed(list(logits), answer)
+
+
+def test_glm_continues_at_its_own_blank(runs):
+    run = runs("blank_infilling", **WITH_GMASK)
+    special, encode = run.tokenizer.special, run.tokenizer.encode
+    found = Harness(run).loglikelihood(PAIRS)
+    expected = []
+    for context, continuation in PAIRS:
+        part_a = [special.cls, *encode(context), special.gmask]  # open: without an end
+        expected.append(filled_by_hand(run, part_a, special.gmask, encode(continuation)))
+    assert_equal(found, expected)
+    ended = Harness(run, Asking(mask="mask", score_end=True)).loglikelihood(PAIRS)
+    expected = []
+    for context, continuation in PAIRS:
+        part_a = [special.cls, *encode(context), special.mask, special.eos]
+        answer = [*encode(continuation), special.eop]
+        expected.append(filled_by_hand(run, part_a, special.mask, answer))
+    assert_equal(ended, expected)
+
+
+def test_a_spelled_out_mask_is_a_blank_where_that_is_allowed(runs):
+    run = runs("blank_infilling")
+    special, encode = run.tokenizer.special, run.tokenizer.encode
+    pair = ("the [MASK] fox.", " quick brown")
+    part_a = [special.cls, *encode("the"), special.mask, *encode("fox."), special.eos]
+    expected = filled_by_hand(run, part_a, special.mask, encode(pair[1]))
+    assert_equal(Harness(run, Asking(allow_masks=True)).loglikelihood([pair]), [expected])
+    as_text = Harness(run).loglikelihood([pair])
+    assert as_text[0][0] != pytest.approx(expected[0], abs=0.1)
+    with pytest.raises(DataError, match="has 2 blanks; a continuation fills one"):
+        Harness(run, Asking(allow_masks=True)).loglikelihood([("[MASK] or [MASK]", " the")])
+
+
+def logits_of_row(run, tokens, positions, order, place):
+    planes = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
+    planes[0, TOKENS], planes[0, POSITION_IDS], planes[0, ORD] = tokens, list(positions), list(order)
+    planes[0, WEIGHTS, place] = np.float32(1.0).view(np.int32)
+    planes[0, DOC] = 0
+    inputs = ModelInput.from_batch(Batch(planes), torch.device("cpu"), run.model.config)
+    with torch.no_grad():
+        hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
+        return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()
+
+
+def test_bert_hides_each_token_in_turn(runs):
+    run = runs("masked_lm")
+    special, encode, expected = run.tokenizer.special, run.tokenizer.encode, []
+    for context, continuation in PAIRS:
+        before, after = encode(context), encode(continuation)
+        whole = [special.cls, *before, *after, special.sep]
+        rows = []
+        for place in range(1 + len(before), 1 + len(before) + len(after)):
+            hidden = [*whole[:place], special.mask, *whole[place + 1 :]]
+            rows.append(logits_of_row(run, hidden, range(len(hidden)), [0] * len(hidden), place))
+        expected.append(summed(rows, after))
+    harness = Harness(run, size=3)
+    assert_equal(harness.loglikelihood(PAIRS), expected)
+    assert harness.report()["note"] == PSEUDO
+    blank = Harness(run, Asking(allow_masks=True)).loglikelihood([("the [MASK] dog", " lazy")])
+    assert blank == Harness(run, Asking(allow_masks=True)).loglikelihood([("the [sMASK] dog", " lazy")])
+    with pytest.raises(ConfigError, match=r"how likely texts are \(perplexity\), which a run of masked_lm"):
+        harness.loglikelihood_rolling(["the fox"])
+    with pytest.raises(ConfigError, match="does not teach to write"):
+        harness.generate_until([("the", {})])
+
+
+def test_xlnet_asks_for_each_token_by_a_query(runs):
+    run = runs("xlnet")
+    special, encode, expected = run.tokenizer.special, run.tokenizer.encode, []
+    pairs = [pair for pair in PAIRS if pair[0]]
+    for context, continuation in pairs:
+        before, after = encode(context), encode(continuation)
+        rows = []
+        for known in range(len(after)):
+            tokens = [*before, *after[:known], special.mask]
+            place = len(tokens) - 1
+            order = [*[0] * len(before), *range(1, known + 1), -known - 1]
+            rows.append(logits_of_row(run, tokens, range(len(tokens)), order, place))
+        expected.append(summed(rows, after))
+    assert_equal(Harness(run).loglikelihood(pairs), expected)
+    # A text in one window is the chain of its tokens.
+    (whole,) = Harness(run, Asking(first_token=False)).loglikelihood_rolling(["the quick brown fox"])
+    assert whole == pytest.approx(Harness(run).loglikelihood([("the", " quick brown fox")])[0][0], abs=1e-4)
+
+
+def test_requests_keep_their_order_in_every_batch(runs):
+    run = runs("causal")
+    pairs = [
+        (" ".join(["the", "fox"] * n), word) for n in (5, 1, 3) for word in (" dog", " quick fox", " cafe")
+    ]
+    expected = [Harness(run).loglikelihood([pair])[0] for pair in pairs]
+    for size in (1, 2, 16):
+        assert_equal(Harness(run, size=size).loglikelihood(pairs), expected)
+
+
+def test_choices_of_one_token_are_one_document(runs, monkeypatch):
+    harness = Harness(runs("blank_infilling"))
+    documents = []
+    compute = harness._computed
+    monkeypatch.setattr(harness, "_computed", lambda batch: documents.append(len(batch)) or compute(batch))
+    harness.loglikelihood([("the dog", f" {word}") for word in ("fox", "dog", "lazy", "quick fox")])
+    assert documents == [2]
+
+
+def test_text_is_tokenized_as_one(runs):
+    """A word that goes on after the context is a piece of it; where a token reaches over the border, both are apart."""
+    layout = Harness(runs("causal")).layout
+    piece, word = (runs("causal").tokenizer.encode(text) for text in ("jumps", " s"))
+    assert layout.asked("jump", "s").continuation == piece[1:] != word
+    assert layout.asked("the ", "fox").continuation == layout.asked("the", " fox").continuation
+    assert layout.asked("the f", "ox").context == runs("causal").tokenizer.encode("the f")
+    assert layout.asked("the f", "ox").continuation == runs("causal").tokenizer.encode("ox")
+
+
+@pytest.mark.parametrize("objective", ["causal", "prefix_lm", "blank_infilling", "xlnet"])
+def test_whole_texts_have_the_probabilities_of_their_windows(runs, objective):
+    """Each token once: the windows are asked one by one as contexts and continuations."""
+    run = runs(objective, **(WITH_GMASK if objective == "blank_infilling" else {}))
+    text = " ".join(["the quick brown fox", "jumps over the lazy dog"] * 5)
+    asking = Asking(sequence_length=17, stride=6)
+    harness = Harness(run, asking, size=2)
+    (found,) = harness.loglikelihood_rolling([text])
+    ids, total, seen = run.tokenizer.encode(text), 0.0, 0
+    single = Harness(run, Asking(sequence_length=32))
+    for start in range(0, len(ids), 6):
+        known, new = ids[start:seen], ids[seen : start + 16]
+        if not new:
+            break
+        text_of = run.tokenizer.decode
+        total += single.loglikelihood([(text_of(known), " " + text_of(new))])[0][0]
+        seen += len(new)
+    assert seen == len(ids) and found == pytest.approx(total, abs=1e-3)
+    first = harness.loglikelihood([("", "the")])[0][0]
+    assert harness.loglikelihood_rolling(["", "the"]) == pytest.approx([0.0, first])
+    if objective == "causal":  # elsewhere the first window is read in another way
+        skipped = Harness(run, Asking(sequence_length=17, stride=6, first_token=False))
+        assert skipped.loglikelihood_rolling([text])[0] == pytest.approx(found - first, abs=1e-4)
+
+
+def test_long_contexts_lose_their_beginning_and_are_counted(runs):
+    words = ["fox", "dog", "lazy", "quick"] * 12
+    for objective, kept in (
+        ("causal", 31),
+        ("prefix_lm", 30),
+        ("blank_infilling", 27),
+        ("bart", 30),
+        ("xlnet", 31),
+    ):
+        harness = Harness(runs(objective), Asking(sequence_length=32))
+        (cut,) = harness.loglikelihood([(" ".join(words), " the")])
+        assert cut == harness.loglikelihood([(" ".join(words[-kept:]), " the")])[0]
+        assert harness.cut == 1 and harness.report()["cut"] == 1, objective
+        if objective != "bart":  # its decoder has positions of its own
+            assert cut != harness.loglikelihood([(" ".join(words[1 - kept :]), " the")])[0]
+        harness.cut = 0
+        assert harness.loglikelihood([(" ".join(words[-kept:]), " the")]) and harness.cut == 0
+
+
+def test_a_continuation_longer_than_the_model_is_refused(runs):
+    for objective in ("causal", "blank_infilling", "t5", "masked_lm"):
+        harness = Harness(runs(objective))
+        with pytest.raises(DataError, match=r"has 60 tokens, but the model has room for \d+; shorten it"):
+            harness.loglikelihood([("the", " fox" * 60)])
+    with pytest.raises(DataError, match="the continuation ' ' has no token"):
+        harness.loglikelihood([("the", " ")])
+
+
+@pytest.mark.parametrize("objective", [*BY_HAND, "blank_infilling"])
+def test_texts_end_before_the_first_stop_string(runs, objective):
+    run = runs(objective)
+    harness, contexts = Harness(run, size=2), ["the quick", "the lazy dog", "cafe"]
+    options = {"until": [], "max_gen_toks": 8}
+    whole = harness.generate_until([(context, options) for context in contexts])
+    decoder = decoder_of(run, GenerationConfig(max_length=8))
+    for context, text in zip(contexts, whole, strict=True):
+        prompt = harness.layout.prompt(context, 8)[0]
+        assert text == run.tokenizer.decode(decoder.generate([prompt])[0], skip_special=True)
+    stop = whole[0][3:5]
+    asked = [(contexts[1], options), (contexts[0], {**options, "until": stop}), (contexts[2], options)]
+    assert harness.generate_until(asked) == [whole[1], whole[0].partition(stop)[0], whole[2]]
+    assert before_first("a b c", ["c", "b"]) == "a " and before_first("abc", ["", "d"]) == "abc"
+
+
+def test_an_answer_is_not_written_on_after_its_stop(runs, monkeypatch):
+    run = runs("causal")
+    harness = Harness(run)
+    (text,) = harness.generate_until([("the", {"max_gen_toks": 20})])
+    steps = []
+    logits = type(run.model).logits
+    monkeypatch.setattr(type(run.model), "logits", lambda *a: steps.append(1) or logits(*a))
+    first = text.split()[0]
+    harness.generate_until([("the", {"max_gen_toks": 20, "until": [first[:1]]})])
+    assert len(steps) == 1
+
+
+def test_settings_of_generation(runs):
+    harness = Harness(runs("causal"))
+    beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "temperature": 0.0}
+    found = harness.generate_until([("the fox", beams)])
+    decoder = decoder_of(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
+    prompt = harness.layout.prompt("the fox", 6)[0]
+    assert found == [runs("causal").tokenizer.decode(decoder.generate([prompt])[0])]
+    drawn = {"temperature": 2.0, "max_gen_toks": 6, "seed": 3}
+    assert harness.generate_until([("the fox", drawn)]) != harness.generate_until(
+        [("the fox", {**drawn, "seed": 4})]
+    )
+    for options, message in {
+        "generation_kwargs has repetition_penalty, which is unknown": {"repetition_penalty": 2.0},
+        "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
+        "leave no room for a context in a model of 32; lower max_gen_toks": {"max_gen_toks": 31},
+    }.items():
+        with pytest.raises(ConfigError, match=options):
+            harness.generate_until([("the", message)])
+
+
+def test_settings_that_a_run_cannot_take(runs):
+    cases = {
+        "inputs of causal have none": ("causal", Asking(allow_masks=True)),
+        "but masked_lm predicts none": ("masked_lm", Asking(score_end=True)),
+        "sequence_length is 33, but the model has 32 positions": ("causal", Asking(sequence_length=33)),
+        "sequence_length is 7; it must be at least 8": ("causal", Asking(sequence_length=7)),
+    }
+    for message, (objective, asking) in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            Harness(runs(objective), asking)
+    with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the tokens of a window \(31\)"):
+        Harness(runs("causal"), Asking(stride=31)).loglikelihood_rolling(["the"])
+    for objective in ("unilm", "t5"):
+        with pytest.raises(ConfigError, match=f"which a run of {objective} does not tell"):
+            Harness(runs(objective)).loglikelihood_rolling(["the"])

@@ -1,0 +1,228 @@
+"""scripts/harness.py with the package lm_eval: its numbers are those of scripts/evaluate.py on the same files."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.hf_runs import tree as tree_of
+from support.hf_runs import write_run, write_vocabulary
+from support.project import ROOT
+from support.tasks import write_lines
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.settings import merge
+from megatron_lite.finetune.checkpoints import evaluate
+from megatron_lite.finetune.harness import Harness
+from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from scripts import harness as script
+
+pytest.importorskip(
+    "lm_eval", reason="lm_eval is an extra of its own: pip install -r requirements-lm-eval.txt"
+)
+
+LENGTH, STRIDE = 40, 16
+SAMPLES = 24
+
+
+def words(rng, least, most):
+    return " ".join(f"word{i}" for i in rng.integers(0, 60, rng.integers(least, most)))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Choices of one to three words, and texts that need several windows."""
+    directory, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(4)
+    choices = [
+        {
+            "inputs_pretokenized": words(rng, 3, 12),
+            "choices_pretokenized": [words(rng, 1, 4) for _ in range(3)],
+            "label": int(rng.integers(3)),
+        }
+        for _ in range(SAMPLES)
+    ]
+    texts = [{"text": words(rng, 20, 100)} for _ in range(6)]
+    return write_lines(directory / "choices.jsonl", choices), write_lines(directory / "texts.jsonl", texts)
+
+
+def write_tasks(directory, files):
+    """lm_eval's form of the same tasks."""
+    choices, texts = files
+
+    def task(name, file, **more):
+        data = {"data_files": {"test": file}, "cache_dir": str(directory / "cache")}
+        common = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump({**common, **more}))
+
+    directory.mkdir()
+    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(task: own_choices\n.*?)^```", page, re.S | re.M)
+    own = yaml.safe_load(example)
+    own["dataset_kwargs"] |= {"data_files": {"test": choices}, "cache_dir": str(directory / "cache")}
+    (directory / "own_choices.yaml").write_text(yaml.safe_dump(own))
+    task(
+        "own_last_words",
+        texts,
+        output_type="loglikelihood",
+        doc_to_text="{{text.split()[:-1] | join(' ')}}",
+        doc_to_target=" {{text.split()[-1]}}",
+        metric_list=[{"metric": "perplexity"}, {"metric": "acc"}],
+    )
+    task(
+        "own_texts",
+        texts,
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    )
+    task(
+        "own_answers",
+        choices,
+        output_type="generate_until",
+        doc_to_text="{{inputs_pretokenized}}",
+        doc_to_target="{{choices_pretokenized[0]}}",
+        generation_kwargs={"until": ["word1"], "max_gen_toks": 4},
+        metric_list=[{"metric": "exact_match"}],
+    )
+
+
+@pytest.fixture(scope="module")
+def tasks(files, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tasks") / "tasks"
+    write_tasks(directory, files)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    vocabulary = write_vocabulary(directory)
+    for objective in ("blank_infilling", "causal", "prefix_lm", "masked_lm"):
+        write_run(directory / objective, merge(tree_of(vocabulary), {"objectives": {objective: 1.0}}))
+    return directory
+
+
+def ask(monkeypatch, tmp_path, run, tasks, names, *options):
+    """The results of a call, and how they came about."""
+    arguments = ["--checkpoint", str(run), "--include-path", str(tasks), "--tasks", names]
+    out = tmp_path / "numbers.json"
+    monkeypatch.setattr("sys.argv", ["harness.py", *arguments, "--json", str(out), *options])
+    script.main()
+    found = json.loads(out.read_text())
+    named = {
+        task: {name.removesuffix(",none"): value for name, value in numbers.items()}
+        for task, numbers in found["results"].items()
+    }
+    return named, found["harness"]
+
+
+def measured(run, file, **task):
+    section = {"name": "own", "sequence_length": LENGTH, "stride": STRIDE, "validation": [file], **task}
+    (found,) = evaluate(run, {"task": section}, 5).files.values()
+    return found.measured
+
+
+def test_a_table_and_remarks_are_printed(runs, tasks, tmp_path, monkeypatch, capsys):
+    found, asked = ask(
+        monkeypatch, tmp_path, runs / "causal", tasks, "own_*words,own_answers", "--limit", "3"
+    )
+    said = capsys.readouterr().out
+    assert set(found) == {"own_last_words", "own_answers"} and "|own_last_words|" in said
+    assert asked["requests"] == {"loglikelihood": 3, "loglikelihood_rolling": 0, "generate_until": 3}
+    assert f"{asked['cut']} of 6 contexts lost their beginning" in said and asked["cut"] > 0
+
+
+@pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
+def test_choices_and_texts_have_the_numbers_of_the_evaluation(
+    runs, files, tasks, tmp_path, monkeypatch, objective
+):
+    (choices, texts), run = files, runs / objective
+    size = ["--sequence-length", str(LENGTH), "--stride", str(STRIDE)]
+    found, asked = ask(monkeypatch, tmp_path, run, tasks, "own_choices", "--score-end", *size)
+    ours = measured(run, choices, kind="cloze", reader="jsonl", name="choices")
+    assert found["own_choices"]["acc"] == ours["accuracy"] and 0 < ours["accuracy"] < 1
+    assert asked["requests"]["loglikelihood"] == 3 * SAMPLES and not asked["cut"]
+
+    found, _ = ask(monkeypatch, tmp_path, run, tasks, "own_texts", "--skip-first-token", *size)
+    numbers = found["own_texts"]
+    ours = measured(run, texts, kind="language_modelling", reader="text")
+    assert numbers["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], rel=1e-6)
+    assert numbers["byte_perplexity"] == pytest.approx(2 ** ours["bits_per_byte"], rel=1e-6)
+    counts = [len(json.loads(line)["text"].split()) for line in Path(texts).read_text().splitlines()]
+    # lm_eval divides by all words, the evaluation by those that are predicted.
+    nll = math.log(ours["word_perplexity"]) * (sum(counts) - len(counts))
+    assert math.log(numbers["word_perplexity"]) * sum(counts) == pytest.approx(nll, rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
+def test_last_words_have_the_numbers_of_the_evaluation(runs, tmp_path, monkeypatch, objective):
+    """Half of the texts end as the model would end them."""
+    rng, run = np.random.default_rng(6), runs / objective
+    contexts = [words(rng, 3, 20) for _ in range(10)]
+    written = Harness(load_run(run)).generate_until([(text, {"max_gen_toks": 1}) for text in contexts])
+    lines = [
+        {"text": f"{context} {own if number % 2 else words(rng, 1, 2)}"}
+        for number, (context, own) in enumerate(zip(contexts, written, strict=True))
+    ]
+    file = write_lines(tmp_path / "words.jsonl", lines)
+    write_tasks(tmp_path / "tasks", (file, file))
+    found, _ = ask(monkeypatch, tmp_path, run, tmp_path / "tasks", "own_last_words")
+    ours = measured(run, file, kind="lambada", reader="text", sequence_length=64)
+    assert found["own_last_words"]["acc"] == ours["accuracy"]
+    assert ours["accuracy"] > 0 or objective == "prefix_lm"  # whose likeliest token is a special one
+    assert found["own_last_words"]["perplexity"] == pytest.approx(ours["word_perplexity"], rel=1e-6)
+
+
+def test_an_export_has_the_same_numbers(runs, tasks, tmp_path, monkeypatch):
+    run = runs / "blank_infilling"
+    export_run(run, tmp_path / "export", ExportOptions())
+    ours, theirs = (
+        ask(monkeypatch, tmp_path, path, tasks, "own_texts,own_answers", "--gen-kwargs", "max_gen_toks=2")[0]
+        for path in (run, tmp_path / "export")
+    )
+    assert ours["own_texts"] == theirs["own_texts"] and ours["own_answers"] == theirs["own_answers"]
+
+
+def test_a_pseudo_log_likelihood_says_so(runs, tasks, tmp_path, monkeypatch, capsys):
+    run = runs / "masked_lm"
+    found, asked = ask(monkeypatch, tmp_path, run, tasks, "own_choices", "--num-fewshot", "0")
+    assert 0 < found["own_choices"]["acc"] < 1 and "pseudo log likelihoods" in asked["note"]
+    assert "Note: scores are pseudo log likelihoods" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="which a run of masked_lm does not tell"):
+        ask(monkeypatch, tmp_path, run, tasks, "own_texts")
+
+
+def test_mistakes_of_tasks_are_one_line(runs, tasks, files, tmp_path, monkeypatch):
+    cases = {
+        "--tasks names own_choice, which is none of the 4 tasks there; did you mean own_choices?": "own_choice",
+        "--tasks names no task": ", ",
+    }
+    for message, names in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            ask(monkeypatch, tmp_path, runs / "causal", tasks, names)
+    write_tasks(tmp_path / "absent", ("none.jsonl", "none.jsonl"))
+    with pytest.raises(
+        DataError, match=r"lm_eval cannot make the tasks \['own_texts'\]: .*correct their files"
+    ):
+        ask(monkeypatch, tmp_path, runs / "causal", tmp_path / "absent", "own_texts")
+    with pytest.raises(ConfigError, match=r"settings are given \(a.b=1\), but .* is a run"):
+        ask(monkeypatch, tmp_path, runs / "causal", tasks, "own_texts", "a.b=1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="but no YAML file there has a task"):
+        ask(monkeypatch, tmp_path, runs / "causal", tmp_path / "empty", "own_texts")
+
+
+def test_the_example_of_the_page_runs(runs, tasks, monkeypatch, capsys):
+    """It asks what the command asks."""
+    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    code = example.replace("runs/glm", str(runs / "blank_infilling")).replace('"tasks"', repr(str(tasks)))
+    namespace: dict = {}
+    exec(compile(code, "docs/generation.md", "exec"), namespace)
+    score, result = capsys.readouterr().out.split("\n")[:2]
+    assert score.startswith("[(-") and "'acc,none': " in result
