@@ -7,6 +7,7 @@ config.json, the tokenizer's files, and rows that no token uses.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.tasks.readers import labels_of
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer, read_files
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -51,6 +53,7 @@ from megatron_lite.hf.conversion import (
 )
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.model_card import published_card
+from megatron_lite.hf.published_heads import OTHER_HEADS, class_of_model, task_section
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -65,6 +68,8 @@ from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.memory import read_segment
 from megatron_lite.model.model_input import prepare
+
+log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
@@ -107,7 +112,7 @@ def import_published(
         _keep_files(source, directory / KEPT_FILES)
         config = _config(source, output, directory, tree)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
-        weights = _with_new_heads(to_ours(source.theirs, source.parts), config)
+        weights = _with_new_heads(source, config)
         write_training_checkpoint(checkpoint, weights, config)
         (directory / "config.yaml").write_text(
             yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
@@ -115,7 +120,7 @@ def import_published(
         if not verify:
             return None
         model = load_model(read_checkpoint(checkpoint), config.model)
-        result = compare_logits(model, path, source.system.class_of(config.model), tolerance)
+        result = compare_logits(model, path, class_of_model(source.system, config.model), tolerance)
         result.require(tolerance, f"the import of {path}")
         return result
 
@@ -131,6 +136,11 @@ def _config(source: PublishedSource, output: Path, directory: Path, tree: Mappin
         tokenizer = _brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    if head := source.settings.get("task_head"):
+        tree["task"] = {
+            **task_section(head, read_json(source.path / "config.json")),
+            **(tree.get("task") or {}),
+        }
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
         if getattr(config.model, name) != getattr(imported, name):
@@ -183,14 +193,27 @@ def _keep_files(source: PublishedSource, directory: Path) -> None:
         write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
 
 
-def _with_new_heads(weights: Weights, config: Config) -> Weights:
-    """The imported tensors, and initial values of SpanBERT's head, which no file has."""
-    shapes = parameter_shapes(config.model)
-    new = {
-        name: torch.nn.Parameter(torch.empty(shapes[name])) for name in shapes.keys() - weights.shapes.keys()
-    }
+def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
+    """The imported tensors, and initial values of heads that the files do not have: SpanBERT's, and all that a class
+    with the head of a task leaves out.
+    """
+    shapes, weights, others = (
+        parameter_shapes(config.model),
+        to_ours(source.theirs, source.parts),
+        source.others,
+    )
+    missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
+    if "task_head" in source.settings and missing:
+        log.warning("%s does not have %s; they begin anew", source.path, ", ".join(sorted(missing)))
+    new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)
-    return Weights(shapes, lambda name: new[name].detach() if name in new else weights.read(name))
+
+    def read(name: str) -> torch.Tensor:
+        if name in new:
+            return new[name].detach()
+        return weights.read(name) if name in weights.shapes else others.read(name)
+
+    return Weights(shapes, read)
 
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
@@ -198,29 +221,37 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     config, system = run.config.model, system_of(run.config.model)
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
     base = read_json(kept / "config.json") if kept.exists() else _special_ids(run.tokenizer)
-    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")})
-    extra = {name: shape for name, shape in weights.shapes.items() if name.startswith(_SPAN_BOUNDARY)}
-    parts = parts_of(system, weights.shapes, config)
+    labels = () if run.config.task is None else labels_of(run.config.task)
+    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, labels)
+    parts, name = parts_of(system, weights.shapes, config), class_of_model(system, config)
+    is_headed = config.task_head != "none"
+    of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
+    held = {part.ours for part in parts.values()}
+    extra = {
+        ours: shape
+        for ours, shape in weights.shapes.items()
+        if ours.startswith(of_heads) and ours not in held
+    }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
-    left = weights.shapes.keys() - {part.ours for part in parts.values()} - extra.keys()
+    left = weights.shapes.keys() - held - extra.keys()
     if left:
         raise CheckpointError(
             f"checkpoint {run.checkpoint.path} has {', '.join(sorted(left)[:3])}, which the class "
-            f"{system.class_of(config)} has not; only models of the published architecture can be exported."
+            f"{name} has not; only models of the published architecture can be exported."
         )
     write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
     if extra:
-        write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+        write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     _write_tokenizer(directory, run.tokenizer, kept)
     card = published_card(
         run,
-        system.class_of(config),
+        name,
         is_imported=kept.exists(),
-        extra_file=EXTRA_WEIGHTS if extra else None,
+        extra_file=extra_file if extra else None,
     )
     (directory / "README.md").write_text(card, encoding="utf-8")
-    return system.class_of(config)
+    return name
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -249,6 +280,8 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, kept: Path) -> None:
 def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: float) -> proof.Proof:
     """Our model and the class of transformers on the same rows, padding left out, with the head on CLS."""
     batch = proof_batch(model.config)
+    if model.config.task_head != "none":
+        return _compare_heads(model, batch, load_class(directory, class_name), tolerance)
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     hidden, ours = our_output(model, batch)
     if model.config.decoder_layers:
@@ -267,6 +300,25 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     if model.config.relative == "xlnet":
         result = result.joined(_compare_memory(model, theirs, batch[:1], tolerance))
     return result
+
+
+def _compare_heads(model: GLM, batch: np.ndarray, theirs: torch.nn.Module, tolerance: float) -> proof.Proof:
+    """The head of a task: on all rows, or on that of each text. XLNet's class takes the last one, padding or not."""
+    if model.config.relative == "xlnet":
+        batch = batch[:1]  # the row without padding
+    hidden, _ = our_output(model, batch)
+    out, real = their_output(theirs, model.config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    if model.config.task_head in ("classes", "values"):
+        real = torch.zeros_like(real)
+        real[:, -1 if model.config.relative == "xlnet" else 0] = True
+        expected = out["logits"]
+    elif model.config.task_head == "spans":
+        expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[real]
+    else:
+        expected = out["logits"][real]
+    rows = real.flatten().nonzero()[:, 0]
+    ours = model.heads.task_rows([hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
+    return proof.compare(ours, expected, tolerance)
 
 
 def _compare_memory(model: GLM, theirs: torch.nn.Module, row: np.ndarray, tolerance: float) -> proof.Proof:
