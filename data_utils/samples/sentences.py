@@ -13,7 +13,10 @@ The price: rows are not full. Each lacks about half of a sentence, so they shoul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +110,7 @@ class SentenceIndex:
         decoder_dataset: the same texts by the decoder's tokenizer; None: one dataset serves both.
     Attributes:
         num_windows: rows. num_sentences: documents in them. empty, too_long: documents left out.
-    Raises: DataError if no document is left, or the datasets do not have the same number of documents.
+    Raises: DataError if no document is left, or the two datasets do not hold the same texts.
     """
 
     def __init__(
@@ -119,6 +122,8 @@ class SentenceIndex:
         decoder_dataset: IndexedDataset | None = None,
     ) -> None:
         assert 2 * longest + overhead <= row_length
+        if decoder_dataset is not None:
+            _require_same_documents(dataset, decoder_dataset)
         self.dataset = dataset
         self.decoder_dataset = decoder_dataset
         self.longest, self.overhead, self.row_length = longest, overhead, row_length
@@ -205,6 +210,39 @@ class SentenceIndex:
             for text, each in enumerate(index.datasets):
                 _copy(each, numbers[text::texts], pieces, positions, out)
         return out, pieces[1], counts
+
+
+def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> None:
+    """Raise DataError unless two datasets have as many documents, of sources that are named and sized alike.
+
+    Paths may differ, since a build may have been made elsewhere. An adopted dataset names no sources.
+    """
+    difference = _first_difference(first.manifest, second.manifest)
+    if len(first) == len(second) and difference is None:
+        return
+    raise DataError(
+        f"dataset {first.prefix} has {len(first)} documents and its decoder's {second.prefix} {len(second)}, "
+        f"{difference or 'of equal sources'}; both must hold the same texts: build them from the same files with the "
+        "same options, the tokenizer apart."
+    )
+
+
+def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    """What tells the texts of two manifests apart, in words; None if nothing does."""
+    if first.get("adopted") or second.get("adopted"):
+        return None
+    sources = [
+        [f"{Path(source['path']).name} ({source['bytes']} bytes)" for source in manifest.get("sources", [])]
+        for manifest in (first, second)
+    ]
+    for number, (a, b) in enumerate(zip_longest(*sources, fillvalue="none")):
+        if a != b:
+            return f"and source {number} is {a} of the one and {b} of the other"
+    for key in ("split", "text_key", "text_split"):
+        a, b = json.dumps(first.get(key)), json.dumps(second.get(key))
+        if a != b:
+            return f"and {key} is {a} of the one and {b} of the other"
+    return None
 
 
 def _end_length(dataset: IndexedDataset) -> int:

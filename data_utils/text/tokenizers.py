@@ -35,13 +35,13 @@ from data_utils.text.special_tokens import (
     ROBERTA_NAMES,
     SPECIAL_NAMES,
     SpecialTokens,
+    added_to_published,
     all_special_names,
     assign_special_tokens,
     named_roles,
     own_special_tokens,
     roberta_roles,
     sentencepiece_special_tokens,
-    t5_sentinels,
 )
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
@@ -170,11 +170,11 @@ class Tokenizer(abc.ABC):
         if config.added_tokens == "glm":
             (self.special, size), self.lacking = glm, frozenset()
         else:
-            self.special, self.lacking = own_special_tokens(known)
             size = max(ids_in_files) + 1
-            if config.added_tokens == "t5":
-                names |= t5_sentinels(size)
-                size = max(names) + 1
+            roles, added = added_to_published(config.added_tokens, known.keys(), size)
+            self.special, self.lacking = own_special_tokens({**known, **roles})
+            names |= added
+            size += len(added)
         self.num_tokens, self.vocab_size = size, config.vocab_size or size
         if self.vocab_size < size:
             raise DataError(

@@ -35,6 +35,7 @@ from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.config.latent import check_latent
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -123,7 +124,8 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
-        self._check_latent()
+        self.data.check_decoder(self.decoder_tokenizer is not None)
+        check_latent(self)
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -324,79 +326,6 @@ class Config:
             not count or not self.training.eval_fillings,
             f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
             "are filled by one stack only; set it to 0.",
-        )
-
-    def _check_latent(self) -> None:
-        """What two stacks and a latent vector need of the rest."""
-        latent, decoder = self.latent, self.decoder
-        if latent is None or decoder is None:
-            check(
-                latent is None,
-                "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
-                "describes the one that encodes.",
-            )
-            for name in ("decoder", "decoder_tokenizer"):
-                check(
-                    getattr(self, name) is None,
-                    f"{name} is set without the objective optimus; set it to null, or objectives to {{optimus: 1}}.",
-                )
-            return
-        names = [choice.name for choice in self.objective_choices]
-        check(
-            len(names) == 1,
-            f"objectives has {', '.join(names)}; optimus has samples of its own kind and stands alone.",
-        )
-        self._check_latent_run(latent)
-        needed = latent.max_position_needed(self.data.sequence_length)
-        for key, stack in (("model", self.model), ("decoder", decoder)):
-            refused = {
-                "decoder_layers": stack.decoder_layers > 0,
-                "share_layers": stack.share_layers,
-                "embedding_size": stack.embedding_size is not None,
-                "relative": stack.relative != "none",
-                "adapter_size": stack.adapter_size > 0,
-            }
-            for option in (name for name, is_set in refused.items() if is_set):
-                raise ConfigError(
-                    f"{key}.{option} is {shown(getattr(stack, option))}, which the stacks of optimus cannot have; "
-                    "leave it out."
-                )
-            check(
-                needed <= stack.max_position or stack.positions == "none",
-                f"data.sequence_length ({self.data.sequence_length}) needs position ids up to {needed}, but "
-                f"{key}.max_position is {stack.max_position}; set it to {needed}, or a shorter data.sequence_length.",
-            )
-        check(
-            latent.feature != "pooler" or self.model.sentence_classes > 0,
-            "optimus.feature is pooler, but model.sentence_classes is 0, so that the encoder has no pooler; set "
-            "model.sentence_classes=2, or optimus.feature=cls.",
-        )
-
-    def _check_latent_run(self, latent: OptimusConfig) -> None:
-        parallel, training = self.parallel, self.training
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = getattr(parallel, name)
-            check(
-                size == 1,
-                f"parallel.{name} is {size}, but optimus runs with data parallelism and ZeRO only; set it to 1.",
-            )
-        check(
-            latent.cycles <= training.steps,
-            f"optimus.cycles is {latent.cycles}, more than training.steps ({training.steps}); lower it.",
-        )
-        for name, value, usual in (
-            ("label_smoothing", training.label_smoothing, 0.0),
-            ("eval_fillings", training.eval_fillings, 0),
-            ("loss_normalization", training.loss_normalization, "global_tokens"),
-        ):
-            check(
-                value == usual,
-                f"training.{name} is {value} with the objective optimus, whose loss is a bound of each sentence's "
-                f"likelihood; set it to {usual}.",
-            )
-        check(
-            self.task is None,
-            "decoder is set with a task, which trains one Transformer; set decoder and objectives to null.",
         )
 
     @property

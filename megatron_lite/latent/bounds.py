@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_utils.base.errors import CheckpointError, DataError
+from data_utils.base.errors import CheckpointError
 from megatron_lite.latent.inputs import Sampling
 from megatron_lite.latent.interface import LatentModel, Sentence
 from megatron_lite.latent.noise import normals

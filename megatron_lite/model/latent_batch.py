@@ -153,8 +153,9 @@ class HostSentences:
 
     def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
         """Args: arrays: as `arrays` gave them."""
-        *integers, noise, weight = arrays
-        return Sentences(*integers, noise.view(torch.float32), weight.view(torch.float32))
+        features, slots, of_token, of_loss, noise, weight = arrays
+        of_floats = noise.view(torch.float32), weight.view(torch.float32)
+        return Sentences(features, slots, of_token, of_loss, *of_floats)
 
 
 class LatentSamples:

@@ -7,12 +7,12 @@ from support.latent import latent_batch, latent_config, random_sentences, senten
 from support.published import write_random
 from torch.nn.functional import cross_entropy
 
-from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.config.tree import ModelConfig
+from data_utils.objectives.planes import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.hf import conversion
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, model_count, model_shapes
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.model_input import ModelInput, prepare
 
 CPU = torch.device("cpu")
 # fp32, the same sums in another order; of the largest value.
@@ -184,9 +184,11 @@ def test_without_memory_the_decoder_is_the_plain_causal_run():
     planes = sentence_planes(sentences, memory=False)
     ours = reconstructions(config, model, planes, torch.randn(2, 8))
     for number, (_, decoded) in enumerate(sentences[0]):
-        one = sentence_planes([[([], decoded)]], memory=False)
-        alone = reconstructions(config, model, one, torch.randn(1, 8))
-        close(ours[number], alone[0])
+        row = np.zeros((1, len(FIELDS), len(decoded) + 1), np.int32)
+        row[0, TOKENS], row[0, TARGETS] = [3, *decoded], [*decoded, 4]
+        row[0, POSITION_IDS] = row[0, ORD] = np.arange(len(decoded) + 1)
+        row[:, WEIGHTS].view(np.float32)[:] = 1.0
+        close(ours[number], model.decoder(ModelInput.from_batch(Batch(row), CPU, config.decoder))[0])
 
 
 def test_sentences_of_a_row_cannot_read_each_others_vector():
@@ -205,7 +207,7 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
     sentences = random_sentences(7, 2, 3)
     flat = [pair for row in sentences for pair in row]
     packed = prepared(config, sentence_planes(sentences, length=100), few_counts=True, multiple=64)
-    mu, logvar = model.posterior(packed)
+    mu, _ = model.posterior(packed)
     z = torch.randn(len(packed.sentences.weight), 8)
     packed_losses = model.reconstruction(packed, z)
     assert packed.sentences.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
@@ -302,47 +304,3 @@ def test_dropout_differs_between_the_stacks():
     assert torch.equal(first, model(prepared(config, planes, dropout_seed=1))[0])
     assert not torch.equal(first, model(prepared(config, planes, dropout_seed=2))[0])
     assert not torch.equal(first, model(prepared(config, planes))[0])
-
-
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objectives": {"causal": 1}}, "objectives has optimus, causal; optimus has samples of its own"),
-        ({"decoder": {"share_layers": True}}, "decoder.share_layers is True, which the stacks of optimus"),
-        ({"model": {"relative": "buckets"}}, "model.relative is 'buckets', which the stacks of optimus"),
-        ({"model": {"embedding_size": 16}}, "model.embedding_size is 16, which the stacks of optimus"),
-        ({"decoder": {"max_position": 24}}, "decoder.max_position is 24; set it to 25"),
-        ({"model": {"sentence_classes": 0}}, "optimus.feature is pooler, but model.sentence_classes is 0"),
-        ({"parallel": {"tensor_parallel_size": 2}}, "parallel.tensor_parallel_size is 2, but optimus runs"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size is 2, but optimus"),
-        ({"optimus": {"cycles": 21}}, "optimus.cycles is 21, more than training.steps"),
-        (
-            {"training": {"label_smoothing": 0.1}},
-            "training.label_smoothing is 0.1 with the objective optimus",
-        ),
-        (
-            {"training": {"loss_normalization": "per_objective"}},
-            "training.loss_normalization is per_objective",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace("+", r"\+")):
-        latent_config(**changes)
-
-
-def test_a_decoder_needs_the_objective_and_the_objective_a_decoder():
-    from support.latent import latent_tree
-
-    from data_utils.base.settings import build
-    from megatron_lite.config.tree import Config
-
-    tree = latent_tree()
-    with pytest.raises(ConfigError, match="decoder is null; describe there the Transformer that decodes"):
-        build(Config, {**tree, "decoder": None})
-    with pytest.raises(ConfigError, match="decoder is set without the objective optimus"):
-        build(Config, {**tree, "objectives": {"causal": 1}})
-    assert isinstance(build(Config, tree).decoder, ModelConfig)

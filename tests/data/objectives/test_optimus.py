@@ -140,6 +140,31 @@ def test_a_vocabulary_that_lacks_its_tokens_is_refused(words, missing):
         optimus(words=words)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"latent_size": 0}, "optimus.latent_size is 0; it must be at least 1"),
+        (
+            {"memory": False, "embedding": False},
+            r"memory and optimus.embedding are both false, .* set one of them to true",
+        ),
+        ({"free_bits": -0.1}, "optimus.free_bits is -0.1; it must be at least 0"),
+        ({"beta": -1.0}, "optimus.beta is -1.0; it must be at least 0"),
+        ({"cycles": 0}, "optimus.cycles is 0; it must be at least 1"),
+        ({"zero_share": -0.5}, "optimus.zero_share is -0.5; it must be in"),
+        ({"rise_share": 1.5}, "optimus.rise_share is 1.5; it must be in"),
+        (
+            {"zero_share": 0.75, "rise_share": 0.5},
+            r"zero_share \+ optimus.rise_share is 1.25; together they must be at most 1",
+        ),
+        ({"feature": "mean"}, "optimus.feature is 'mean'; it must be one of pooler, cls"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        OBJECTIVES["optimus"].config_class(**settings)
+
+
 def test_it_stands_alone():
     choices = [ObjectiveChoice(name, OBJECTIVES[name].config_class()) for name in ("causal", "optimus")]
     with pytest.raises(ConfigError, match="optimus is mixed with other objectives"):

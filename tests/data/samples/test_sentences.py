@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import build as built
+from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
 from data_utils.objectives import Example, ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig
@@ -196,3 +200,124 @@ def test_samples_of_a_run_with_one_tokenizer(corpus):
         assert written[-1] == [*read[-1], special.eop]
     assert sorted(read) == sorted(text for text in documents if len(text) <= 20)
     assert (opened.train.batch(np.array([5, 2]))[::-1] == batch[[2, 5]]).all()
+
+
+TEXTS = [
+    "the quick brown fox",
+    "naive cafe",
+    "it's 1999",
+    "",
+    "the fox jumps over the lazy dog and " * 9,
+    "yes",
+]
+
+
+def corpora_of(tmp_path, texts=TEXTS, decoders_texts=None):
+    """The same lines by BERT's and by GPT-2's tokenizer, each as published; the decoder's has OPTIMUS's tokens."""
+    (tmp_path / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n")
+    write_gpt2(tmp_path, {name: i for i, name in enumerate([*BYTE_SYMBOLS, "<|endoftext|>"])}, [])
+    made = {}
+    for name, config, lines in (
+        ("bert", TokenizerConfig(kind="bert_wordpiece", path=str(tmp_path), added_tokens="none"), texts),
+        (
+            "gpt2",
+            TokenizerConfig(kind="gpt2_bpe", path=str(tmp_path), added_tokens="optimus"),
+            texts if decoders_texts is None else decoders_texts,
+        ),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        source = tmp_path / name / "lines.txt"
+        source.write_text("".join(f"{line}\n" for line in lines))
+        made[name] = load_tokenizer(config)
+        build = BuildConfig(
+            inputs=[str(source)], output=str(tmp_path / name / "d"), text_split="lines", overwrite=True
+        )
+        build_corpus(build, lambda config=config: load_tokenizer(config))
+    corpus = CorpusConfig(prefix=str(tmp_path / "bert/d"), decoder_prefix=str(tmp_path / "gpt2/d"))
+    return DataConfig(train=(corpus,), sequence_length=32), made["bert"], made["gpt2"]
+
+
+OPTIMUS = [ObjectiveChoice("optimus", OptimusConfig())]
+
+
+def test_samples_of_a_run_with_two_tokenizers(tmp_path):
+    """BERT's WordPiece reads, GPT-2's BPE writes; what is too long for one is left out for both."""
+    data, bert, gpt2 = corpora_of(tmp_path)
+    opened = open_datasets(data, OPTIMUS, bert, 3, gpt2)
+    (index,) = opened.train.mixture.indexes
+    assert (index.num_sentences, index.too_long, index.empty) == (4, 1, 0)  # the blank line is no document
+    batch = opened.train.batch(np.arange(index.num_windows))
+    sentences = [part for planes in batch for part in Example.from_planes(planes).documents()]
+    assert [gpt2.decode(s.targets[s.weights > 0]) for s in sentences] == [
+        f"{text}<EOS>" for text in TEXTS if 0 < len(text) <= 32
+    ]
+    for sentence, text in zip(sentences, [text for text in TEXTS if 0 < len(text) <= 32], strict=True):
+        reads = sentence.ord == 0
+        assert sentence.tokens[reads].tolist() == [bert.special.cls, *bert.encode(text), bert.special.sep]
+        written = [gpt2.special.sop] * 2 + gpt2.encode(text)
+        assert sentence.tokens[~reads].tolist() == written
+    (facts,) = opened.train.fingerprint()
+    assert facts["sha256"] != facts["decoder_sha256"]
+
+
+def test_local_copies_have_both_datasets(tmp_path):
+    data, bert, gpt2 = corpora_of(tmp_path)
+    copied = replace(data, local_directory=str(tmp_path / "local"))
+    here, there = (open_datasets(each, OPTIMUS, bert, 3, gpt2).train for each in (data, copied))
+    assert (here.batch(np.arange(1)) == there.batch(np.arange(1))).all()
+    (index,) = there.mixture.indexes
+    assert {each.prefix.parent for each in index.datasets} == {tmp_path / "local"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (
+            TEXTS[:-1],
+            r"bert/d has 5 documents and its decoder's \S*gpt2/d 4, and source 0 is lines.txt \(\d+ bytes\) of the one "
+            r"and lines.txt \(\d+ bytes\) of the other; both must hold the same texts",
+        ),
+        ([*TEXTS[:-1], "yes, but"], "has 5 documents and its decoder's .* 5, and source 0 is lines.txt"),
+    ],
+)
+def test_datasets_of_other_texts_are_refused(tmp_path, texts, message):
+    data, bert, gpt2 = corpora_of(tmp_path, decoders_texts=texts)
+    with pytest.raises(DataError, match=message):
+        open_datasets(data, OPTIMUS, bert, 3, gpt2)
+
+
+def test_equal_sources_with_unequal_documents_are_refused(tmp_path):
+    """By another option of the build; and an adopted dataset, which names no sources, by its number of documents."""
+    facts = {"sources": [{"path": "a.txt", "bytes": 3}], "split": {"name": "train", "seed": 0}}
+    first = built(tmp_path / "a", [[1], [2]], **facts)
+    built(tmp_path / "b", [[1]], **facts | {"split": {"name": "train", "seed": 1}})
+    message = r'a has 2 .* b 1, and split is \{"name": "train", "seed": 0\} of the one and .* "seed": 1\} of the other'
+    for name, said in (("b", message.replace("b 1", r"\S*b 1")), ("c", r"c 1, of equal sources")):
+        if name == "c":
+            built(tmp_path / "c", [[1]], adopted=True)
+        with pytest.raises(DataError, match=said):
+            SentenceIndex(first, LONGEST, OVERHEAD, 20, IndexedDataset(tmp_path / name))
+
+
+def test_each_dataset_needs_its_own_tokenizer(tmp_path):
+    data, bert, gpt2 = corpora_of(tmp_path)
+    (corpus,) = data.train
+    swapped = replace(data, train=(replace(corpus, decoder_prefix=corpus.prefix),))
+    with pytest.raises(DataError, match=r"bert/d was built with tokenizer .*bert_wordpiece"):
+        open_datasets(swapped, OPTIMUS, bert, 3, gpt2)
+
+
+def test_prefixes_and_tokenizers_of_the_decoder_go_together(tmp_path):
+    data, bert, gpt2 = corpora_of(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"data.train\[0\].decoder_prefix is \S*gpt2/d without a decoder_tokenizer"
+    ):
+        open_datasets(data, OPTIMUS, bert, 3)
+    alone = replace(data, train=(replace(data.train[0], decoder_prefix=None),))
+    with pytest.raises(
+        ConfigError, match=r"data.train\[0\] \(\S*bert/d\) has no decoder_prefix, but the run has a"
+    ):
+        open_datasets(alone, OPTIMUS, bert, 3, gpt2)
+    mixed = replace(data, validation=alone.train)
+    with pytest.raises(ConfigError, match=r"data.validation\[0\]"):
+        open_datasets(mixed, OPTIMUS, bert, 3, gpt2)
