@@ -20,6 +20,7 @@ class TaskBatch(Batch):
     samples: int64 [documents], from which dropout follows: different for the documents of one sample.
     head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
     loss: of CHOICE_LOSSES, for choices.
+    has_language: the documents' own weights are losses beside the one of a head.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class TaskBatch(Batch):
         parts: PartArrays,
         head: str,
         loss: str = "cross_entropy",
+        has_language: bool = False,
     ):
         super().__init__(planes, samples)
-        self.parts, self.head, self.loss = parts, head, loss
+        self.parts, self.head, self.loss, self.has_language = parts, head, loss, has_language
 
     @property
     def loss_weight(self) -> float:
@@ -49,14 +51,14 @@ class TaskBatch(Batch):
     @property
     def loss_rows(self) -> int:
         """Rows on which the vocabulary's head runs; others cost next to nothing."""
-        if self.head == "tokens":
+        if self.head == "tokens" or self.has_language:
             return super().loss_rows
         return len(self.parts.rows) if self.head == "choices" else 0
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         if self.head == "tokens":
             return super().loss_weights(num_losses)
-        weights = np.zeros(num_losses)
+        weights = super().loss_weights(num_losses) if self.has_language else np.zeros(num_losses)
         weights[-1] = self.loss_weight
         return weights
 
@@ -76,7 +78,7 @@ class HostParts:
         parts = batch.parts
         places = np.full(batch.planes[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
-        self._head, self._loss = batch.head, batch.loss
+        self._head, self._loss, self._has_language = batch.head, batch.loss, batch.has_language
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
             targets = targets + np.searchsorted(parts.row_part, parts.target_part)
@@ -115,5 +117,6 @@ class HostParts:
             value=value.view(torch.float32),
             divisor=divisor.view(torch.float32),
             weight=weight.view(torch.float32),
+            has_language=self._has_language,
             **named,
         )

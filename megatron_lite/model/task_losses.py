@@ -32,6 +32,7 @@ class Parts:
     value: torch.Tensor  # fp32 [P]
     divisor: torch.Tensor  # fp32 [P]
     weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
+    has_language: bool = False  # tokens have a loss beside, that of pretraining
 
 
 def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -388,6 +388,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
     "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
+    "language model of a head alone": (
+        over("finetune.lm_weight=0.2", "finetune.trained=head"),
+        ("lm_weight is 0.2 with finetune.trained head", "set it to 0"),
+    ),
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "task in stages": (

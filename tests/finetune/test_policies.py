@@ -291,4 +291,4 @@ def test_siatls_order(tmp_path):
     files = write_task(tmp_path / "task")
     found = task_rates(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
     starts = {name.split(".")[0]: rate.first_step for name, rate in found.items()}
-    assert starts == {"heads": 1, "final_layernorm": 1, "layers": 5, "embedding": 17}  # 4 steps an epoch
+    assert starts == {"heads": 1, "final_layernorm": 5, "layers": 5, "embedding": 17}  # 4 steps an epoch
