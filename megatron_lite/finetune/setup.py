@@ -180,6 +180,11 @@ def with_head(config: Config, renderer: Renderer) -> Config:
         f"model.task_mix is true, but a task of kind {renderer.inputs.config.kind} adds no head to mix layers for; set "
         "it to false.",
     )
+    check(
+        head in ("classes", "values") or config.model.task_pool == "token",
+        f"model.task_pool is {config.model.task_pool}, but a task of kind {renderer.inputs.config.kind} has no head of "
+        "whole texts; set it to token.",
+    )
     config = replace(config, model=replace(config.model, task_head=head, task_classes=classes))
     if config.finetune.lm_weight:
         check_language(config)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import TOKENS
+from data_utils.objectives.planes import DOC, TOKENS
 from data_utils.tasks.collate import PartArrays
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.heads import LossRows, few_count
@@ -63,6 +64,18 @@ class TaskBatch(Batch):
         return weights
 
 
+def with_documents(batch: TaskBatch) -> PartArrays:
+    """Parts of one row each -> the same with the other tokens of their documents, padding left out, after it."""
+    doc = batch.planes[:, DOC]
+    chosen = []
+    for row in batch.parts.rows.tolist():
+        number, place = divmod(row, doc.shape[1])
+        members = np.flatnonzero(doc[number] == doc[number, place])
+        chosen.append(np.r_[row, members[members != place] + number * doc.shape[1]])
+    owner = np.repeat(batch.parts.row_part, [len(rows) for rows in chosen])
+    return replace(batch.parts, rows=np.concatenate([batch.parts.rows[:0], *chosen]), row_part=owner)
+
+
 class HostParts:
     """The parts of a batch in the order of its attention plan.
 
@@ -70,12 +83,20 @@ class HostParts:
         order: int64 [T], the plan's: index of each token into the flattened batch, -1 for padding.
         first: token of [T] from which rows are counted: with a decoder its first.
         few_counts: rows are filled up to one of few counts, see `few_count`. The first token fills.
+        pools: the head of a part reads its row and then all others of its document.
     """
 
     ARRAYS = 8
 
-    def __init__(self, batch: TaskBatch, order: np.ndarray, first: int = 0, few_counts: bool = False):
-        parts = batch.parts
+    def __init__(
+        self,
+        batch: TaskBatch,
+        order: np.ndarray,
+        first: int = 0,
+        few_counts: bool = False,
+        pools: bool = False,
+    ):
+        parts = with_documents(batch) if pools else batch.parts
         places = np.full(batch.planes[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
         self._head, self._loss, self._has_language = batch.head, batch.loss, batch.has_language
