@@ -241,7 +241,7 @@ class GLM(nn.Module):
         return layers
 
     def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
-        outputs = self.heads.task_rows(layers, parts, self.final_layernorm, batch.dropout)
+        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.row_part)]
 
     def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:

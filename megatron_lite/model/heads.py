@@ -261,18 +261,16 @@ class Heads(nn.Module):
     def task_rows(
         self,
         layers: Sequence[torch.Tensor],
-        parts: Parts,
+        rows: torch.Tensor,
         final_layernorm: nn.Module,
         dropout: Dropout | None,
+        parts: Parts | None = None,
     ) -> torch.Tensor:
-        """What the task's head says of the parts' rows: [N or more, outputs]; with a pool of the parts, [P, outputs].
+        """What the task's head says of rows: int [N] -> [N, outputs]; with a pool of the parts, [P, outputs].
 
-        Args:
-            layers: [T, D] of the last block; for a mix those of the embeddings and of all blocks.
-            dropout: of all rows.
+        Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
         """
         assert self.task is not None
-        rows = parts.rows
         if self.parallel.sequence_parallel:
             layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
         of_rows = [hidden.index_select(0, rows) for hidden in layers]
@@ -285,6 +283,7 @@ class Heads(nn.Module):
                 pooler = self.sentence.dense
             chosen = torch.tanh(pooler(chosen))
         if self.task.pool is not None:
+            assert parts is not None
             chosen, rows = torch.relu(self.task.pool(part_pools(chosen, parts))), rows[first_places(parts)]
         # The embedding has no attention: the salt of that place is free.
         dropped = None if dropout is None else dropout.features(self.task_dropout, -1, "attended")
