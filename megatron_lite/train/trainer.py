@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.batch import mean_scales, scales_beside_last
 from megatron_lite.model.build import model_count, model_flops
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
@@ -73,11 +73,13 @@ class Trainer:
         watchdog: Watchdog | None = None,
         fill: Callable[[GLM], dict[str, Any]] | None = None,
         judge: Judge | None = None,
+        language_weight: Callable[[int], float] | None = None,
     ):
         """Args:
         control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
         fill: makes a record of filled blanks at each evaluation, on the main rank.
         judge: evaluates a task, instead of the loss on `validation_data`.
+        language_weight: step -> weight of the mean of all losses but the last, the task's, beside the mean of that one.
         """
         self.config = config
         self.context = context
@@ -87,10 +89,9 @@ class Trainer:
         self.loss_names = list(loss_names)
         by_objective = config.training.loss_normalization == "per_objective"
         self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
-        factors = None
+        self._factors = factors = None
         if self.loss_factors is not None:
-            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
-        self._factors = factors
+            self._factors = factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
         self._maker = StepMaker(config, context, train_data, engine.prepared, len(self.loss_names), factors)
         self._ahead = Ahead(self._maker.make, context.device)
         self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
@@ -109,8 +110,7 @@ class Trainer:
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
-        self._fill = fill
-        self._judge = judge
+        self._fill, self._judge, self._language_weight = fill, judge, language_weight
         self._evaluated = 0  # the last step of which it is known that it was
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
@@ -319,11 +319,15 @@ class Trainer:
 
     def _micro_batches(self, made: HostStep, loss_weights: list[float]) -> list[MicroBatch]:
         """Args: loss_weights: of each loss in the step, all ranks together."""
+        loss_weight, scales = sum(loss_weights), None
         if self._factors is not None:
             scales = mean_scales(self._factors, loss_weights)
+        elif self._language_weight is not None:
+            loss_weight = loss_weights[-1]
+            scales = scales_beside_last(self._language_weight(self.step + 1), loss_weights)
+        if scales is not None:
             for prepared in made.inputs:
                 prepared.scale_weights(scales)
-        loss_weight = sum(loss_weights)
         return [
             MicroBatch(prepared, None, self._loss_factor(own_weight, loss_weight))
             for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
@@ -412,7 +416,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(sums, self.loss_names, self.loss_factors),
+            **objective_losses(sums, self.loss_names, self.loss_factors, self._language_weight is not None),
             "lr": self._learning_rate(self.step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,

@@ -392,12 +392,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
     "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
+    "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
+    "pool without head": (
+        over("model.task_pool=concat"),
+        ("is concat with model.task_head none", "to token"),
+    ),
+    "pooler": (
+        over("model.task_pool=concat", "model.task_pooler=true"),
+        ("concat with", "leave task_pooler"),
+    ),
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
-    "task in stages": (
-        over(TASK, "parallel.pipeline_parallel_size=2"),
-        ("size is 2 with a task", "set it to 1"),
-    ),
+    "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),
     "task with means": (
         over(TASK, "training.loss_normalization=mean_of_means"),
         ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
