@@ -21,12 +21,7 @@ from megatron_lite.config import model as model_module
 from megatron_lite.config import observation as observation_module
 from megatron_lite.config import sections as sections_module
 from megatron_lite.config import tree as config_module
-from megatron_lite.config.tree import (
-    BatchConfig,
-    Config,
-    ParallelConfig,
-    load_config,
-)
+from megatron_lite.config.tree import BatchConfig, Config, ParallelConfig, load_config
 
 # Every rule, with what the message must hold: the value, the rule, the remedy
 
@@ -393,14 +388,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
     "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
     "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
-    "pool without head": (
-        over("model.task_pool=concat"),
-        ("is concat with model.task_head none", "to token"),
-    ),
-    "pooler": (
-        over("model.task_pool=concat", "model.task_pooler=true"),
-        ("concat with", "leave task_pooler"),
-    ),
+    "pool without head": (over("model.task_pool=concat"), ("is concat with model.task_head", "to token")),
+    "pooler": (over("model.task_pool=concat", "model.task_pooler=true"), ("concat with", "leave task_p")),
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),
