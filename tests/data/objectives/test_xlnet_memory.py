@@ -80,9 +80,7 @@ def test_texts_that_are_exchanged_leave_memories_where_they_are():
     foreign = 0
     for planes in collate(made, [[long, short, other]] * 200):
         documents = Example.from_planes(planes).documents()
-        for piece, document, memory in zip(
-            (long, short, other), documents, (MEMORY, 0, MEMORY), strict=True
-        ):
+        for piece, document, memory in zip((long, short, other), documents, (MEMORY, 0, MEMORY), strict=True):
             assert document.block_position_ids.sum() == memory
             assert (document.tokens[: memory + 1] == piece[: memory + 1]).all()
             content = document.tokens[document.ord >= 0]
