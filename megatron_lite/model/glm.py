@@ -18,9 +18,20 @@ import torch
 from torch import nn
 
 from data_utils.base.random_streams import derive_seed
+from data_utils.objectives.planes import BLOCK_POSITION_IDS
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.block import Block, Embedding, Flow, Latent, Stream, final_layernorm, own_lengths
+from megatron_lite.model.batch import ID_PLANES
+from megatron_lite.model.block import (
+    Block,
+    Embedding,
+    Flow,
+    Latent,
+    Stream,
+    final_layernorm,
+    own_lengths,
+    own_tokens,
+)
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.encoder_decoder import (
@@ -55,6 +66,7 @@ class GLM(nn.Module):
     Args:
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
+        has_memory: whether batches hold tokens that are a memory, see `_detached_memory`.
     """
 
     def __init__(
@@ -65,11 +77,13 @@ class GLM(nn.Module):
         num_losses: int = 1,
         parallel: TensorParallel | None = None,
         label_smoothing: float = 0.0,
+        has_memory: bool = False,
     ):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
         self.label_smoothing = label_smoothing
+        self.has_memory = has_memory
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
@@ -113,6 +127,8 @@ class GLM(nn.Module):
         if self.config.decoder_layers:
             stream = self._run_parts(hidden, flow, ids[0].flatten())
         else:
+            if self.has_memory and before_block is None:
+                before_block = _detached_memory(own_tokens(ids.flatten(1), plan, self.parallel))
             stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
@@ -264,6 +280,17 @@ class GLM(nn.Module):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
+
+
+def _detached_memory(ids: torch.Tensor) -> BeforeBlock:
+    """Stops the gradient at the states of the memory that enter each block, as XLNet's code does.
+
+    Weights still learn from the keys and values that they make of it.
+
+    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1 (data_utils/objectives/xlnet.py).
+    """
+    is_memory = (ids[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)
 
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
