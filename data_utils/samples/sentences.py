@@ -96,7 +96,7 @@ def _copy_pieces(tokens, numbers, pieces, positions, out):
         number = numbers[i]
         first, start, length = pieces[0, number], positions[number], pieces[1, number]
         source, target = tokens[first : first + length], out[start : start + length]
-        for k in range(length):
+        for k in range(len(source)):  # shorter than the piece only where the index is damaged
             target[k] = source[k]
 
 
