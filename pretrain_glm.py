@@ -78,14 +78,15 @@ def main() -> ExitStatus:
 def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
+    from megatron_lite.profile.advice import advise, dry_run_report
+    from megatron_lite.profile.gpus import gpu_named
+    from megatron_lite.profile.request import Request, profile, require_one_transformer
+
+    require_one_transformer(config)
     if config.model.vocab_size is None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.profile.advice import advise, dry_run_report
-    from megatron_lite.profile.gpus import gpu_named
-    from megatron_lite.profile.request import Request, profile
-
     gpu = gpu_named(gpu_name)
     found = profile(Request.of(config, processes, gpu))
     print(dry_run_report(config, processes, gpu, found), flush=True)
@@ -124,7 +125,15 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
-    config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
+    other = config.decoder_tokenizer
+    decoder_tokenizer = None if other is None else load_tokenizer(other)
+    config = replace(
+        config.with_vocab_size(
+            tokenizer.vocab_size, None if decoder_tokenizer is None else decoder_tokenizer.vocab_size
+        ),
+        tokenizer=config.tokenizer.absolute(),
+        decoder_tokenizer=None if other is None else other.absolute(),
+    )
     reason = nothing_to_do(config)
     if reason is not None:
         if launch.rank == 0:
@@ -137,16 +146,22 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         watchdog = Watchdog(
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        return train_with(config, tokenizer, launch, control, watchdog)
+        return train_with(config, tokenizer, decoder_tokenizer, launch, control, watchdog)
 
 
 def train_with(
-    config: Config, tokenizer: Tokenizer, launch: Launch, control: RunControl, watchdog: Watchdog
+    config: Config,
+    tokenizer: Tokenizer,
+    decoder_tokenizer: Tokenizer | None,
+    launch: Launch,
+    control: RunControl,
+    watchdog: Watchdog,
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
+    from megatron_lite.model.latent_batch import samples_of
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.train.engine import memory_advice
     from megatron_lite.train.plain import make_engine
@@ -157,7 +172,11 @@ def train_with(
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
     watchdog.at("opening datasets")
-    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
+    data = open_datasets(
+        config.data, config.objective_choices, tokenizer, config.training.seed, decoder_tokenizer
+    )
+    for note in data.notes if launch.rank == 0 else ():
+        log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:
         watchdog.at("building the model")
@@ -169,8 +188,8 @@ def train_with(
                 config=config,
                 context=context,
                 engine=engine,
-                train_data=data.train,
-                validation_data=data.validation,
+                train_data=samples_of(config, data.train, "train"),
+                validation_data=data.validation and samples_of(config, data.validation, "validation"),
                 loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,

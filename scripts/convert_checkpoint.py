@@ -51,6 +51,8 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     text = "largest weight file, in bytes, KB, MB or GB (default: 5GB)"
     export.add_argument("--max-shard-size", default="5GB", help=text)
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    text = "the same of the decoder, where it has its own (OPTIMUS)"
+    export.add_argument("--decoder-tokenizer", type=Path, help=text)
 
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
@@ -101,7 +103,8 @@ def main() -> None:
             verify=verify,
             tolerance=tolerance,
         )
-        result = export_run(arguments.checkpoint, arguments.output, options, arguments.tokenizer)
+        tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
+        result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
         tree = load_tree(arguments)
         require_directory(arguments.input, "give the directory that holds the weights")

@@ -11,15 +11,16 @@ training file (without one, of its first validation file), and what is scored of
 tokens, classes or places.
 
 Roles: context (order 0), content (revealed later), predicts (has a target), query (has a target and is never
-revealed), hidden (never revealed, no target), label (CLS with a sentence-level class). In the mask a row is a
-query and a column a key; the picture shows in orange the keys that are visible only through a group.
+revealed), hidden (never revealed, no target), label (CLS with a sentence-level class), slot (OPTIMUS: the latent
+vector's). In the mask a row is a query and a column a key; the picture shows in orange the keys that are visible only
+through a group.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -40,13 +41,16 @@ from data_utils.objectives import (
     make_objective,
 )
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
-from data_utils.samples.loader import collate
+from data_utils.samples.loader import collate, open_datasets
 from data_utils.tasks.base import TaskSample
 from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.batch import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
+SENTENCES = LOSS_NAMES.index("reconstruction")
 MOST_COLUMNS = 100  # of the mask in the terminal; of a longer one, every n-th
 SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
 
@@ -55,17 +59,16 @@ SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
 class Shown:
     """Rows to show, and how to spell a token.
 
-    Args: titles: of the rows. notes: what is told of each after its table, lines.
+    Args:
+        titles: of the rows; none: the numbers of the samples.
+        notes: lines after the table of each.
     """
 
     rows: list[Example]
     spell: Callable[[int], str]
-    titles: list[str]
-    notes: list[list[str]]
-
-    @classmethod
-    def of_samples(cls, rows: list[Example], spell: Callable[[int], str], samples: Sequence[int]) -> Shown:
-        return cls(rows, spell, [f"sample {number}" for number in samples], [[]] * len(rows))
+    spell_decoders: Callable[[int], str] | None = None  # where the decoder has a vocabulary of its own
+    titles: list[str] = field(default_factory=list)
+    notes: list[list[str]] = field(default_factory=list)
 
 
 def main() -> None:
@@ -74,15 +77,17 @@ def main() -> None:
         shown = rows_of_task(arguments)
     else:
         shown = rows_of_words(arguments) if not arguments.config else rows_of_config(arguments)
-    for title, row, notes in zip(shown.titles, shown.rows, shown.notes, strict=True):
+    titles = shown.titles or [f"sample {number}" for number in arguments.samples]
+    notes = shown.notes or [[]] * len(titles)
+    for title, row, more in zip(titles, shown.rows, notes, strict=True):
         print(title)
-        print("\n".join([table(row, shown.spell), *notes]))
+        print("\n".join([table(row, shown.spell, shown.spell_decoders), *more]))
         seen, _ = masks(row)
         print(f"\nattention of {len(seen)} rows (across: keys){thinned(len(seen))}")
         print(drawing(seen))
     if arguments.png:
         save_picture(Path(arguments.png), *masks(shown.rows[0]))
-        print(f"wrote {arguments.png}: {shown.titles[0]}")
+        print(f"wrote {arguments.png}: {titles[0]}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -133,16 +138,12 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
         tree.update(parsed[name])
     section = build(OBJECTIVES[name].config_class, tree, f"{name}.")
     tokens = np.array([ids[word] for word in words] + [special.eos], np.int32)
-    rows = rows_of_text(tokens, (ObjectiveChoice(name, section),), vocabulary, 0, arguments.samples)
-    return Shown.of_samples(rows, spelled.__getitem__, arguments.samples)
+    rows = rows_of_text([tokens], (ObjectiveChoice(name, section),), vocabulary, 0, arguments.samples)
+    return Shown(rows, spelled.__getitem__)
 
 
 def rows_of_config(arguments: argparse.Namespace) -> Shown:
     """Samples of a run's corpora, or one text in the run's tokens."""
-    from data_utils.samples.loader import open_datasets
-    from data_utils.text.tokenizers import load_tokenizer
-    from data_utils.text.vocabulary import vocabulary_of
-
     overrides = list(arguments.overrides)
     if arguments.objective:
         overrides.append(f"objectives={{{arguments.objective}: 1}}")
@@ -153,16 +154,22 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
     if config.tokenizer is None:
         raise ConfigError("the configuration has no tokenizer; set tokenizer.kind and tokenizer.path.")
     tokenizer = load_tokenizer(config.tokenizer)
+    decoders = None if config.decoder_tokenizer is None else load_tokenizer(config.decoder_tokenizer)
+    spell = tokenizer.token_to_text, None if decoders is None else decoders.token_to_text
     seed = config.training.seed
     if arguments.text is None:
-        data = open_datasets(config.data, choices, tokenizer, seed)
+        data = open_datasets(config.data, choices, tokenizer, seed, decoders)
         batch = data.train.batch(np.array(arguments.samples))
-        found = [Example.from_planes(row) for row in batch]
-        return Shown.of_samples(found, tokenizer.token_to_text, arguments.samples)
+        return Shown([Example.from_planes(row) for row in batch], *spell)
+    pieces = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
+    rows = rows_of_text(pieces, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
+    return Shown(rows, *spell)
+
+
+def ended(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """A text as a document of a corpus, int32."""
     eos = tokenizer.special.eos
-    tokens = np.array([*tokenizer.encode(arguments.text), *([eos] if eos != NO_TOKEN else [])], np.int32)
-    rows = rows_of_text(tokens, choices, vocabulary_of(tokenizer), seed, arguments.samples)
-    return Shown.of_samples(rows, tokenizer.token_to_text, arguments.samples)
+    return np.array([*tokenizer.encode(text), *([eos] if eos != NO_TOKEN else [])], np.int32)
 
 
 def rows_of_task(arguments: argparse.Namespace) -> Shown:
@@ -177,7 +184,7 @@ def rows_of_task(arguments: argparse.Namespace) -> Shown:
             raise ConfigError("the task names no file; set task.train or task.validation.")
         records = task.renderer.prepare({**task.validation, **task.test}[file], training=False)
     spell = task.tokenizer.token_to_text
-    shown = Shown([], spell, [], [])
+    shown = Shown([], spell, None, [], [])
     for number in arguments.samples:
         if number >= len(records):
             raise ConfigError(f"--samples has {number}, but the task has {len(records)} records; give less.")
@@ -216,18 +223,23 @@ def scored(
 
 
 def rows_of_text(
-    tokens: np.ndarray,
+    pieces: Sequence[np.ndarray],
     choices: Sequence[ObjectiveChoice],
     vocabulary: Vocabulary,
     seed: int,
     samples: Sequence[int],
 ) -> list[Example]:
-    """One document under several sample numbers, without padding."""
-    if len(tokens) < 2:
+    """One document under several sample numbers, without padding.
+
+    Args: pieces: its tokens, and then those of a decoder with a vocabulary of its own.
+    """
+    lengths = np.array([len(piece) for piece in pieces])
+    if lengths.min() < 2:
         raise DataError("--text holds no token; give at least one word.")
-    made = make_objective(choices, vocabulary, seed, len(tokens) + DOCUMENT_OVERHEAD)
-    ones = np.ones(len(samples), np.int64)
-    batch = collate(made, np.tile(tokens, len(samples)), ones * len(tokens), ones, np.array(samples))
+    made = make_objective(choices, vocabulary, seed, int(lengths.max()) + DOCUMENT_OVERHEAD)
+    counts = np.full(len(samples), len(pieces))
+    tokens = np.tile(np.concatenate(pieces), len(samples))
+    batch = collate(made, tokens, np.tile(lengths, len(samples)), counts, np.array(samples))
     return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 
 
@@ -241,13 +253,18 @@ def role(row: Example, i: int) -> str:
         return "query" if row.weights[i] > 0 else "hidden"
     if row.weights[i] > 0:
         return "predicts"
+    if row.objective[i] == SENTENCES and row.ord[i] > 0:
+        return "slot"
     return "context" if row.ord[i] == 0 else "content"
 
 
-def table(row: Example, spell: Callable[[int], str]) -> str:
-    """One line per token; the padding at the end as a count."""
+def table(
+    row: Example, spell: Callable[[int], str], spell_decoders: Callable[[int], str] | None = None
+) -> str:
+    """One line per token; the padding at the end as a count. Tokens of an order above 0 are the decoder's."""
     length = int((row.doc >= 0).sum())
-    words = [visible(spell(token)) for token in row.tokens[:length].tolist()]
+    spells = [spell if order <= 0 else spell_decoders or spell for order in row.ord.tolist()]
+    words = [visible(spells[i](token)) for i, token in enumerate(row.tokens[:length].tolist())]
     lines = [
         f"{'row':>4} {'token':16} {'role':9} {'target':16} {'pos0':>4} {'pos1':>4} {'seg':>3} {'doc':>3} "
         f"{'ord':>4} {'grp':>3}  objective"
@@ -256,7 +273,7 @@ def table(row: Example, spell: Callable[[int], str]) -> str:
         target = ""
         if row.weights[i] > 0:
             is_label = role(row, i) == "label"
-            target = f"class {row.targets[i]}" if is_label else visible(spell(int(row.targets[i])))
+            target = f"class {row.targets[i]}" if is_label else visible(spells[i](int(row.targets[i])))
         lines.append(
             f"{i:4} {words[i]:16} {role(row, i):9} {target:16} {row.position_ids[i]:4} "
             f"{row.block_position_ids[i]:4} {row.segment_ids[i]:3} {row.doc[i]:3} {row.ord[i]:4} {row.grp[i]:3}  "
@@ -278,6 +295,11 @@ def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
     content = row.doc >= 0
     doc, order, grp = (plane[content][None] for plane in (row.doc, row.ord, row.grp))
     seen = allowed(doc, order, grp)[0]
+    if (
+        row.objective[content] == SENTENCES
+    ).all():  # OPTIMUS: the latent vector alone joins encoder and decoder
+        is_decoders = order[0] > 0
+        seen &= is_decoders[:, None] == is_decoders
     return seen, seen & ~allowed(doc, order, np.zeros_like(grp))[0]
 
 

@@ -126,6 +126,7 @@ EARLY_MISTAKES = {
     "scripts.heartbeats": ["absent"],
     "scripts.inspect_batch": ["--config", "absent"],
     "scripts.dataset": ["inspect", "absent"],
+    "scripts.latent": ["sample", "--checkpoint", "absent"],
 }
 RUN_ALL = """
 import importlib, sys

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.attention import attend
 from support.project import ROOT
 
-from benchmarks import attention, padding, parallel, train_step
+from benchmarks import attention, optimus, padding, parallel, train_step
 from data_utils.base.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
@@ -155,6 +155,7 @@ MISTAKES = {
         ["--output", "x.json", "--compare", "absent"],
         "--compare absent is not a file that --output",
     ),
+    "optimus": (["--hidden", "100"], "--hidden is 100; it must be a multiple of 64"),
     "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
@@ -179,6 +180,15 @@ def test_a_mistake_is_one_line_before_anything_is_measured(tmp_path, name):
     assert result.returncode == 2 and result.stdout == "" and message in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_optimus_is_measured_beside_its_stacks(tmp_path, capsys):
+    file = tmp_path / "numbers.json"
+    sizes = ["--layers", "1", "--hidden", "64", "--sentences", "2", "--repeats", "1"]
+    assert optimus.main([*sizes, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert 1.0 < found["floor"] < 1.1 and found["ratio"] > 0
+    assert "| step | encoder alone | decoder alone |" in capsys.readouterr().out
 
 
 def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):

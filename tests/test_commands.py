@@ -27,8 +27,10 @@ from pyarrow import parquet
 from support.distributed import run_ranks
 from support.project import ROOT, copied_project, small_run
 from support.report_runs import fit_and_fill, interrupted
+from support.tokenizer_files import byte_bpe_json
 
 from data_utils.base.settings import merge
+from data_utils.text.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.heartbeats import Heartbeat, heartbeat_directory
 
@@ -50,6 +52,7 @@ TABLE = [
     Row("", TUTORIAL, "tutorial.md"),
     Row("python scripts/train_tokenizer.py", HERE),
     Row("python scripts/preprocess_data.py", HERE),
+    Row("python scripts/split_sentences.py", HERE),
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),
@@ -68,12 +71,14 @@ TABLE = [
     Row("python scripts/convert_checkpoint.py export", SLOW),
     Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
     Row("python pretrain_glm.py --config configs/small.yaml", SLOW),
+    Row("python pretrain_glm.py --config configs/optimus-tiny.yaml", SLOW),
     Row(
         "python pretrain_glm.py --config configs/glm-10b.yaml",
         "tests/profile: minutes, here its settings are read",
     ),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
+    Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
     Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
@@ -216,6 +221,10 @@ def stock(corpus, tmp_path_factory):
     beat.write(heartbeat_directory(stock / "runs/base"))
     for name in ("runs/other", "runs/glm", "quickstart/run"):
         shutil.copytree(stock / "runs/base", stock / name)
+    (stock / "quickstart/corpus.jsonl").write_bytes(lines)
+    (stock / "quickstart/tokenizer").mkdir()
+    tokenizer = json.dumps(byte_bpe_json(list(SPECIAL_NAMES.values())))
+    (stock / "quickstart/tokenizer/tokenizer.json").write_text(tokenizer)
     return stock
 
 
@@ -234,7 +243,8 @@ def scratch(stock, tmp_path):
         "checkpoint": {"save_interval": 0},
         "run": {"log_interval": 4},
     }
-    change(tmp_path / "configs/small.yaml", smaller)
+    for name in ("small", "optimus-tiny"):
+        change(tmp_path / f"configs/{name}.yaml", smaller)
     data = {name: [{"prefix": f"data/corpus_{name}"}] for name in ("train", "validation")}
     tokenizer = {"kind": "bert_wordpiece", "path": "vocab.txt"}
     change(tmp_path / "configs/tiny.yaml", {"data": data, "tokenizer": tokenizer})

@@ -110,6 +110,11 @@ def make_objective(
     ]
     if len(made) == 1:
         return made[0]
+    whole = [choice.name for choice in choices if choice.section.whole_documents]
+    if whole:
+        raise ConfigError(
+            f"{whole[0]} is mixed with other objectives, but its samples are rows of whole documents; choose it alone."
+        )
     weights = [choice.weight for choice in choices]
     first_samples = [choice.first_sample for choice in choices]
     return Mixed(made, weights, first_samples, derive_seed(seed, "objective mixture"))

@@ -66,6 +66,8 @@ class ObjectiveConfig(ABC):
     needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
+    whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
+    sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
 
     @property
     def has_target(self) -> bool:

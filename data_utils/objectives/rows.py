@@ -359,7 +359,7 @@ class RowObjective:
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
         ends = np.cumsum(pieces_per_sample)
-        needed = np.concatenate([[0], np.cumsum(self.config.tokens_needed(piece_lengths))])
+        needed = np.concatenate([[0], np.cumsum(self.tokens_needed(piece_lengths))])
         needed = needed[ends] - needed[ends - pieces_per_sample]
         longest = piece_lengths.max(initial=0)
         if needed.max(initial=0) > batch.shape[2] or longest > self.sequence_length:
@@ -371,6 +371,10 @@ class RowObjective:
                 f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
         self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
+
+    def tokens_needed(self, piece_lengths: np.ndarray) -> np.ndarray:
+        """Row tokens that each piece can need, int64 [pieces]."""
+        return self.config.tokens_needed(piece_lengths)
 
     def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
         """The Example of one piece (int32 tokens, not empty) as `fill` draws it when it is alone in a row."""

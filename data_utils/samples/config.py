@@ -14,14 +14,19 @@ class CorpusConfig:
     weight: float = setting(
         1.0, "share of the samples drawn from this corpus, relative to the others", above=0
     )
+    decoder_prefix: str | None = setting(
+        None, "the same texts built with decoder_tokenizer; null where the run has none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight}: the training corpora")
+    train: tuple[CorpusConfig, ...] = setting(
+        (), "list of {prefix, weight, decoder_prefix}: the training corpora"
+    )
     validation: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight}: the validation corpora; empty = no evaluation"
+        (), "list of {prefix, weight, decoder_prefix}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
     local_directory: str | None = setting(
@@ -35,3 +40,18 @@ class DataConfig:
     def require_train(self) -> None:
         """Raise ConfigError without a training corpus, which a configuration need not have before it is trained."""
         check(bool(self.train), "data.train is empty; give at least one corpus as [{prefix: PATH}].")
+
+    def check_decoder(self, has_tokenizer: bool) -> None:
+        """Raise ConfigError unless all corpora have the decoder's texts where it has a tokenizer, and none else."""
+        for name in ("train", "validation"):
+            for number, corpus in enumerate(getattr(self, name)):
+                check(
+                    has_tokenizer or corpus.decoder_prefix is None,
+                    f"data.{name}[{number}].decoder_prefix is {corpus.decoder_prefix} without a decoder_tokenizer; "
+                    "give that, or set the prefix to null.",
+                )
+                check(
+                    not has_tokenizer or corpus.decoder_prefix is not None,
+                    f"data.{name}[{number}] ({corpus.prefix}) has no decoder_prefix, but the run has a "
+                    "decoder_tokenizer; build the same texts with it and name them there.",
+                )

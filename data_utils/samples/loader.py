@@ -17,10 +17,11 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Objective
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig
-from data_utils.samples.mixture import Mixture
+from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex
+from data_utils.samples.sentences import SentenceIndex
 from data_utils.text.tokenizers import Tokenizer
 from data_utils.text.vocabulary import vocabulary_of
 
@@ -50,9 +51,16 @@ class SampleLoader:
                 "tokens": index.dataset.num_tokens,
                 "sha256": identity(index.dataset.manifest["files"][".bin"]),
                 "weight": weight,
+                **_decoders_identity(index),
             }
             for index, weight in self.mixture.corpora
         ]
+
+
+def _decoders_identity(index: Index) -> dict[str, object]:
+    """What identifies the decoder's token file, where it has one of its own."""
+    decoder = getattr(index, "decoder_dataset", None)
+    return {} if decoder is None else {"decoder_sha256": identity(decoder.manifest["files"][".bin"])}
 
 
 def collate(
@@ -116,42 +124,75 @@ class Datasets:
     train: SampleLoader
     validation: SampleLoader | None
     loss_names: Sequence[str]
+    notes: Sequence[str] = ()  # what a user should know of the corpora, one line each
 
 
 def open_datasets(
-    data: DataConfig, objectives: Sequence[ObjectiveChoice], tokenizer: Tokenizer, seed: int
+    data: DataConfig,
+    objectives: Sequence[ObjectiveChoice],
+    tokenizer: Tokenizer,
+    seed: int,
+    decoder_tokenizer: Tokenizer | None = None,
 ) -> Datasets:
     """Open the corpora of a run and check that `tokenizer` made them.
 
-    Args: objectives: `Config.objective_choices`.
+    Args:
+        objectives: `Config.objective_choices`.
+        decoder_tokenizer: that of each `decoder_prefix`, where the decoder has one of its own.
     Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
         DataError for a missing, damaged or foreign dataset.
     """
     data.require_train()
-    vocabulary = vocabulary_of(tokenizer)
+    data.check_decoder(decoder_tokenizer is not None)
+    vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
-    train = _open_mixture(data.train, data, tokenizer, derive_seed(seed, "train"))
+    corpora = _Corpora(data, objectives[0].section, objective.row_length, tokenizer, decoder_tokenizer)
+    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
     validation = None
     if data.validation:
-        mixture = _open_mixture(data.validation, data, tokenizer, derive_seed(seed, "validation"))
+        mixture = corpora.mixture(data.validation, derive_seed(seed, "validation"))
         validation = SampleLoader(mixture, objective)
-    return Datasets(SampleLoader(train, objective), validation, LOSS_NAMES)
+    loaders = [train] if validation is None else [train, validation]
+    indexes = [index for loader in loaders for index in loader.mixture.indexes]
+    notes = [str(index) for index in indexes if isinstance(index, SentenceIndex)]
+    return Datasets(train, validation, LOSS_NAMES, notes)
 
 
-def _open_mixture(
-    corpora: Sequence[CorpusConfig], data: DataConfig, tokenizer: Tokenizer, seed: int
-) -> Mixture:
-    windows = []
-    for corpus in corpora:
-        place = (
-            corpus.prefix if data.local_directory is None else local_copy(corpus.prefix, data.local_directory)
-        )
-        dataset = IndexedDataset(place)
+@dataclass(frozen=True)
+class _Corpora:
+    """What opens corpora as samples of one objective.
+
+    Args: section: the objective's, or that of one of several; all of a mixture have windows.
+    """
+
+    data: DataConfig
+    section: ObjectiveConfig
+    row_length: int
+    tokenizer: Tokenizer
+    decoder_tokenizer: Tokenizer | None
+
+    def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
+        return Mixture([(self._index(corpus), corpus.weight) for corpus in corpora], seed)
+
+    def _index(self, corpus: CorpusConfig) -> Index:
+        length = self.data.sequence_length
+        dataset = self._open(corpus.prefix, self.tokenizer)
+        if not self.section.whole_documents:
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD)
+        paired = None
+        if corpus.decoder_prefix is not None:
+            assert self.decoder_tokenizer is not None
+            paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
+        overhead = self.section.least_row_length(0)  # of a sentence without text
+        return SentenceIndex(dataset, length, overhead, self.row_length, paired)
+
+    def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+        directory = self.data.local_directory
+        dataset = IndexedDataset(prefix if directory is None else local_copy(prefix, directory))
         dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
         try:
             dataset.verify_some(_BLOCKS_CHECKED)
         except DataError as error:
             error.only_here = True  # other ranks draw other blocks
             raise
-        windows.append((WindowIndex(dataset, data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight))
-    return Mixture(windows, seed)
+        return dataset

@@ -22,9 +22,11 @@ from data_utils.samples.sampler import (
     WindowIndex,
     block_table,
     derive_key,
-    gather,
     locate_samples,
 )
+from data_utils.samples.sentences import SentenceIndex
+
+Index = WindowIndex | SentenceIndex
 
 BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
@@ -57,7 +59,7 @@ class Mixture:
     manifests name different tokenizers.
     """
 
-    def __init__(self, corpora: Sequence[tuple[WindowIndex, float]], seed: int) -> None:
+    def __init__(self, corpora: Sequence[tuple[Index, float]], seed: int) -> None:
         self.corpora = list(corpora)
         self.seed = seed
         self.quotas = quotas([weight for _, weight in self.corpora])
@@ -72,7 +74,7 @@ class Mixture:
         key = derive_key(self._key_seed, CHOICE_STREAM, 0)
         self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
-    def __reduce__(self) -> tuple[type, tuple[list[tuple[WindowIndex, float]], int]]:
+    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int]]:
         return type(self), (self.corpora, self.seed)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,7 +94,7 @@ class Mixture:
         Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
         """
         corpora, _, windows = self.locate(indices)
-        return gather(self._by_corpus(corpora, windows))
+        return type(self.indexes[0]).gather_all(self._by_corpus(corpora, windows))
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.
@@ -105,7 +107,7 @@ class Mixture:
 
     def _by_corpus(
         self, corpora: np.ndarray, windows: np.ndarray
-    ) -> list[tuple[WindowIndex, np.ndarray, np.ndarray]]:
+    ) -> list[tuple[Index, np.ndarray, np.ndarray]]:
         """For each corpus: its index, its windows and their rows."""
         if len(self.indexes) == 1:
             return [(self.indexes[0], windows, np.arange(len(windows)))]

@@ -15,6 +15,7 @@ Rogaway, "Ciphers with arbitrary finite domains", 2002.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -291,6 +292,13 @@ class WindowIndex:
         """The tokens of windows, int64 [B]; see `gather`."""
         windows = np.asarray(windows, np.int64)
         return gather([(self, windows, np.arange(len(windows)))])
+
+    @staticmethod
+    def gather_all(
+        parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of windows of several datasets; see `gather`."""
+        return gather(parts)
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""

@@ -4,7 +4,7 @@
 `assign_special_tokens` (BERT, GPT-2, tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). `none`
 leaves the vocabulary as its files have it, so that a published BERT or GPT-2 has its published size; a role without a
 token shares another's id, and objectives that need the role are refused: `own_special_tokens`. `t5` adds T5's 100
-sentinels to that.
+sentinels to that, `optimus` those of OPTIMUS's three tokens that the files lack.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields
 
-ADDED_TOKENS = ("glm", "none", "t5")
+ADDED_TOKENS = ("glm", "none", "t5", "optimus")
 
 # Role -> the name that is shown, and that train_tokenizer.py writes.
 SPECIAL_NAMES = {
@@ -48,6 +48,8 @@ _ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
 # Roles that the files lack get ids after the last one, in this order of the released GLM models.
 _APPEND_ORDER = ("eos", "sop", "eop", "cls", "mask", "sep", "unk", "gmask", "smask", "dblock")
 _T5_SENTINELS = 100
+# As OPTIMUS's code adds them to GPT-2: <PAD> 50257, <BOS> 50258, <EOS> 50259.
+_OPTIMUS_NAMES = {"pad": "<PAD>", "sop": "<BOS>", "eop": "<EOS>"}
 
 NO_TOKEN = -1  # id of an eos that does not exist: no text ends with it
 
@@ -121,9 +123,20 @@ def own_special_tokens(known_ids: Mapping[str, int]) -> tuple[SpecialTokens, fro
     return SpecialTokens(**{**dict.fromkeys(roles, shared), **masks, **ids}), lacking
 
 
-def t5_sentinels(next_id: int) -> dict[int, str]:
-    """T5's sentinels from `next_id` on: id -> name. The first one, <extra_id_0>, has the largest id."""
-    return {next_id + _T5_SENTINELS - 1 - i: f"<extra_id_{i}>" for i in range(_T5_SENTINELS)}
+def added_to_published(
+    added_tokens: str, known: Set[str], next_id: int
+) -> tuple[dict[str, int], dict[int, str]]:
+    """What `added_tokens` puts after a published vocabulary, from `next_id` on.
+
+    T5's first sentinel, <extra_id_0>, has the largest id and none has a role. OPTIMUS's tokens stand for roles that are
+    not `known`.
+    Returns: role -> id, and id -> name.
+    """
+    if added_tokens == "t5":
+        return {}, {next_id + _T5_SENTINELS - 1 - i: f"<extra_id_{i}>" for i in range(_T5_SENTINELS)}
+    lacking = [role for role in _OPTIMUS_NAMES if added_tokens == "optimus" and role not in known]
+    ids = {role: next_id + i for i, role in enumerate(lacking)}
+    return ids, {ids[role]: _OPTIMUS_NAMES[role] for role in lacking}
 
 
 def named_roles(names: Set[str], may_be_roberta: bool, added_tokens: str) -> tuple[dict[str, str], Set[str]]:

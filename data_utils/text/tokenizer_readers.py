@@ -32,7 +32,8 @@ class TokenizerConfig:
     added_tokens: str = setting(
         "glm",
         "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
-        "one (BERT, RoBERTa, GPT-2, ...), or T5's 100 sentinels (t5; its tokenizer.json has them)",
+        "one (BERT, RoBERTa, GPT-2, ...), T5's 100 sentinels (t5; its tokenizer.json has them), or <PAD>, <BOS> and "
+        "<EOS> where the files have no such token (optimus)",
         one_of=ADDED_TOKENS,
     )
     vocab_size: int | None = setting(

@@ -35,13 +35,13 @@ from data_utils.text.special_tokens import (
     ROBERTA_NAMES,
     SPECIAL_NAMES,
     SpecialTokens,
+    added_to_published,
     all_special_names,
     assign_special_tokens,
     named_roles,
     own_special_tokens,
     roberta_roles,
     sentencepiece_special_tokens,
-    t5_sentinels,
 )
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
@@ -92,6 +92,7 @@ class Tokenizer(abc.ABC):
     num_tokens: int  # ids below this have a token
     fingerprint: str  # of kind, options and file contents, but not of the path
     special_names: dict[int, str]  # every id that is not text, and the name `decode` shows for it
+    added_names: dict[int, str]  # those of them that have a token and are not in the files
     _encoder: Encoder
 
     def encode(self, text: str) -> list[int]:
@@ -170,11 +171,11 @@ class Tokenizer(abc.ABC):
         if config.added_tokens == "glm":
             (self.special, size), self.lacking = glm, frozenset()
         else:
-            self.special, self.lacking = own_special_tokens(known)
             size = max(ids_in_files) + 1
-            if config.added_tokens == "t5":
-                names |= t5_sentinels(size)
-                size = max(names) + 1
+            roles, added = added_to_published(config.added_tokens, known.keys(), size)
+            self.special, self.lacking = own_special_tokens({**known, **roles})
+            names |= added
+            size += len(added)
         self.num_tokens, self.vocab_size = size, config.vocab_size or size
         if self.vocab_size < size:
             raise DataError(
@@ -184,6 +185,8 @@ class Tokenizer(abc.ABC):
         self.special_names = all_special_names(
             self.special, self.lacking, names, self.vocab_size, ids_in_files
         )
+        own = range(max(ids_in_files) + 1, self.num_tokens)
+        self.added_names = {i: self.special_names[i] for i in own if i in self.special_names}
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         ids = [int(i) for i in ids]

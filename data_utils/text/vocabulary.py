@@ -27,10 +27,11 @@ class Vocabulary:
     token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
     lacking: frozenset[str] = frozenset()  # roles without a token, whose ids stand for something else
     num_tokens: int | None = None  # ids below this have a token; None: all
+    decoder: Vocabulary | None = None  # that of a decoder with a tokenizer of its own
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The tables of a tokenizer.
+def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Vocabulary:
+    """The tables of a tokenizer, and of that of a decoder with one of its own.
 
     A token begins a word if it starts with a space (byte-level BPE, SentencePiece) or is no `##` piece
     (WordPiece); special tokens and Chinese characters are words of their own. Of GPT's BPE it is not known: there
@@ -54,6 +55,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
         word_start=None if tokenizer.config.kind == "gpt_bpe" else np.array(starts, np.bool_),
         token_texts=tuple(texts),
         lacking=tokenizer.lacking,
+        decoder=None if decoder is None else vocabulary_of(decoder),
     )
 
 

@@ -20,7 +20,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,24 @@ class Checkpoint:
     def trainer_state(self) -> TrainerState:
         """Raises CheckpointError if `state` is not that of a training run."""
         return TrainerState.from_json(self.state, self.path)
+
+    def part(self, prefix: str) -> Checkpoint:
+        """The parameters whose names begin with `prefix`, named without it: of one stack of several."""
+        return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
+
+    def as_part(self, prefix: str) -> Checkpoint:
+        """The same with `prefix` before every name: as a stack of several."""
+        return self._renamed(lambda name: prefix + name)
+
+    def _renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
+        """Args: rename: old name -> new name; None leaves the parameter out."""
+        names = {name: rename(name) for name in self.shapes}
+        pieces = [(names[piece.name], piece) for piece in self.pieces]
+        return dataclasses.replace(
+            self,
+            shapes={new: self.shapes[old] for old, new in names.items() if new is not None},
+            pieces=tuple(dataclasses.replace(piece, name=new) for new, piece in pieces if new is not None),
+        )
 
 
 def checkpoint_name(step: int) -> str:

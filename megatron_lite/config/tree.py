@@ -26,6 +26,7 @@ from data_utils.base.settings import (
     setting_mapping,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives.optimus import OptimusConfig
 from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
@@ -34,6 +35,7 @@ from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.config.latent import check_latent
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -58,6 +60,12 @@ class Config:
     parallel: ParallelConfig = section(ParallelConfig)
     tokenizer: TokenizerConfig | None = setting(
         None, "the tokenizer the corpora were built with; required for training"
+    )
+    decoder: ModelConfig | None = setting(
+        None, "the decoder's own Transformer, where a latent vector joins two (objective optimus); else null"
+    )
+    decoder_tokenizer: TokenizerConfig | None = setting(
+        None, "of that decoder's texts (decoder_prefix of the corpora); null = the same as the encoder's"
     )
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
@@ -116,6 +124,8 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
+        self.data.check_decoder(self.decoder_tokenizer is not None)
+        check_latent(self)
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -319,6 +329,12 @@ class Config:
         )
 
     @property
+    def latent(self) -> OptimusConfig | None:
+        """The section `optimus` where that is the objective."""
+        sections = [choice.section for choice in self.objective_choices if choice.name == "optimus"]
+        return sections[0] if sections else None
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row, padding included."""
         if self.data.row_length is not None:
@@ -332,15 +348,17 @@ class Config:
         """Part of the row tokens that is predicted, on average and without padding."""
         return loss_share(self.objective_choices)
 
-    def with_vocab_size(self, tokenizer_vocab_size: int) -> Config:
-        """This configuration with model.vocab_size set. Raises ConfigError if it contradicts the tokenizer."""
-        configured = self.model.vocab_size
-        if configured is not None and configured != tokenizer_vocab_size:
-            raise ConfigError(
-                f"model.vocab_size is {configured}, but the tokenizer has {tokenizer_vocab_size} tokens; use "
-                "the tokenizer of this model, or set model.vocab_size=null."
-            )
-        return replace(self, model=replace(self.model, vocab_size=tokenizer_vocab_size))
+    def with_vocab_size(self, tokenizer_vocab_size: int, of_decoder: int | None = None) -> Config:
+        """This configuration with model.vocab_size set, and decoder.vocab_size where there is one.
+
+        Args: of_decoder: of the decoder's own tokenizer; None = it has none.
+        Raises: ConfigError if a size contradicts the tokenizer.
+        """
+        model = _with_size("model", self.model, tokenizer_vocab_size)
+        if self.decoder is None:
+            return replace(self, model=model)
+        decoder = _with_size("decoder", self.decoder, of_decoder or tokenizer_vocab_size)
+        return replace(self, model=model, decoder=decoder)
 
     def deepspeed_options(self, dp_size: int | None = None) -> dict[str, Any]:
         """The dictionary for `deepspeed.initialize` on `dp_size` data-parallel ranks; None = not known yet.
@@ -354,6 +372,15 @@ class Config:
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its floor."""
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+
+def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
+    if model.vocab_size not in (None, size):
+        raise ConfigError(
+            f"{key}.vocab_size is {model.vocab_size}, but the tokenizer has {size} tokens; use "
+            f"the tokenizer of this model, or set {key}.vocab_size=null."
+        )
+    return replace(model, vocab_size=size)
 
 
 def load_config(

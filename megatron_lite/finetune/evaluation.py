@@ -19,10 +19,10 @@ from data_utils.tasks.metrics_by_task import LOSS, metrics_of, perplexities
 from data_utils.tasks.pairs import sentences_on_lines
 from data_utils.tasks.render import Renderer
 from megatron_lite.finetune.data import as_batch
-from megatron_lite.finetune.gather import gather_arrays
 from megatron_lite.finetune.writing import Write
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.gather import gather_arrays
 
 Answer = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.answers, or of a model alone
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lite.model.batch import ID_PLANES
-from megatron_lite.model.block import Flow, Stream
+from megatron_lite.model.block import Flow, Latent, Stream
 from megatron_lite.model.cpu_kernels import attend_all
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import AttentionDropout
@@ -165,13 +165,15 @@ def id_planes(
     return ids
 
 
-def stack_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
+def stack_rows(
+    model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan, latent: Latent | None = None
+) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
 
-    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them.
+    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them. latent: of the R x N tokens.
     """
     rotary = Rotary.of(model.config, ids.flatten(1))
-    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary)
+    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary, latent=latent)
     if model.relative_bias is not None:
         flow = replace(flow, bias=plan.bias(model.relative_bias, tokens.shape[1]))
     stream = Stream(model.embedding(tokens.flatten(), ids.flatten(1), flow))

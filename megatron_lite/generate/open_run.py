@@ -6,14 +6,15 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import build
 from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
-from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, load_tokenizer
+from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.tree import Config, ModelConfig
@@ -22,6 +23,7 @@ from megatron_lite.model.tensor_parallel import local_shard, partition_of
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class OpenRun:
     config: Config  # with model.vocab_size
     tokenizer: Tokenizer
     checkpoint: Checkpoint
+    decoder_tokenizer: Tokenizer | None = None  # where a latent vector joins two stacks with one each
 
     @property
     def objectives(self) -> tuple[ObjectiveChoice, ...]:
@@ -40,6 +43,7 @@ class OpenRun:
 
     def require_blank_infilling(self, blanks: Collection[str]) -> None:
         """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no kind of blank was."""
+        self.require_one_transformer()
         if "blank_infilling" not in objective_names(self.objectives):
             raise ConfigError(
                 f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
@@ -57,20 +61,36 @@ class OpenRun:
                 *(self.checkpoint.path, ", ".join(sorted(trained)), ", ".join(missing)),
             )
 
+    def require_one_transformer(self) -> None:
+        """Raises ConfigError where there are two."""
+        if self.config.decoder is not None:
+            raise ConfigError(
+                f"{self.checkpoint.path} joins two Transformers by a latent vector; use scripts/latent.py for it."
+            )
+
     def with_model(self, device: torch.device | None = None) -> Run:
         """Load the weights, onto a GPU if there is one."""
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(self.checkpoint, self.config.model).to(device)
-        return Run(self.config, self.tokenizer, self.checkpoint, model)
+        self.require_one_transformer()
+        model = load_model(self.checkpoint, self.config.model).to(device or usual_device())
+        return Run(self.config, self.tokenizer, self.checkpoint, model=model)
 
 
-@dataclass(frozen=True)
+def usual_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(OpenRun):
     model: GLM  # fp32, eval mode
 
 
-def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
+def open_run(
+    path: Path, tokenizer_path: Path | None = None, decoder_tokenizer_path: Path | None = None
+) -> OpenRun:
     """A run directory (its newest valid checkpoint) or one `step_...` directory, without the weights.
+
+    Args: tokenizer_path, decoder_tokenizer_path: where they are now.
 
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
@@ -80,15 +100,24 @@ def open_run(path: Path, tokenizer_path: Path | None = None) -> OpenRun:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} names no tokenizer; give one of a run of pretrain_glm.py."
         )
-    section = config.tokenizer
+    section, of_decoder = config.tokenizer, config.decoder_tokenizer
     if tokenizer_path is not None:
         section = replace(section, path=str(tokenizer_path))
+    tokenizer = _tokenizer(section, checkpoint, "say with --tokenizer where it is now")
+    decoder_tokenizer, size = None, None
+    if of_decoder is not None:
+        if decoder_tokenizer_path is not None:
+            of_decoder = replace(of_decoder, path=str(decoder_tokenizer_path))
+        decoder_tokenizer = _tokenizer(of_decoder, checkpoint, "say with --decoder-tokenizer where it is now")
+        size = decoder_tokenizer.vocab_size
+    config = config.with_vocab_size(tokenizer.vocab_size, size)
+    return OpenRun(config, tokenizer, checkpoint, decoder_tokenizer)
+
+
+def _tokenizer(section: TokenizerConfig, checkpoint: Checkpoint, remedy: str) -> Tokenizer:
     if not Path(section.path).exists():
-        raise DataError(
-            f"the tokenizer of {checkpoint.path}, {section.path}, does not exist; say with --tokenizer where it is now."
-        )
-    tokenizer = load_tokenizer(section)
-    return OpenRun(config.with_vocab_size(tokenizer.vocab_size), tokenizer, checkpoint)
+        raise DataError(f"the tokenizer of {checkpoint.path}, {section.path}, does not exist; {remedy}.")
+    return load_tokenizer(section)
 
 
 def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.device | None = None) -> Run:
@@ -131,6 +160,15 @@ def load_model(
     """The fp32 model of a checkpoint in eval mode. Args: change: applied to each weight, for example to round it."""
     with torch.device("meta"):
         model = GLM(config)
+    return with_weights(model, checkpoint, change)
+
+
+def with_weights(
+    model: Model,
+    checkpoint: Checkpoint,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
+) -> Model:
+    """A model on the device "meta" with the weights of a checkpoint, in eval mode. Args: as of `load_model`."""
     parameters, read = dict(model.named_parameters()), weight_reader(checkpoint)
     weights = {}
     for name in checkpoint.shapes:

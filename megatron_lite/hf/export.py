@@ -11,6 +11,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -20,13 +21,14 @@ from data_utils.base.settings import checked, setting, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.readers import labels_of
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
-from megatron_lite.hf import proof, released
+from megatron_lite.hf import optimus, proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
-from megatron_lite.hf.model_card import model_card
+from megatron_lite.hf.model_card import model_card, optimus_card
 from megatron_lite.hf.published import OF_MODEL
 from megatron_lite.hf.published_runs import compare_logits, write_published
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
@@ -97,7 +99,11 @@ class ExportOptions:
 
 
 def export_run(
-    path: Path, output: Path, options: ExportOptions, tokenizer_path: Path | None = None
+    path: Path,
+    output: Path,
+    options: ExportOptions,
+    tokenizer_path: Path | None = None,
+    decoder_tokenizer_path: Path | None = None,
 ) -> proof.Proof | None:
     """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
 
@@ -105,7 +111,9 @@ def export_run(
     exist.
     """
     with new_directory(output) as directory:
-        run = open_run(path, tokenizer_path)
+        run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+        if run.config.latent is not None:
+            return _export_optimus(directory, run, options)
         _check_exportable(run, options.layout)
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
@@ -118,8 +126,22 @@ def export_run(
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
-            _write_provenance(directory, run)
+            _write_provenance(directory, run, model_card(run))
         return _prove_export(directory, run, options) if options.verify else None
+
+
+def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+    if options.layout == "released":
+        raise CheckpointError(
+            f"checkpoint {run.checkpoint.path} joins two Transformers by a latent vector, which the released layout "
+            "does not have; use --layout huggingface."
+        )
+    optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
+    _write_provenance(directory, run, optimus_card(run))
+    if not options.verify:
+        return None
+    what = f"the export of {run.checkpoint.path}"
+    return optimus.prove(run, directory, options.dtype, options.tolerance, what)
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
@@ -259,24 +281,30 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
     )
 
 
-def _write_provenance(directory: Path, run: OpenRun) -> None:
+def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
     """Write training.json, which an import reads, and the model card."""
-    checkpoint, tokenizer, tree = run.checkpoint, run.tokenizer, to_tree(run.config)
+    checkpoint, tree = run.checkpoint, to_tree(run.config)
+    sections = {name: tree[name] for name in _PORTABLE_SECTIONS}
+    sections["data"] = {name: tree["data"][name] for name in ("sequence_length", "row_length")}
     described = {
         "format": "megatron-lite-export",
         "step": checkpoint.step,
-        "config": {
-            **{name: tree[name] for name in _PORTABLE_SECTIONS},
-            "data": {name: tree["data"][name] for name in ("sequence_length", "row_length")},
-        },
-        "tokenizer": {
-            **{k: v for k, v in asdict(tokenizer.config).items() if k != "path"},
-            "fingerprint": tokenizer.fingerprint,
-        },
+        "config": sections,
+        "tokenizer": _described_tokenizer(run.tokenizer),
         "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
     }
+    if run.config.latent is not None:
+        sections["decoder"] = tree["decoder"]
+        sections["optimus"] = {**tree["optimus"], "encoder_from": None, "decoder_from": None}
+        described["decoder_tokenizer"] = _described_tokenizer(run.decoder_tokenizer or run.tokenizer)
     (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    (directory / "README.md").write_text(model_card(run), encoding="utf-8")
+    (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def _described_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its options, without its place."""
+    options = {k: v for k, v in asdict(tokenizer.config).items() if k != "path"}
+    return {**options, "fingerprint": tokenizer.fingerprint}
 
 
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:

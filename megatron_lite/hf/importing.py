@@ -29,6 +29,7 @@ from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
 from megatron_lite.hf.conversion import is_published
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.optimus import import_optimus, is_optimus
 from megatron_lite.hf.published_runs import import_published
 from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokenizer
 from megatron_lite.hf.weights import (
@@ -68,6 +69,9 @@ def import_directory(
         options: as import_source.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
+    if is_optimus(source):
+        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
+        return import_optimus(source, output, _recorded_stacks(source), tree, **options)
     if is_published(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_published(source, output, tree, **options)
@@ -104,6 +108,17 @@ def open_source(path: Path) -> Source:
 
 def _our_name(name: str, prefix: str) -> str:
     return TASK_CLASSIFIER + name.removeprefix(SCORE) if name.startswith(SCORE) else name.removeprefix(prefix)
+
+
+def _recorded_stacks(path: Path) -> dict[str, Any]:
+    """The configuration that an export of OPTIMUS records, with the options of its tokenizers."""
+    tree = _recorded_configuration(path)
+    for key in ("tokenizer", "decoder_tokenizer") if tree else ():
+        options = read_json(path / TRAINING_JSON).get(key)
+        if not isinstance(options, dict):
+            raise CheckpointError(f"{path / TRAINING_JSON} has no {key}; fetch it again, or remove it.")
+        tree = {**tree, key: {k: v for k, v in options.items() if k not in ("fingerprint", "path")}}
+    return tree
 
 
 def _recorded_configuration(path: Path) -> dict[str, Any]:

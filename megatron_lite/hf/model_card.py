@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,6 @@ from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, blank_shares, objective_names
-from megatron_lite.model.counts import parameter_count
 
 _CARD = """---
 library_name: transformers
@@ -89,6 +89,21 @@ model = {class_name}.from_pretrained("PATH")"""
 _EXTRA = " `{file}` holds the weights of a head that the class does not have."
 
 
+_OPTIMUS = """A variational autoencoder of sentences (arXiv:2004.04092). From the encoder's {feature},
+`posterior.weight` gives mean and log variance of a latent vector of {latent_size} components. The decoder takes it
+{ways}. {origin}"""
+_MEMORY = (
+    "as key and value of each layer (`memory.weight`), a cache of length 1, so that positions begin at 1"
+)
+_EMBEDDING = "as a sum with its word embeddings (`embedding.weight`)"
+_STACKS = """from safetensors.torch import load_file
+from transformers import AutoModelForPreTraining, GPT2LMHeadModel
+
+encoder = AutoModelForPreTraining.from_pretrained("PATH/encoder")
+decoder = GPT2LMHeadModel.from_pretrained("PATH/decoder")
+latent = load_file("PATH/latent.safetensors")"""
+
+
 _CLASSIFIER = """from transformers import pipeline
 
 classify = pipeline("text-classification", model="PATH", trust_remote_code=True)  # runs this directory's .py files
@@ -127,6 +142,28 @@ def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_fi
     return _card(run, words, "and of the imported weights " if is_imported else "")
 
 
+def optimus_card(run: OpenRun) -> str:
+    """The card of an export of OPTIMUS, in Markdown."""
+    config = run.config
+    assert config.decoder is not None and config.latent is not None
+    steps, latent = run.checkpoint.step, config.latent
+    ways = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
+    introduction = _OPTIMUS.format(
+        latent_size=latent.latent_size,
+        feature="pooled CLS" if latent.feature == "pooler" else "CLS",
+        ways=", and ".join(ways),
+        origin=_ORIGINS[False, steps > 0].format(names="sentences"),
+    )
+    words = {
+        "tags": "- optimus",
+        "title": "OPTIMUS",
+        "introduction": introduction,
+        "sizes": f"an encoder of {_sizes(config.model)}, and a decoder of {_sizes(config.decoder)}",
+        "example": _STACKS,
+    }
+    return _card(run, words, "and of imported weights, where it began with such, ")
+
+
 def _sizes(model: ModelConfig) -> str:
     layers = f"{model.num_layers} layers"
     if model.decoder_layers:
@@ -141,9 +178,8 @@ def _card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
     checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
     state, model = checkpoint.state, config.model
     return _CARD.format(
-        **words,
-        parameters=parameter_count(model, padded=False),
-        sizes=_sizes(model),
+        **{"sizes": _sizes(model), **words},
+        parameters=sum(map(math.prod, checkpoint.shapes.values())),
         sources=sources,
         run=checkpoint.path.parent.parent.name,
         step=checkpoint.step,

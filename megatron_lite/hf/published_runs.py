@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def import_published(
     """
     with new_directory(output) as directory:
         source = open_published(path)
-        _keep_files(source, directory / KEPT_FILES)
+        keep_files(source, directory / KEPT_FILES)
         config = _config(source, output, directory, tree)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = _with_new_heads(source, config)
@@ -128,12 +128,11 @@ def import_published(
 def _config(source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any]) -> Config:
     model = tree.get("model")
     given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
-    imported = build(ModelConfig, source.settings, "model.")
     rows = source.settings["vocab_size"]
     tokenizer = dict(tree.get("tokenizer") or {})
     brought = "path" not in tokenizer
     if brought:
-        tokenizer = _brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
+        tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
@@ -142,21 +141,28 @@ def _config(source: PublishedSource, output: Path, directory: Path, tree: Mappin
             **(tree.get("task") or {}),
         }
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
-    for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
-        if getattr(config.model, name) != getattr(imported, name):
-            raise ConfigError(
-                f"model.{name} is {shown(getattr(config.model, name))}, but {source.path} has "
-                f"{shown(getattr(imported, name))}; leave it out, or set it to that."
-            )
+    require_same_model("model", config.model, source)
     assert config.tokenizer is not None
-    _check_vocabulary(load_tokenizer(config.tokenizer), rows, source.path)
+    check_vocabulary(load_tokenizer(config.tokenizer), rows, source.path)
     if brought:
         path = str(output / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
 
 
-def _check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
+    """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
+    imported = build(ModelConfig, source.settings, "model.")
+    for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
+        ours, theirs = getattr(model, name), getattr(imported, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to "
+                "that."
+            )
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
     if tokenizer.vocab_size != rows:
         raise CheckpointError(
             f"{path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} tokens; use the "
@@ -164,7 +170,7 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
         )
 
 
-def _brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer section of the files that came with the weights, and were copied to the directory."""
     for name, kind in _KINDS:
         if (directory / name).exists():
@@ -182,8 +188,8 @@ def _brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]
     )
 
 
-def _keep_files(source: PublishedSource, directory: Path) -> None:
-    directory.mkdir()
+def keep_files(source: PublishedSource, directory: Path) -> None:
+    directory.mkdir(parents=True)
     for name in ("config.json", *_TOKENIZER_FILES):
         if (source.path / name).exists():
             shutil.copyfile(source.path / name, directory / name)
@@ -217,51 +223,71 @@ def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
 
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
-    """Write a run's model as a directory of its class. Returns: the name of the class."""
-    config, system = run.config.model, system_of(run.config.model)
+    """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
-    base = read_json(kept / "config.json") if kept.exists() else _special_ids(run.tokenizer)
+    roles = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
     labels = () if run.config.task is None else labels_of(run.config.task)
-    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, labels)
-    parts, name = parts_of(system, weights.shapes, config), class_of_model(system, config)
+    name = f"checkpoint {run.checkpoint.path}"
+    stack = Stack(run.config.model, weights, run.tokenizer, roles, kept, name, labels)
+    class_name = write_stack(directory, stack, dtype, max_shard_bytes)
+    extra = next((file for file in (OTHER_HEADS, EXTRA_WEIGHTS) if (directory / file).exists()), None)
+    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return class_name
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A Transformer to write as a directory of its class."""
+
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    roles: Mapping[str, str]  # token that config.json names -> role of the tokenizer
+    kept: Path  # files of its import, if it was imported
+    name: str  # in messages
+    labels: Sequence[str] = ()  # names of the classes of a task's head
+
+
+def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> str:
+    """Write config.json, weights and tokenizer files. Returns: the name of the class. Raises: CheckpointError."""
+    config, weights, kept = stack.config, stack.weights, stack.kept
+    system = system_of(config)
+    base = read_json(kept / "config.json") if kept.exists() else _special_ids(stack)
+    dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
+    described = hf_config(config, {**base, "dtype": dtype_name}, stack.labels)
+    parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
     is_headed = config.task_head != "none"
     of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
     held = {part.ours for part in parts.values()}
     extra = {
-        ours: shape
-        for ours, shape in weights.shapes.items()
-        if ours.startswith(of_heads) and ours not in held
+        name: shape
+        for name, shape in weights.shapes.items()
+        if name.startswith(of_heads) and name not in held
     }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
     left = weights.shapes.keys() - held - extra.keys()
     if left:
         raise CheckpointError(
-            f"checkpoint {run.checkpoint.path} has {', '.join(sorted(left)[:3])}, which the class "
-            f"{name} has not; only models of the published architecture can be exported."
+            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only models of the "
+            "published architecture can be exported."
         )
     write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
-    _write_tokenizer(directory, run.tokenizer, kept)
-    card = published_card(
-        run,
-        name,
-        is_imported=kept.exists(),
-        extra_file=extra_file if extra else None,
-    )
-    (directory / "README.md").write_text(card, encoding="utf-8")
-    return name
+    _write_tokenizer(directory, stack)
+    return class_name
 
 
-def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    special, lacking = tokenizer.special, tokenizer.lacking
-    roles = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
-    return {name: getattr(special, role) for name, role in roles.items() if role not in lacking}
+def _special_ids(stack: Stack) -> dict[str, Any]:
+    special, lacking = stack.tokenizer.special, stack.tokenizer.lacking
+    return {name: getattr(special, role) for name, role in stack.roles.items() if role not in lacking}
 
 
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, kept: Path) -> None:
-    """The files that were imported, or those of the run's tokenizer."""
+def _write_tokenizer(directory: Path, stack: Stack) -> None:
+    """The files that were imported, or those of the run's tokenizer, with what it adds to them."""
+    tokenizer, kept = stack.tokenizer, stack.kept
     for name in _TOKENIZER_FILES:
         if (kept / name).exists():
             shutil.copyfile(kept / name, directory / name)
@@ -269,8 +295,18 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, kept: Path) -> None:
         return
     for name, content in read_files(tokenizer.config).items():
         (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
+    options: dict[str, Any] = {}
     if tokenizer.config.kind == "bert_wordpiece":
         options = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
+    if tokenizer.added_names and tokenizer.config.added_tokens != "t5":  # T5's class adds its own
+        options["added_tokens_decoder"] = {
+            str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+            for i, name in tokenizer.added_names.items()
+        }
+        options |= {
+            name.removesuffix("_id"): tokenizer.special_names[i] for name, i in _special_ids(stack).items()
+        }
+    if options:
         (directory / "tokenizer_config.json").write_text(
             json.dumps(options, indent=2) + "\n", encoding="utf-8"
         )

@@ -86,12 +86,14 @@ def plan_parts(
     kernel: str = "auto",
     multiple: int = 1,
     length: int | None = None,
+    has_cross: bool = True,
 ) -> PartsPlan:
     """Choose the kernels of a batch for encoder and decoder, and lay out the tokens of both.
 
     Args:
         kernel, multiple: as of `plan_attention`, for each part.
         length: Te + Td; None = as many as there are, and padding. At least those of `constant_length`.
+        has_cross: whether the decoder attends to the encoder's rows.
     """
     is_target = layout.is_target
     encoder = plan_attention(layout.part(~is_target), device, kernel, multiple)
@@ -101,7 +103,7 @@ def plan_parts(
     return PartsPlan(
         encoder,
         decoder,
-        _plan_cross(layout, encoder, decoder, device, kernel),
+        _plan_cross(layout, encoder, decoder, device, kernel) if has_cross else NoCross(),
         (len(encoder.order), len(decoder.order)),
         np.concatenate([encoder.order, decoder.order]),
     )
@@ -159,6 +161,21 @@ def _stretches(document: np.ndarray) -> Iterator[tuple[int, int, int]]:
     for start, stop, number in zip(begins.tolist(), ends.tolist(), document[begins].tolist(), strict=True):
         if number >= 0:
             yield start, stop, number
+
+
+class NoCross:
+    """Of two stacks that are joined by something else."""
+
+    def arrays(self) -> list[np.ndarray]:
+        return []
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> NoCross:
+        return self
+
+    def attend(
+        self, layer: int, q: torch.Tensor, key_value: torch.Tensor, dropout: AttentionDropout | None
+    ) -> torch.Tensor:
+        raise AssertionError("neither stack has cross-attention")
 
 
 class CrossDense:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from data_utils.base.random_streams import derive_seed
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.block import Block, Embedding, Flow, Stream, final_layernorm, own_lengths
+from megatron_lite.model.block import Block, Embedding, Flow, Latent, Stream, final_layernorm, own_lengths
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.encoder_decoder import (
@@ -93,17 +93,19 @@ class GLM(nn.Module):
         # Called before a part of the model is computed: its weights may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
-    def _run(
+    def run(
         self,
         tokens: torch.Tensor,
         ids: torch.Tensor,
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
         before_block: BeforeBlock | None = None,
+        latent: Latent | None = None,
     ) -> torch.Tensor:
+        """Output of the last block: [T, D], or [Td, D]. Args: latent: what the texts depend on, see optimus.py."""
         rotary = Rotary.of(self.config, ids.flatten(1))
         distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances)
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances, latent)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
@@ -173,7 +175,7 @@ class GLM(nn.Module):
 
         Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: see memory.py; not with a decoder.
         """
-        hidden = self._run(tokens, ids, plan, None, before_block)
+        hidden = self.run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -190,10 +192,10 @@ class GLM(nn.Module):
         if answers:
             return self._answers(batch)
         if batch.parts is None:
-            losses = self._row_losses(batch, self.label_smoothing)
+            losses = self.losses(batch, self.label_smoothing)
             return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
         if batch.parts.head == "choices":
-            losses = self._row_losses(batch, 0.0)[: len(batch.parts.row_part)]  # without fillers
+            losses = self.losses(batch, 0.0)[: len(batch.parts.row_part)]  # without fillers
             outputs = choice_scores(losses, batch.parts)
         else:
             outputs = self._head_outputs(batch, batch.parts)
@@ -223,38 +225,26 @@ class GLM(nn.Module):
             return hidden
 
         keep_all = keep if self.config.task_mix else None
-        layers.append(self._run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
+        layers.append(self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
         outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
         return outputs[: len(parts.row_part)]
 
-    def _row_losses(self, batch: ModelInput, smoothing: float) -> torch.Tensor:
+    def losses(self, batch: ModelInput, smoothing: float, latent: Latent | None = None) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
-        logits, classes = self._row_logits(batch)
+        logits, classes = self._row_logits(batch, latent)
         return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
 
-    def _row_logits(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row_logits(
+        self, batch: ModelInput, latent: Latent | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
-        hidden = self._run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
-
-
-def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> GLM:
-    """The initialised fp32 model of a configuration; DeepSpeed casts it to the training precision."""
-    training = config.training
-    model = GLM(
-        config.model,
-        recompute=training.recompute,
-        num_losses=num_losses,
-        parallel=parallel,
-        label_smoothing=training.label_smoothing,
-    )
-    initialize_parameters(model.named_parameters(), config.model, config.training.seed, model.parallel)
-    return model
 
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")

@@ -29,6 +29,7 @@ from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
 from megatron_lite.model.heads import LossRows, find_loss_rows
+from megatron_lite.model.latent_batch import HostSentences, LatentBatch, Sentences
 from megatron_lite.model.task_batch import HostParts, TaskBatch
 from megatron_lite.model.task_losses import Parts
 
@@ -57,6 +58,7 @@ class ModelInput:
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
     parts: Parts | None = None  # of a task: what its loss reads instead
+    sentences: Sentences | None = None  # of two stacks joined by a latent vector
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
@@ -77,7 +79,7 @@ class HostInput:
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
     step: int  # see Dropout
-    parts: HostParts | None = None  # of a task
+    parts: HostParts | HostSentences | None = None  # of a task, or of a latent vector
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
@@ -88,13 +90,14 @@ class HostInput:
     def to(self, device: torch.device) -> ModelInput:
         """The input on its device. On a GPU the copy is asynchronous: nothing waits for it."""
         sent = self.buffer.to(device, non_blocking=True)
-        parts = sent.split([math.prod(shape) for shape in self.shapes])
-        arrays = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        flat = sent.split([math.prod(shape) for shape in self.shapes])
+        arrays = [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
         (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
         dropout = None
         if self.kernel_seed is not None:
             dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
-        first = 10 if self.parts is None else 10 + HostParts.ARRAYS  # of the plan's
+        first = 10 if self.parts is None else 10 + self.parts.ARRAYS  # of the plan's
+        parts = None if self.parts is None else self.parts.on_device(arrays[10:first])
         return ModelInput(
             tokens=tokens,
             ids=ids,
@@ -103,7 +106,8 @@ class HostInput:
             targets=targets,
             weights=weights.view(torch.float32),
             dropout=dropout,
-            parts=None if self.parts is None else self.parts.on_device(arrays[10:first]),
+            parts=parts if isinstance(parts, Parts) else None,
+            sentences=parts if isinstance(parts, Sentences) else None,
         )
 
 
@@ -144,6 +148,7 @@ def prepare(
     device: torch.device,
     config: ModelConfig,
     *,
+    of_decoder: ModelConfig | None = None,
     dropout_seed: int | None = None,
     kernel: str = "auto",
     multiple: int = 1,
@@ -156,6 +161,7 @@ def prepare(
 
     Args:
         device: where it will be sent; decides the kernel.
+        of_decoder: of a LatentBatch, whose stacks are two models.
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
         few_counts: of rows with loss, see `find_loss_rows`.
@@ -165,9 +171,9 @@ def prepare(
     if kernel == "auto" and dense_reason(config, device) is not None:
         kernel = "dense"
     plan: HostPlan | PartsPlan
-    if config.decoder_layers:
+    if config.decoder_layers or of_decoder is not None:
         length = constant_length(places, multiple) if has_one_length else None
-        plan = plan_parts(batch.layout, device, kernel, multiple, length)
+        plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
         first = plan.lengths[0]  # configuration checks that no loss is the encoder's
     else:
         plan = plan_attention(batch.layout, device, kernel, places if has_one_length else multiple)
@@ -180,9 +186,14 @@ def prepare(
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
-    loss_rows, labelled = find_loss_rows(weights[first:], objectives[first:], config, few_counts=few_counts)
+    loss_rows, labelled = find_loss_rows(
+        weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
+    )
+    parts: HostParts | HostSentences | None = None
+    if isinstance(batch, LatentBatch):
+        parts = HostSentences(batch, plan.order, first, labelled, few_counts)
     labelled = np.where(labelled < 0, -1, labelled + first)
-    targets, parts = np.where(labelled < 0, 0, planes[-1][labelled]), None
+    targets = np.where(labelled < 0, 0, planes[-1][labelled])
     if isinstance(batch, TaskBatch) and batch.head != "tokens":
         parts = HostParts(batch, plan.order, first, few_counts)
         if batch.head == "choices":  # their rows are those with loss
@@ -193,7 +204,10 @@ def prepare(
         kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
         step = derive_seed(dropout_seed, "distances") >> 33
-        place_salts = salts(config.total_layers + config.decoder_layers)  # cross-attention has its own
+        layers = config.total_layers + config.decoder_layers  # cross-attention has its own
+        if of_decoder is not None:
+            layers = max(layers, of_decoder.num_layers)
+        place_salts = salts(layers)
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
         np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),

@@ -35,6 +35,7 @@ from megatron_lite.model.model_input import (
     few_lengths,
     prepare,
 )
+from megatron_lite.model.optimus import is_unused
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -77,6 +78,8 @@ def _weight_decay(name: str, config: Config) -> float:
 
 def is_idle(name: str, config: Config) -> bool:
     """Whether a head that the model brings has no part in the loss. It has no gradient, and stays as it is."""
+    if config.latent is not None:
+        return is_unused(name, config.latent)
     if config.task is None:
         return name.startswith("heads.sentence.") and not config.has_sentence_labels
     if name.startswith("heads.sentence."):
@@ -280,6 +283,7 @@ class Engine(ABC):
             batch,
             device,
             self._config.model,
+            of_decoder=self._config.decoder,
             dropout_seed=dropout_seed,
             multiple=multiple,
             few_counts=builds_kernels(device, dtype),
@@ -316,6 +320,15 @@ class Engine(ABC):
         self._step = step
         if self._rates:
             self._zero.set_step(step)
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        """Of the last evaluation, beside its losses. Args: loss: their mean over predicted tokens."""
+        return {"perplexity": math.exp(min(loss, 700.0))}
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        """What the loss of the last step was weighted with, by name, for the records."""
+        return {}
 
     def _begin_step(self, micro_batches: int, lr: float) -> None:
         self._zero.begin(micro_batches)

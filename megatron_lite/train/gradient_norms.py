@@ -9,25 +9,27 @@ from __future__ import annotations
 import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
-from megatron_lite.config.tree import ModelConfig
-from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.config.tree import Config
+from megatron_lite.model.build import model_shapes
+from megatron_lite.model.optimus import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
 
 
 def layer_of(parameter: str) -> str:
     """The layer of a parameter: an embedding table or projection, a block, the final LayerNorm, a head."""
-    return ".".join(parameter.split(".")[:2]).removesuffix(".weight").removesuffix(".bias")
+    parts = 3 if parameter.startswith((ENCODER, DECODER)) else 2
+    return ".".join(parameter.split(".")[:parts]).removesuffix(".weight").removesuffix(".bias")
 
 
-def layer_names(config: ModelConfig) -> list[str]:
+def layer_names(config: Config) -> list[str]:
     """The layers of the whole model, in the same order on every rank."""
-    return list(dict.fromkeys(map(layer_of, parameter_shapes(config))))
+    return list(dict.fromkeys(map(layer_of, model_shapes(config))))
 
 
 class GradientNorms:
     """Norms of one step's gradients: `add` is the observer of `Engine.observed_gradients`."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext):
+    def __init__(self, config: Config, context: ParallelContext):
         self._context = context
         self._names = layer_names(config)
         self._squares = torch.zeros(len(self._names), dtype=torch.float64, device=context.device)

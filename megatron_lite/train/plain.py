@@ -8,12 +8,16 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, build_model
+from megatron_lite.model.build import build_model
+from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch, ModelInput
+from megatron_lite.model.optimus import Optimus
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.context import Mpu, ParallelContext
+from megatron_lite.train.annealing import beta
 from megatron_lite.train.engine import Engine, StepResult
+from megatron_lite.train.latent_measures import LatentMeasures
 from megatron_lite.train.rates import Rate
 
 
@@ -39,9 +43,27 @@ class PlainEngine(Engine):
 
     @property
     def model(self) -> GLM:
-        """The model with the weights of the last step."""
+        """The model with the weights of the last step, where it is one Transformer."""
         self._zero.await_weights()
+        assert isinstance(self._model, GLM)
         return self._model
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        latent = self._config.latent
+        if latent is not None and isinstance(self._model, Optimus):
+            self._model.beta = beta(
+                step - 1,
+                self._config.training.steps,
+                peak=latent.beta,
+                cycles=latent.cycles,
+                zero_share=latent.zero_share,
+                rise_share=latent.rise_share,
+            )
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return {"beta": self._model.beta} if isinstance(self._model, Optimus) else {}
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
@@ -57,9 +79,19 @@ class PlainEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._no_sums()
+        self._measures = LatentMeasures()
+        if isinstance(self._model, Optimus):
+            self._model.observe = self._measures.add
         for batch in batches:
             sums += self._model(self._input(batch, None))[1]
+        if isinstance(self._model, Optimus):
+            self._model.observe = None
         return sums
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        if isinstance(self._model, Optimus):
+            return self._measures.summary(self.context, loss)
+        return super().more_measures(loss)
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,11 +16,13 @@ import yaml
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.build import model_count
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import version
 from megatron_lite.train.words import fitted, format_count, format_duration
 
+_MEASURES = ("perplexity", "mutual_information", "active_units")
+_AGAIN = ("span_boundary", "kl")  # losses of what has another loss already
 WAIT_SHOWN = 0.05  # share of the time waited for data from which it is said
 
 
@@ -42,12 +44,13 @@ def objective_losses(
     """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2].
 
     The total is what training minimises. Without `factors` it is the sum of all losses divided by the number of
-    predicted tokens; SpanBERT's second loss predicts the same tokens again. With `factors` (`per_objective`) it is the
+    predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second loss predicts, and the sentences of
+    OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is the
     sum of the means, each times its factor.
     """
     means = {name: float(total / weight) for name, (total, weight) in zip(names, sums, strict=True) if weight}
     if factors is None:
-        tokens = sum(weight for name, (_, weight) in zip(names, sums, strict=True) if name != "span_boundary")
+        tokens = sum(weight for name, (_, weight) in zip(names, sums, strict=True) if name not in _AGAIN)
         total = float(sums[:, 0].sum() / tokens) if tokens else float("nan")
     else:
         total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
@@ -79,7 +82,7 @@ def validation_line(step: int, values: dict[str, Any]) -> str:
     parts = [
         f"validation at step {step}",
         f"loss {values['loss']:.4f}",
-        f"perplexity {values['perplexity']:.4g}",
+        *(f"{name.replace('_', ' ')} {values[name]:.4g}" for name in _MEASURES if name in values),
     ]
     by_loss = {name.removeprefix("loss/"): values[name] for name in values if name.startswith("loss/")}
     return fitted([*parts, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
@@ -116,7 +119,7 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
     return (
-        f"{parameter_count(config.model):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{model_count(config):,} parameters | {layout(context)} | {config.training.precision} on "
         f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
 

@@ -26,9 +26,10 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
-from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.model.build import model_shapes
+from megatron_lite.model.optimus import ENCODER
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train import version
+from megatron_lite.train import stacks, version
 from megatron_lite.train.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -54,11 +55,13 @@ def check_beginning(config: Config) -> None:
     elif config.checkpoint.initialize_from is not None:
         initial = find_manifest(Path(config.checkpoint.initialize_from))
         if config.checkpoint.initialize == "weights":
-            new_parameters(initial, parameter_shapes(config.model))
+            new_parameters(_for_model(initial, config), model_shapes(config))
         else:
             checkpoint = initial
+    elif config.latent is not None:
+        stacks.check(config)
     if checkpoint is not None:
-        check_model(checkpoint, parameter_shapes(config.model))
+        check_model(checkpoint, model_shapes(config))
 
 
 def checkpoint_directory(config: Config) -> Path:
@@ -73,7 +76,14 @@ def check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
             f"{checkpoint_directory(config)} already holds a checkpoint of step {checkpoint.step} and "
             "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
         )
-    old, new = checkpoint.trainer_state().config.get("training", {}).get("seed"), config.training.seed
+    before = checkpoint.trainer_state().config
+    feature = before.get("optimus", {}).get("feature")
+    if config.latent is not None and feature != config.latent.feature:
+        raise CheckpointError(
+            f"optimus.feature is {config.latent.feature}, but {checkpoint.path} was trained with {feature}; set it to "
+            "that, or choose another run.directory."
+        )
+    old, new = before.get("training", {}).get("seed"), config.training.seed
     if old != new:
         raise CheckpointError(
             f"training.seed is {new}, but the run of {checkpoint.path} has {old}, by which its samples are numbered: "
@@ -96,7 +106,11 @@ def load_beginning(
     settings, directory = config.checkpoint, checkpoint_directory(config)
     own = newest_valid(directory, context)
     if own is None:
-        state = None if settings.initialize_from is None else _initialize(config, engine, context, data)
+        state = None
+        if settings.initialize_from is not None:
+            state = _initialize(config, engine, context, data)
+        elif config.latent is not None:
+            stacks.load(config, engine, context)
         return Beginning(state, events=_rewinds(directory, [], context))
     check_may_continue(config, own)
     state = _load(own, engine, context, data)
@@ -122,13 +136,20 @@ def _initialize(
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
         return _load(checkpoint, engine, context, data)
-    new = new_parameters(checkpoint, parameter_shapes(config.model))
+    checkpoint = _for_model(checkpoint, config)
+    new = new_parameters(checkpoint, model_shapes(config))
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
         log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
         if new:
             log.info("new, with initial weights: %s", ", ".join(sorted(new)))
     return None
+
+
+def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """What a configuration begins with: of OPTIMUS the encoder, where that is all it has."""
+    has_stacks = any(name.startswith(ENCODER) for name in checkpoint.shapes)
+    return checkpoint.part(ENCODER) if has_stacks and config.decoder is None else checkpoint
 
 
 def _load(
@@ -161,11 +182,12 @@ def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> lis
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Settings that differ between two configuration trees and make other samples of the same corpora."""
-    return [
-        change
-        for change in config_changes(before, after)
-        if change.startswith(("data.sequence_length", "objective", *(f"{name}." for name in OBJECTIVES)))
-    ]
+    chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
+    decisive = ["data.sequence_length", "objective"]
+    for name in chosen & OBJECTIVES.keys():
+        keys = OBJECTIVES[name].config_class.sample_settings
+        decisive += (f"{name}.",) if keys is None else keys
+    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
 
 
 def config_changes(before: Any, after: Any, path: str = "") -> list[str]:

@@ -10,7 +10,6 @@ step's outcome is read one step later, or where it is needed: by a log line, a s
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -26,7 +25,7 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.counts import parameter_count, step_flops
+from megatron_lite.model.build import model_count, model_flops
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
@@ -224,7 +223,7 @@ class Trainer:
             "device": self.yardstick.name,
             "compared_with": str(self.yardstick),
             "program": version.describe(self._program),
-            "parameters": parameter_count(self.config.model),
+            "parameters": model_count(self.config),
         }
         self.metrics.write("start", self.step, values)
 
@@ -312,7 +311,7 @@ class Trainer:
         self.consumed_tokens += tokens
         interval.steps += 1
         interval.tokens += tokens
-        interval.flops += step_flops(self.config.model, tokens, loss_rows, visible_keys, targets, target_keys)
+        interval.flops += model_flops(self.config, tokens, loss_rows, visible_keys, targets, target_keys)
         interval.objective_sums += self._all_losses(result.objective_sums)
         self._unread.append((self.step, result))
         self._read_outcomes(all_but=1)
@@ -337,7 +336,7 @@ class Trainer:
         self.engine.set_step(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
-        layers = GradientNorms(self.config.model, self.context)
+        layers = GradientNorms(self.config, self.context)
         with self.engine.observed_gradients(layers.add):
             result = self.engine.train_step(micro_batches, lr)
         if not result.skipped:
@@ -415,6 +414,7 @@ class Trainer:
             "consumed_tokens": self.consumed_tokens,
             **objective_losses(sums, self.loss_names, self.loss_factors),
             "lr": self._learning_rate(self.step),
+            **self.engine.annealed,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "skipped_steps": self.skipped_steps,
@@ -445,7 +445,7 @@ class Trainer:
         batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
         sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
         losses = objective_losses(sums, self.loss_names, self.loss_factors)
-        values = {**losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
+        values = {**losses, **self.engine.more_measures(losses["loss"])}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
         self._record_fillings()
         return values

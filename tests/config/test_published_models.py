@@ -91,7 +91,10 @@ def test_a_published_model_has_the_published_size(name):
     assert f"{parameter_count(model) / 1e6:.{digits}f}" == millions.rstrip(".")
 
 
-@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+ONE_STACK = sorted(path for path in MODELS.glob("*.yaml") if not path.stem.startswith("optimus"))
+
+
+@pytest.mark.parametrize("path", ONE_STACK, ids=lambda path: path.stem)
 def test_the_parameter_count_is_that_of_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
@@ -296,9 +299,40 @@ def test_ernie_2_adds_a_task_every_50000_steps():
     assert config.training.steps == 150_000
 
 
+def test_optimus_is_bert_gpt2_and_three_matrices():
+    """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
+    import torch
+
+    from megatron_lite.model.build import model_count
+    from megatron_lite.model.optimus import Optimus
+
+    config = published("optimus-base")
+    assert (config.model.vocab_size, config.decoder.vocab_size) == (28_996, 50_257 + 3)
+    sizes = parameter_count(config.model, padded=False), parameter_count(config.decoder, padded=False)
+    assert sizes == (108_932_934, 124_439_808 + 3 * 768)
+    latent = 64 * 768 + 12 * 768 * 32 + 768 * 32
+    assert "OPTIMUS, 233.7 M parameters" in (MODELS / "optimus-base.yaml").read_text()
+    assert round((sum(sizes) + latent) / 1e6, 1) == 233.7
+    with torch.device("meta"):
+        made = Optimus(config.model, config.decoder, config.latent)
+    assert sum(parameter.numel() for parameter in made.parameters()) == model_count(config)
+
+
+def test_optimus_has_the_recipe_of_its_pretraining():
+    config = published("optimus-base")
+    optimizer, schedule, latent = config.optimizer, config.schedule, config.latent
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay) == (5e-5, 1e-8, 0.0)
+    assert (schedule.kind, schedule.warmup_steps, schedule.min_lr_ratio) == ("linear", 0, 0.0)
+    assert (latent.latent_size, latent.cycles, latent.zero_share, latent.rise_share) == (32, 10, 0.5, 0.25)
+    assert (latent.free_bits, latent.feature, latent.memory, latent.embedding) == (1.0, "pooler", True, True)
+    assert (config.tokenizer.added_tokens, config.decoder_tokenizer.added_tokens) == ("none", "optimus")
+    assert not config.tokenizer.lowercase and config.data.sequence_length == 64 and config.row_length == 528
+
+
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
-    assert named == {"tiny", "small", "ernie2-base", *PUBLISHED, *SUCCESSORS, *SYSTEMS}
+    own = {"tiny", "small", "optimus-tiny", "optimus-base"}
+    assert named == {*own, "ernie2-base", *PUBLISHED, *SUCCESSORS, *SYSTEMS}
 
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -237,6 +237,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("schedule.warmup_steps=100"),
         ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
     ),
+    "decoder's texts": (
+        over("data.train=[{prefix: a, decoder_prefix: b}]"),
+        ("data.train[0].decoder_prefix is b", "without a decoder_tokenizer", "set the prefix to null"),
+    ),
     "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("data.train[0].weight is 0.0", "above 0")),
     "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
     "positions": (

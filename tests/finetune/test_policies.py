@@ -13,8 +13,8 @@ from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
+from megatron_lite.model.build import build_model
 from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.model.glm import build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.plain import PlainEngine

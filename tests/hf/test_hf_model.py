@@ -114,7 +114,7 @@ def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
         "keep",
         lambda self, queries, keys, heads: torch.ones(heads, len(queries), len(keys), dtype=torch.bool),
     )
-    hidden = ours._run(inputs.tokens, inputs.ids, inputs.plan, inputs.dropout)
+    hidden = ours.run(inputs.tokens, inputs.ids, inputs.plan, inputs.dropout)
     expected = ours.logits(hidden).view(*batch[:, DOC].shape, -1)
     theirs.train()
     actual = run(theirs, batch)

@@ -262,7 +262,7 @@ def train(context, settings):
             samples[:, WEIGHTS][samples[:, OBJECTIVE] == LOSS_NAMES.index("next_sentence")] = 0
         weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(accumulation)]
-        layers = GradientNorms(config.model, context)
+        layers = GradientNorms(config, context)
         with engine.observed_gradients(layers.add):
             result = engine.train_step(
                 [MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3

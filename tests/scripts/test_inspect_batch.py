@@ -15,7 +15,9 @@ from support.recipes import make, text_of
 from support.tasks import write_lines, write_task
 
 from data_utils.base.errors import UserError
+from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.objectives import OBJECTIVES
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from scripts import inspect_batch
 
 TEXT = "the cat sat on the mat . then it slept all day long"
@@ -75,6 +77,57 @@ def test_samples_of_a_run(monkeypatch, capsys, settings, tmp_path):
     assert "sample 5" in shown and "word" in shown and "prefix" in shown and "of padding" in shown
     shown = run(monkeypatch, capsys, "--config", str(config), "--text", "word1 word2 word3 .")
     assert "word2" in shown and "of padding" not in shown
+
+
+def test_a_sentence_and_its_slot(monkeypatch, capsys):
+    """OPTIMUS: nothing of the encoder is seen by the decoder, which the rule for one stack would allow."""
+    shown = run(monkeypatch, capsys, "--objective", "optimus", "--text", "a b")
+    assert [line.split()[1:3] for line in shown.splitlines()[2:10]] == [
+        *(["[cls]", "context"], ["a", "context"], ["b", "context"], ["[sep]", "context"]),
+        *(["sop", "slot"], ["sop", "predicts"], ["a", "predicts"], ["b", "predicts"]),
+    ]
+    row = make("optimus", 12).example(text_of(3), 1)
+    seen, _ = inspect_batch.masks(row)
+    reads = row.ord == 0
+    assert seen[np.ix_(reads, reads)].all() and not seen[np.ix_(~reads, reads)].any()
+    assert (seen[np.ix_(~reads, ~reads)] == np.tri((~reads).sum(), dtype=bool)).all()
+    assert allowed(row.doc, row.ord, row.grp)[np.ix_(~reads, reads)].all()
+
+
+def test_sentences_of_a_run_with_two_vocabularies(monkeypatch, capsys, settings, tokenizer_files, tmp_path):
+    """Each side in its own words, from a text and from the corpora."""
+    lines, config = tmp_path / "lines.txt", tmp_path / "config.yaml"
+    lines.write_text("word1 word2 .\nword3 .\n")
+    decoders = {"kind": "gpt2_bpe", "path": str(tokenizer_files / "gpt2"), "added_tokens": "optimus"}
+    for name, tokenizer in (("e", settings["tokenizer"]), ("d", decoders)):
+        build_corpus(
+            BuildConfig(inputs=[str(lines)], output=str(tmp_path / name), text_split="lines"),
+            lambda tokenizer=tokenizer: load_tokenizer(TokenizerConfig(**tokenizer)),
+        )
+    stack = settings["model"] | {"positions": "learned"}
+    two = {
+        "objectives": {"optimus": 1}, "optimus": {"feature": "cls"}, "model": stack, "decoder": stack,
+        "decoder_tokenizer": decoders, "tokenizer": settings["tokenizer"], "training": {"steps": 20},
+        "schedule": {"warmup_steps": 2}, "data": {
+            "train": [{"prefix": str(tmp_path / "e"), "decoder_prefix": str(tmp_path / "d")}],
+            "sequence_length": 32,
+        },
+    }  # fmt: skip
+    config.write_text(yaml.safe_dump(two))
+    for more in ((), ("--text", "word1 word2 .")):
+        shown = run(monkeypatch, capsys, "--config", str(config), *more).splitlines()
+        assert [line.split()[1] for line in shown[2:9]] == [
+            "[CLS]",
+            "word1",
+            "word2",
+            ".",
+            "[SEP]",
+            "<BOS>",
+            "<BOS>",
+        ]
+        spelled = "".join(line.split()[1] for line in shown[9:] if "predicts" in line)
+        assert spelled.startswith("word1_word2_.")
+        assert any(line.split()[2:4] == ["predicts", "<EOS>"] for line in shown)
 
 
 @pytest.mark.parametrize(

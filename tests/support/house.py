@@ -29,16 +29,18 @@ ROOMS = (
     "megatron_lite.report",
     "megatron_lite.profile",
     "megatron_lite.generate",
+    "megatron_lite.latent",
     "megatron_lite.hf",
     "megatron_lite.finetune",
     "pretrain_glm",
     "scripts",
 )
-# Not part of what every GLM run passes: conversion, generation, profile, report, our encoders, the other systems'
-# objectives, commands.
+# Not part of what every GLM run passes: conversion, generation, latent space, profile, report, our encoders, the other
+# systems' objectives, commands.
 BESIDE_THE_CORE = (
     "megatron_lite.hf",
     "megatron_lite.generate",
+    "megatron_lite.latent",
     "megatron_lite.profile",
     "megatron_lite.report",
     "data_utils.text.fast",

@@ -37,7 +37,7 @@ from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import build_model
+from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext

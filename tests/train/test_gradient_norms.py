@@ -22,7 +22,7 @@ LAYERS = ("embedding.", "layers.", "final_layernorm")
 
 def norms_of_a_step(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
-    layers = GradientNorms(case.config().model, context)
+    layers = GradientNorms(case.config(), context)
     with engine.observed_gradients(layers.add):
         result = engine.train_step(parity.micro_batches_of(case, context, 0), parity_cases.LR)
     unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity_cases.LR)
@@ -39,7 +39,7 @@ def test_every_layout_finds_the_norms_of_one_process(case):
     gradients = parity.reference_of(case).gradients[0]
     parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
     for norms, grad_norm in run_ranks(norms_of_a_step, case.ranks, case, parallel=parallel):
-        assert list(norms) == layer_names(case.config().model)
+        assert list(norms) == layer_names(case.config())
         for layer, norm in norms.items():
             squares = [
                 g.double().square().sum() for name, g in gradients.items() if name.startswith(f"{layer}.")

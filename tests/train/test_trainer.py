@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.engine import memory_advice
-from megatron_lite.train.resume import config_changes
+from megatron_lite.train.resume import changed_samples, config_changes
 from megatron_lite.train.trainer import TrainingError
 
 
@@ -124,6 +124,22 @@ def test_a_change_of_the_samples_is_an_event_of_the_run(settings, tmp_path):
     why = "changed, so that its samples are not those of an unbroken run: "
     changed = ["blank_infilling.token_prob: 0.5 -> 0.25", "data.sequence_length: 64 -> 48"]
     assert [entry["event"] for entry in state.events["history"]] == [why + change for change in changed]
+
+
+def test_which_settings_change_the_samples():
+    """Of a section all do, but OPTIMUS's: its rows depend on their length and on the slot alone."""
+    before = {"objectives": {"optimus": 1}, "data": {"row_length": None}, "t5": {"noise_ratio": 0.1}}
+    before["optimus"] = {"beta": 1.0, "memory": True}
+    after = merge(before, {"data": {"row_length": 400}, "optimus": {"beta": 0.5, "memory": False}})
+    after = merge(after, {"t5": {"noise_ratio": 0.2}})
+    assert changed_samples(before, after) == ["data.row_length: None -> 400", "optimus.memory: True -> False"]
+    masked = {"objectives": {"t5": 1}}
+    assert changed_samples({**before, **masked}, {**after, **masked}) == ["t5.noise_ratio: 0.1 -> 0.2"]
+    assert changed_samples({"blank_infilling": {"token_prob": 1}}, {"blank_infilling": {"token_prob": 0}})
+    assert changed_samples(masked, {"objectives": {"optimus": 1}}) == [
+        "objectives.optimus: None -> 1",
+        "objectives.t5: 1 -> None",
+    ]
 
 
 def test_another_number_of_ranks_sees_the_same_samples(settings, tmp_path):

@@ -190,9 +190,10 @@ def test_too_few_ids_are_refused(tmp_path):
 def test_added_tokens_are_part_of_the_fingerprint_and_ids_without_a_token_are_not(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n")
     fingerprints = [
-        load(tmp_path, "bert_wordpiece", added_tokens=value).fingerprint for value in ("glm", "none", "t5")
+        load(tmp_path, "bert_wordpiece", added_tokens=value).fingerprint
+        for value in ("glm", "none", "t5", "optimus")
     ]
-    assert len(set(fingerprints)) == 3
+    assert len(set(fingerprints)) == 4
     size = len(bert_vocab())
     for rows in (size, size + 3):
         assert load(tmp_path, "bert_wordpiece", vocab_size=rows).fingerprint == fingerprints[1]
@@ -203,3 +204,31 @@ def test_fingerprints_of_existing_datasets_stay(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]) + "\n")
     before = "e9715f7a3f3b640001177185d867d68e20d19e3eb061bb8814b32614a8e0649e"
     assert load(tmp_path, "bert_wordpiece", added_tokens="glm").fingerprint == before
+
+
+def test_the_tokens_of_optimus_follow_gpt2s(tmp_path):
+    """50257, 50258 and 50259 after GPT-2's 50,257. Text that spells them stays text."""
+    write_gpt2(tmp_path, {name: i for i, name in enumerate([*BYTE_SYMBOLS, "<|endoftext|>"])}, [])
+    plain = load(tmp_path, "gpt2_bpe")
+    tokenizer = load(tmp_path, "gpt2_bpe", added_tokens="optimus")
+    size = plain.vocab_size
+    assert ids_of(tokenizer, "pad", "sop", "eop", "eos") == (size, size + 1, size + 2, plain.special.eos)
+    assert tokenizer.vocab_size == size + 3 and tokenizer.lacking == plain.lacking - {"sop", "eop"}
+    ids = [tokenizer.special.sop, *tokenizer.encode("a <BOS> b"), tokenizer.special.eop]
+    assert max(ids[1:-1]) < size and tokenizer.decode(ids) == "<BOS>a <BOS> b<EOS>"
+    assert tokenizer.decode(ids, skip_special=True) == "a <BOS> b"
+    assert tokenizer.fingerprint != plain.fingerprint
+
+
+def test_the_tokens_of_optimus_are_those_that_a_vocabulary_lacks(tmp_path):
+    """BERT pads already; SentencePiece's models have none of the three here."""
+    (tmp_path / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n")
+    bert, size = load(tmp_path, "bert_wordpiece", added_tokens="optimus"), len(bert_vocab())
+    assert ids_of(bert, "pad", "sop", "eop") == (0, size, size + 1) and bert.vocab_size == size + 2
+    path = sentencepiece_model(tmp_path, unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1)
+    tokenizer = load(path, "sentencepiece", added_tokens="optimus")
+    size = tokenizer.vocab_size - 3
+    assert ids_of(tokenizer, "pad", "sop", "eop") == (size, size + 1, size + 2)
+    ids = [size + 1, *tokenizer.encode("the fox"), size + 2]
+    assert tokenizer.decode(ids) == "<BOS> the fox<EOS>"
+    assert tokenizer.decode(ids, skip_special=True) == "the fox"

@@ -1,0 +1,229 @@
+"""OPTIMUS (arXiv:2004.04092): sentences through a latent vector, from one stack into another.
+
+One document of a row is one sentence x, twice. The encoder's tokens are `[CLS] x [SEP]`, of order 0. The decoder's
+are the memory slot (order 1, position 0), whose keys and values each layer replaces by the latent vector's, and
+`<BOS> x` (orders 2, 3, ...), which predict `x <EOS>`. Where there is no memory there is no slot: orders begin at 1
+and positions at 0. A sentence is a document without its eos.
+
+The decoder may have a vocabulary of its own. The pieces of a sample are then each sentence in the encoder's tokens
+and the same in the decoder's, by turns; else one piece serves both. Nothing is drawn: a row is a function of its text
+alone.
+
+Source of the layout: ChunyuanLI/Optimus, code/examples/big_ae.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.errors import DataError
+from data_utils.base.settings import check, checked, setting
+from data_utils.objectives.masking import compiled, entry_point
+from data_utils.objectives.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS, Loss
+from data_utils.objectives.registry import register
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    begin_row,
+    copy_range,
+    count_up,
+    mark_document,
+    put,
+    set_range,
+)
+from data_utils.text.vocabulary import Vocabulary
+
+FEATURES = ("pooler", "cls")
+LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
+_BOUNDARIES = 2  # CLS and SEP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("optimus")
+class OptimusConfig(RowSizes):
+    """The latent vector, what carries it to the decoder, and the weight of its divergence over the steps."""
+
+    latent_size: int = setting(32, "components of the latent vector", at_least=1)
+    feature: str = setting(
+        "pooler",
+        "what of the encoder gives the latent vector: pooler (a dense layer and tanh on CLS, as the released code has "
+        "it) or cls (the last layer's CLS itself, as the paper has it)",
+        one_of=FEATURES,
+    )
+    memory: bool = setting(
+        True, "whether the latent vector is a key and value of each of the decoder's layers"
+    )
+    embedding: bool = setting(True, "whether the latent vector is added to the decoder's embeddings")
+    beta: float = setting(1.0, "the largest weight of the divergence; 0 = an autoencoder", at_least=0)
+    cycles: int = setting(1, "how often the weight rises from 0, evenly over training.steps", at_least=1)
+    zero_share: float = setting(0.5, "part of a cycle in which the weight is 0", at_least=0, at_most=1)
+    rise_share: float = setting(0.25, "part of a cycle in which it rises to beta", at_least=0, at_most=1)
+    free_bits: float = setting(
+        1.0, "nats of each component's divergence below which it is not lowered further", at_least=0
+    )
+    length_weighted: bool = setting(
+        False, "divide each sentence's reconstruction loss by its number of tokens"
+    )
+    encoder_from: str | None = setting(None, "run or checkpoint with whose weights the encoder begins")
+    decoder_from: str | None = setting(None, "run or checkpoint with whose weights the decoder begins")
+
+    segments = 1
+    needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
+    whole_documents = True
+    sample_settings = ("optimus.memory", "data.row_length")
+
+    def __post_init__(self) -> None:
+        check(
+            self.memory or self.embedding,
+            "optimus.memory and optimus.embedding are both false, so that nothing carries the latent vector to the "
+            "decoder; set one of them to true.",
+        )
+        shares = self.zero_share + self.rise_share
+        check(
+            shares <= 1.0,
+            f"optimus.zero_share + optimus.rise_share is {shares:g}; together they must be at most 1.",
+        )
+
+    @property
+    def has_target(self) -> bool:
+        return True
+
+    @property
+    def loss_share(self) -> float:
+        """The decoder's half."""
+        return 0.5
+
+    @property
+    def growth(self) -> float:
+        """A sentence is in its row twice."""
+        return 2.0
+
+    @property
+    def overhead(self) -> int:
+        """Row tokens of a sentence beyond its text in both vocabularies: CLS, SEP, BOS, and the memory slot."""
+        return _BOUNDARIES + 1 + self.memory
+
+    def row_length_for(self, sequence_length: int) -> int:
+        """Room for several of the longest sentences: what is left at the end of rows is then a small part of them."""
+        return -(-LONGEST_PER_ROW * self.least_row_length(sequence_length) // 8) * 8
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        """That of SEP, and with memory of the decoder's last token."""
+        return sequence_length + 1
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        where = "tokenizer" if vocabulary.decoder is None else "decoder_tokenizer"
+        lacking = (vocabulary.decoder or vocabulary).lacking
+        missing = [role for role in ("sop", "eop") if role in lacking]
+        check(
+            not missing,
+            f"optimus needs the special token{'s' * (len(missing) > 1)} {', '.join(missing)} in the decoder's "
+            f"vocabulary, which lacks {'them' if len(missing) > 1 else 'it'}; set {where}.added_tokens=optimus and "
+            "build the corpora again.",
+        )
+
+
+@compiled
+def _write_encoder(row, used, text, start, length, s):
+    """[CLS] x [SEP]. Returns the end."""
+    end = used + length + 2
+    row[TOKENS, used] = s.cls
+    copy_range(row, TOKENS, used + 1, end - 1, text, start)
+    row[TOKENS, end - 1] = s.sep
+    count_up(row, POSITION_IDS, used, end, 0)
+    return end
+
+
+@compiled
+def _write_decoder(row, used, text, start, length, s):
+    """The slot, and BOS x, which predict x EOS. Returns the end."""
+    slot = np.int64(s.memory)
+    if slot:
+        put(row, used, s.sop, 0, 1)
+    first = used + slot
+    end = first + length + 1
+    row[TOKENS, first] = s.sop
+    copy_range(row, TOKENS, first + 1, end, text, start)
+    copy_range(row, TARGETS, first, end - 1, text, start)
+    row[TARGETS, end - 1] = s.eop
+    set_range(row, WEIGHTS, first, end, ONE_AS_INT32)
+    count_up(row, POSITION_IDS, first, end, slot)
+    count_up(row, ORD, first, end, 1 + slot)
+    return end
+
+
+@compiled
+def _without_end(text, start, length, eos):
+    """Tokens of a piece without the eos at its end."""
+    return length - 1 if length > 0 and text[start + length - 1] == eos else length
+
+
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    text, _, piece_lengths, pieces_per_sample, _, first_piece = pieces
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(batch)):
+        row, used = batch[i], 0
+        begin_row(row, s.pad)
+        for number in range(first_piece, first_piece + pieces_per_sample[i] // s.texts):
+            begin = used
+            length = _without_end(text, start, piece_lengths[piece], s.eos)
+            used = _write_encoder(row, used, text, start, length, s)
+            if s.texts > 1:
+                start += piece_lengths[piece]
+                piece += 1
+                length = _without_end(text, start, piece_lengths[piece], s.decoder_eos)
+            used = _write_decoder(row, used, text, start, length, s)
+            mark_document(row, begin, used, number, s.loss)
+            start += piece_lengths[piece]
+            piece += 1
+
+
+@register
+class Optimus(RowObjective):
+    """See the top of this file. The loss `kl` is the latent vector's, and of no token."""
+
+    name = "optimus"
+    config_class = OptimusConfig
+    losses = (Loss("reconstruction", 22), Loss("kl", 23))
+    entry = staticmethod(_fill_rows)
+
+    @property
+    def texts(self) -> int:
+        """Pieces of a sentence."""
+        return 1 if self.vocabulary.decoder is None else 2
+
+    def values(self) -> dict[str, Any]:
+        decoder = (self.vocabulary.decoder or self.vocabulary).special
+        return super().values() | {
+            "texts": self.texts,
+            "sop": int(decoder.sop),
+            "eop": int(decoder.eop),
+            "decoder_eos": int(decoder.eos),
+        }
+
+    def tokens_needed(self, piece_lengths: np.ndarray) -> np.ndarray:
+        if self.texts == 1:
+            return super().tokens_needed(piece_lengths)
+        is_decoders = np.arange(len(piece_lengths)) % 2
+        return piece_lengths + np.where(is_decoders, self.config.overhead - _BOUNDARIES, _BOUNDARIES)
+
+    def fill(
+        self,
+        batch: np.ndarray,
+        tokens: np.ndarray,
+        piece_lengths: np.ndarray,
+        pieces_per_sample: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> None:
+        odd = np.flatnonzero(pieces_per_sample % self.texts)
+        if len(odd):
+            raise DataError(
+                f"sample {sample_indices[odd[0]]} has {pieces_per_sample[odd[0]]} pieces, but every sentence has two, "
+                "the encoder's and the decoder's; open the corpora with both tokenizers."
+            )
+        super().fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices)

@@ -1,0 +1,351 @@
+"""OPTIMUS as two directories of transformers and a file of what lies between them, and back to a run.
+
+    DIRECTORY/encoder/             as its class has it (BertForPreTraining, ...), with its tokenizer
+    DIRECTORY/decoder/             GPT2LMHeadModel, with its tokenizer
+    DIRECTORY/latent.json          format, version, latent_size, feature, memory, embedding
+    DIRECTORY/latent.safetensors   posterior.weight [2P, H], memory.weight [L * D, P], embedding.weight [D, P]
+
+Both ways are proved: the posterior through the encoder's class, and the logits given a latent vector through
+GPT2LMHeadModel, where the memory is a cache of length 1 and W_D z is added to the word embeddings.
+
+Shapes: N sentences, T tokens, P latent size, H and D hidden sizes of encoder and decoder, L blocks of the decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import DynamicCache
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, check, merge, to_tree
+from data_utils.objectives.optimus import OptimusConfig
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite.checkpoint.manifest import checkpoint_name
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.generate.open_run import OpenRun, open_run
+from megatron_lite.hf import proof
+from megatron_lite.hf.conversion import (
+    PublishedSource,
+    is_published,
+    load_class,
+    open_published,
+    system_of,
+    to_ours,
+)
+from megatron_lite.hf.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.published_runs import (
+    KEPT_FILES,
+    Stack,
+    brought_tokenizer,
+    check_vocabulary,
+    keep_files,
+    require_same_model,
+    write_stack,
+)
+from megatron_lite.hf.weights import (
+    DTYPES,
+    METADATA,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_safetensors,
+    read_json,
+)
+from megatron_lite.latent.interface import Sentence
+from megatron_lite.latent.open_run import LatentRun, Rows, latent_run
+from megatron_lite.model.build import model_shapes
+from megatron_lite.model.optimus import DECODER, ENCODER, LATENT
+
+FORMAT, VERSION = "megatron-lite-optimus", 1
+DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"
+DESCRIBED = ("latent_size", "feature", "memory", "embedding")
+_DECODER_CLASS = "GPT2LMHeadModel"
+# Tokens that config.json names -> roles of the tokenizer.
+_ROLES = {
+    ENCODER: {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"},
+    DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"},
+}
+
+
+def is_optimus(path: Path) -> bool:
+    return (path / DESCRIPTION).exists()
+
+
+def directory_of(prefix: str) -> str:
+    return prefix.rstrip(".")
+
+
+def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
+    """Write a run's stacks and what lies between them. Raises: CheckpointError for a stack that has no such class."""
+    checkpoint, config = run.checkpoint, run.config
+    assert config.latent is not None and config.decoder is not None
+    check_shapes(Weights(checkpoint.shapes, _unread), model_shapes(config), checkpoint.path)
+    _require_classes(config.model, config.decoder, str(checkpoint.path))
+    kept = checkpoint.path.parent.parent / KEPT_FILES
+    tokenizers = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
+    for prefix, stack in ((ENCODER, config.model), (DECODER, config.decoder)):
+        part, name = checkpoint.part(prefix), directory_of(prefix)
+        weights = Weights(part.shapes, weight_reader(part))
+        (directory / name).mkdir()
+        origin = f"the {name} of {checkpoint.path}"
+        described = Stack(stack, weights, tokenizers[prefix], _ROLES[prefix], kept / name, origin)
+        write_stack(directory / name, described, dtype, max_shard_bytes)
+    latent = checkpoint.part(LATENT)
+    matrices = map(weight_reader(latent), latent.shapes)
+    write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
+    section = {name: getattr(config.latent, name) for name in DESCRIBED}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **section}, indent=2)
+    (directory / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _unread(name: str) -> torch.Tensor:
+    raise AssertionError(f"{name} is only compared by its shape")
+
+
+def _require_classes(encoder: ModelConfig, decoder: ModelConfig, origin: str) -> None:
+    """Raise CheckpointError unless the encoder reads as a BERT does, and the decoder is a GPT-2."""
+    try:
+        is_bidirectional = not system_of(encoder).is_causal
+    except CheckpointError:
+        is_bidirectional = False
+    for key, stack, is_right, rule in (
+        ("model", encoder, is_bidirectional, "the encoder must be of a system like bert"),
+        ("decoder", decoder, decoder.system == "gpt2", "the decoder must be of the system gpt2"),
+    ):
+        if not is_right:
+            raise CheckpointError(
+                f"{origin} has {key}.system {shown(stack.system)}, for which transformers has no class; {rule}."
+            )
+
+
+# Import
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A directory to import."""
+
+    path: Path
+    stacks: Mapping[str, PublishedSource]  # by prefix
+    matrices: Weights
+    latent: dict[str, Any]  # DESCRIBED
+
+
+def import_optimus(
+    path: Path,
+    output: Path,
+    recorded: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    *,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
+) -> proof.Proof | None:
+    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
+
+    Args: recorded: configuration that the directory was exported with, {} = not known. tree: goes over it; it must not
+        contradict the model.
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        source = _open(path)
+        for prefix, stack in source.stacks.items():
+            keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
+        config = _config(source, directory, recorded, tree)
+        weights = _joined(source)
+        check_shapes(weights, model_shapes(config), path)
+        moved = _moved(config, directory, output)
+        write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, moved)
+        text = yaml.safe_dump(to_tree(moved), sort_keys=False)
+        (directory / "config.yaml").write_text(text, encoding="utf-8")
+        if not verify:
+            return None
+        assert config.tokenizer is not None
+        of_decoder = config.decoder_tokenizer
+        run = open_run(
+            directory, Path(config.tokenizer.path), None if of_decoder is None else Path(of_decoder.path)
+        )
+        return prove(run, path, "fp32", tolerance, f"the import of {path}")
+
+
+def _open(path: Path) -> _Source:
+    described = read_json(path / DESCRIPTION)
+    found = described.get("format"), described.get("version")
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path / DESCRIPTION} is of format {shown(found[0])}, version {shown(found[1])}; this program reads "
+            f"{FORMAT}, version {VERSION}."
+        )
+    try:
+        section = build(OptimusConfig, {name: described[name] for name in DESCRIBED}, "")
+    except KeyError as error:
+        raise CheckpointError(f"{path / DESCRIPTION} has no {error}; fetch it again.") from None
+    except ConfigError as error:
+        raise CheckpointError(f"{path / DESCRIPTION}: {error}") from None
+    stacks = {}
+    for prefix in (ENCODER, DECODER):
+        of_stack = path / directory_of(prefix)
+        if not is_published(of_stack):
+            raise CheckpointError(f"{of_stack} is of no system that can be imported; fetch it again.")
+        stacks[prefix] = open_published(of_stack)
+    encoder, decoder = (build(ModelConfig, stack.settings) for stack in stacks.values())
+    _require_classes(encoder, decoder, str(path))
+    latent = {name: getattr(section, name) for name in DESCRIBED}
+    return _Source(path, stacks, open_safetensors(path / MATRICES), latent)
+
+
+def _joined(source: _Source) -> Weights:
+    """All tensors under our names."""
+    parts = {prefix: to_ours(stack.theirs, stack.parts) for prefix, stack in source.stacks.items()}
+    parts[LATENT] = source.matrices
+    shapes = {
+        f"{prefix}{name}": shape for prefix, part in parts.items() for name, shape in part.shapes.items()
+    }
+
+    def read(name: str) -> torch.Tensor:
+        prefix = name[: name.index(".") + 1]
+        return parts[prefix].read(name.removeprefix(prefix)).float()
+
+    return Weights(shapes, read)
+
+
+def _config(source: _Source, directory: Path, recorded: Mapping[str, Any], tree: Mapping[str, Any]) -> Config:
+    """The configuration of the run in `directory`."""
+    whole = merge({"objectives": {"optimus": 1}, **recorded}, tree)
+    given = tree.get("optimus") or {}
+    for name, value in source.latent.items():
+        check(
+            given.get(name, value) == value,
+            f"optimus.{name} is {shown(given.get(name))}, but {source.path} has {shown(value)}; leave it out.",
+        )
+    whole["optimus"] = {**(whole.get("optimus") or {}), **source.latent}
+    tokenizers = {}
+    for prefix, key, of_tokenizer, added in (
+        (ENCODER, "model", "tokenizer", "none"),
+        (DECODER, "decoder", "decoder_tokenizer", "optimus"),
+    ):
+        stack = source.stacks[prefix]
+        whole[key] = {**stack.settings, **{k: v for k, v in (whole.get(key) or {}).items() if v is not None}}
+        options = {k: v for k, v in (whole.get(of_tokenizer) or {}).items() if v is not None}
+        if "path" not in options:
+            kept = directory / KEPT_FILES / directory_of(prefix)
+            options = brought_tokenizer(stack.path, kept, {"added_tokens": added, **options})
+        whole[of_tokenizer] = options
+        tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
+    if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
+        whole["decoder_tokenizer"] = None
+    config = build(Config, whole)
+    assert config.decoder is not None
+    require_same_model("model", config.model, source.stacks[ENCODER])
+    require_same_model("decoder", config.decoder, source.stacks[DECODER])
+    return config
+
+
+def _tokenizer(options: Mapping[str, Any], key: str, stack: PublishedSource) -> Tokenizer:
+    tokenizer = load_tokenizer(build(TokenizerConfig, dict(options), f"{key}."))
+    check_vocabulary(tokenizer, stack.settings["vocab_size"], stack.path)
+    return tokenizer
+
+
+def _moved(config: Config, directory: Path, output: Path) -> Config:
+    """The configuration as it is when the directory has its name: paths below it change with it."""
+
+    def path_of(section: TokenizerConfig | None) -> TokenizerConfig | None:
+        if section is None:
+            return None
+        path = Path(section.path)
+        inside = path.is_relative_to(directory)
+        return replace(section, path=str(output / path.relative_to(directory) if inside else path)).absolute()
+
+    return replace(
+        config,
+        run=replace(config.run, directory=str(output)),
+        tokenizer=path_of(config.tokenizer),
+        decoder_tokenizer=path_of(config.decoder_tokenizer),
+    )
+
+
+# Proof
+
+
+@torch.no_grad()
+def prove(run: OpenRun, directory: Path, dtype: str, tolerance: float, what: str) -> proof.Proof:
+    """Compare a run with its directory: posteriors, and logits given latent vectors. Raises CheckpointError.
+
+    Args: dtype: of the directory's weights, to which those of the run are rounded.
+    """
+    ours = latent_run(run, torch.device("cpu"), lambda weight: weight.to(DTYPES[dtype]).float())
+    matrices = open_safetensors(directory / MATRICES)
+    latent = {name: matrices.read(name).float() for name in matrices.shapes}
+    generator = torch.Generator().manual_seed(0)
+    result = _compare_posteriors(ours, directory / "encoder", latent, generator, tolerance)
+    result = result.joined(_compare_logits(ours, directory / "decoder", latent, generator, tolerance))
+    result.require(tolerance, what)
+    return result
+
+
+Latent = Mapping[str, torch.Tensor]  # the matrices of MATRICES
+
+
+def _compare_posteriors(
+    ours: LatentRun, directory: Path, latent: Latent, generator: torch.Generator, tolerance: float
+) -> proof.Proof:
+    """Of sentences of several lengths."""
+    config, special, section = ours.config.model, ours.tokenizer.special, ours.config.latent
+    assert config.vocab_size is not None and section is not None
+    system, longest = system_of(config), min(ours.longest, 200)
+    theirs = load_class(directory, system.class_of(config))
+    base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
+    is_pooled, found, expected = section.feature == "pooler", [], []
+    for length in {longest, max(1, longest // 2), 1}:
+        drawn = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+        found.append(torch.cat(ours.encode([Sentence("", drawn, [special.unk])]), dim=1))
+        tokens = torch.tensor([[special.cls, *drawn, special.sep]])
+        places = torch.arange(tokens.shape[1])[None] + system.skipped_positions
+        out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=places)
+        feature = out.pooler_output if is_pooled else out.last_hidden_state[:, 0]
+        expected.append(feature @ latent["posterior.weight"].T)
+    return proof.compare(torch.cat(found), torch.cat(expected), tolerance)
+
+
+def _compare_logits(
+    ours: LatentRun, directory: Path, latent: Latent, generator: torch.Generator, tolerance: float
+) -> proof.Proof:
+    """Of three texts of BOS and random tokens, each with its own latent vector."""
+    config, begin = ours.config.decoder, ours.decoder_tokenizer.special.sop
+    assert config is not None and config.vocab_size is not None
+    z = torch.randn(3, ours.latent_size, generator=generator)
+    drawn = torch.randint(config.vocab_size, (3, min(ours.longest, 200)), generator=generator)
+    tokens = torch.cat([torch.full((3, 1), begin), drawn], dim=1)
+    has_memory = "memory.weight" in latent
+    with_slot = torch.cat([tokens[:, :1], tokens], dim=1) if has_memory else tokens
+    logits = Rows(ours.model, z, begin, has_memory).read(with_slot, has_memory)[:, has_memory:]
+    expected = their_logits(load_class(directory, _DECODER_CLASS), latent, tokens, z)
+    return proof.compare(logits, expected, tolerance)
+
+
+def their_logits(
+    gpt2: torch.nn.Module, latent: Latent, tokens: torch.Tensor, z: torch.Tensor
+) -> torch.Tensor:
+    """Logits of GPT2LMHeadModel given latent vectors: int64 [N, T], [N, P] -> [N, T, V]."""
+    decoder: Any = gpt2
+    embedded, cache = decoder.transformer.wte(tokens), None
+    if "embedding.weight" in latent:
+        embedded = embedded + (z @ latent["embedding.weight"].T)[:, None]
+    if "memory.weight" in latent:
+        cache, heads = DynamicCache(), decoder.config.n_head
+        memory = (z @ latent["memory.weight"].T).view(len(z), decoder.config.n_layer, heads, 1, -1)
+        for layer in range(decoder.config.n_layer):
+            cache.update(memory[:, layer], memory[:, layer], layer)
+    places = torch.arange(tokens.shape[1])[None] + (cache is not None)
+    return decoder(inputs_embeds=embedded, position_ids=places, past_key_values=cache).logits

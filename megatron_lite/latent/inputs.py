@@ -1,0 +1,70 @@
+"""What scripts/latent.py is given: numbers of a sampling, sentences and labels, one a line. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_utils.base.errors import DataError
+from data_utils.base.settings import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How sentences are sampled in an evaluation. Raises: ConfigError by the option's name."""
+
+    samples: int = 100  # latent vectors of each sentence: k of the bound L_k
+    chunk: int = 5  # of them in one forward pass
+    batch: int = 16  # sentences in one forward pass
+    seed: int = 0  # of the noise
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "chunk", "batch"):
+            value = getattr(self, name)
+            check(value >= 1, f"--{name} is {value}; it must be at least 1.")
+        check(
+            self.samples % self.chunk == 0,
+            f"--samples ({self.samples}) is no multiple of --chunk ({self.chunk}), the samples of one forward pass; "
+            "choose a divisor of it.",
+        )
+
+
+def read_lines(path: Path, option: str, holds: str) -> list[str]:
+    """The lines of a file, without spaces around them. Raises: DataError, also for an empty line, by its number."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise DataError(f"{option} {path}: {error.strerror}; name a file with one {holds} a line.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{option} {path} is not UTF-8 text; convert it.") from None
+    if not lines:
+        raise DataError(f"{option} {path} is empty; it needs one {holds} a line.")
+    if "" in lines:
+        raise DataError(
+            f"{option} {path}: line {lines.index('') + 1} is empty; write a {holds}, or remove the line."
+        )
+    return lines
+
+
+def require_labels(labels: Sequence[str], texts: int, per_class: Sequence[int], source: str) -> None:
+    """Raises: DataError where a probe cannot learn from the labels and be tested on others.
+
+    Args:
+        texts: number of sentences.
+        per_class: numbers of labels of each class that are learnt from; none: of each class about 80 %.
+        source: of the labels, for messages.
+    """
+    if len(labels) != texts:
+        raise DataError(f"{source} has {len(labels)} labels for {texts} sentences; give one for each line.")
+    classes = Counter(labels)
+    if len(classes) < 2:
+        raise DataError(f"{source} has the class {labels[0]!r} only; a probe needs sentences of two or more.")
+    name, smallest = min(classes.items(), key=lambda item: item[1])
+    most = max(per_class, default=1)
+    if smallest <= most:
+        raise DataError(
+            f"{source} has {smallest} sentences of class {name!r}; with {most} of each to learn from there must be at "
+            f"least {most + 1}: give more, or lower --labels-per-class."
+        )

@@ -1,0 +1,192 @@
+"""OPTIMUS: a variational autoencoder of sentences from two stacks and a latent vector (arXiv:2004.04092).
+
+The encoder's CLS gives mean and variance of the latent vector z. What is drawn from them reaches the decoder in two
+ways, both linear: added to the embeddings of its tokens, and as a key and value (the same vector) of each layer, in
+the slot before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model;
+with others it is OPTIMUS's objective on them.
+
+Loss of a sentence: -log p(x|z) + beta sum_i KL_i, where components with KL_i of at most `free_bits` count as 0. A
+step's loss is the mean over its sentences.
+
+Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K rows with loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from data_utils.base.random_streams import derive_seed
+from data_utils.objectives import LOSS_NAMES
+from data_utils.objectives.optimus import OptimusConfig
+from megatron_lite.config.tree import ModelConfig
+from megatron_lite.model.block import Latent
+from megatron_lite.model.cross_attention import PartsPlan
+from megatron_lite.model.dropout import Dropout
+from megatron_lite.model.glm import GLM
+from megatron_lite.model.latent import draw, gaussian_kl, with_free_bits
+from megatron_lite.model.latent_batch import Sentences
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import TensorParallel, linear
+
+ENCODER, DECODER, LATENT = "encoder.", "decoder.", "latent."
+
+
+class Projection(nn.Module):
+    """x W^T, without a bias."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.to(self.weight.dtype), self.weight)
+
+
+class LatentLayers(nn.Module):
+    """Between encoder and decoder."""
+
+    def __init__(self, encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig):
+        super().__init__()
+        size = config.latent_size
+        self.posterior = Projection(encoder.hidden_size, 2 * size)  # mean | logarithm of the variance
+        self.shape = decoder.num_layers, decoder.attention_size  # of a sentence's memory
+        self.memory = Projection(size, math.prod(self.shape)) if config.memory else None
+        self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
+
+    def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Latent:
+        """What sentences give to their tokens: z [N, P], int [T], int [real N] -> Latent."""
+        added, memory = None, None
+        if self.embedding is not None:
+            added = self.embedding(z).index_select(0, of_token)
+        if self.memory is not None:
+            memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
+        return Latent(added, memory, slots)
+
+
+class Optimus(nn.Module):
+    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step."""
+
+    def __init__(
+        self,
+        encoder: ModelConfig,
+        decoder: ModelConfig,
+        config: OptimusConfig,
+        *,
+        recompute: str = "none",
+        num_losses: int = 1,
+        parallel: TensorParallel | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_losses = num_losses
+        self.encoder = GLM(encoder, recompute=recompute, parallel=parallel)
+        self.decoder = GLM(decoder, recompute=recompute, parallel=parallel)
+        self.latent = LatentLayers(encoder, decoder, config)
+        self.beta = config.beta
+        # Told of each pass: mu, logvar and z, fp32 [N, P].
+        self.observe: Callable[[ModelInput, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+    @property
+    def before_use(self) -> Callable[[nn.Module], None]:
+        return self.encoder.before_use
+
+    @before_use.setter
+    def before_use(self, call: Callable[[nn.Module], None]) -> None:
+        self.encoder.before_use = self.decoder.before_use = call
+
+    def forward(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
+
+        The losses that are reported are the reconstruction and the divergence itself, without beta and free bits.
+        """
+        sentences = _sentences(batch)
+        mu, logvar = self.posterior(batch)
+        # Without the divergence there is no noise to train against: an autoencoder.
+        z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
+        if self.observe is not None:
+            self.observe(batch, mu, logvar, z)
+        reconstruction = self.reconstruction(batch, z)
+        kl = gaussian_kl(mu, logvar)
+        weight = sentences.weight
+        loss = reconstruction
+        if self.config.length_weighted:
+            tokens = torch.zeros_like(weight).index_add(0, sentences.of_loss, batch.weights)
+            loss = loss / (tokens + 1.0)  # with BOS, as the released code counts
+        if self.beta:
+            loss = loss + self.beta * with_free_bits(kl, self.config.free_bits).sum(1)
+        return (loss * weight).sum(), self._sums(reconstruction * weight, kl.sum(1) * weight, weight)
+
+    def _sums(self, reconstruction: torch.Tensor, kl: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(self.num_losses, 2, device=weight.device)
+        for name, values in (("reconstruction", reconstruction), ("kl", kl)):
+            sums[LOSS_NAMES.index(name)] = torch.stack([values.detach().sum(), weight.sum()])
+        return sums
+
+    def features(self, batch: ModelInput) -> torch.Tensor:
+        """What of the encoder tells of each sentence: [N, D]."""
+        plan, count = _parts(batch)
+        hidden = self.encoder.run(
+            batch.tokens[:count], batch.ids[:, :count], plan.encoder, _dropout(batch, 0)
+        )
+        features = self.encoder.final_layernorm(hidden.index_select(0, _sentences(batch).features))
+        if self.config.feature == "cls":
+            return features
+        head = self.encoder.heads.sentence
+        assert head is not None, "the configuration checks it"
+        return torch.tanh(head.dense(features))
+
+    def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and logarithm of the variance of each sentence's z, both fp32 [N, P]."""
+        features = self.features(batch)
+        self.before_use(self.latent)
+        mu, logvar = self.latent.posterior(features).float().chunk(2, dim=1)
+        return mu, logvar
+
+    def reconstruction(self, batch: ModelInput, z: torch.Tensor) -> torch.Tensor:
+        """-log p(x|z) of each sentence, fp32 [N], nats. Args: z: [N, P]."""
+        plan, count = _parts(batch)
+        sentences = _sentences(batch)
+        self.before_use(self.latent)
+        decoded = replace(
+            batch,
+            tokens=batch.tokens[count:],
+            ids=batch.ids[:, count:],
+            plan=plan.decoder,
+            dropout=_dropout(batch, 1),
+        )
+        latent = self.latent.given(z, sentences.of_token, sentences.slots)
+        losses = self.decoder.losses(decoded, 0.0, latent) * batch.weights
+        return torch.zeros_like(sentences.weight).index_add(0, sentences.of_loss, losses)
+
+
+def _sentences(batch: ModelInput) -> Sentences:
+    assert batch.sentences is not None
+    return batch.sentences
+
+
+def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
+    """The plans of both stacks, and how many tokens are the encoder's."""
+    assert isinstance(batch.plan, PartsPlan)
+    return batch.plan, batch.plan.lengths[0]
+
+
+def _dropout(batch: ModelInput, part: int) -> Dropout | None:
+    """Of the encoder's tokens (0) or the decoder's (1)."""
+    plan, _ = _parts(batch)
+    if batch.dropout is None:
+        return None
+    keys = batch.dropout.keys.split(plan.lengths)[part]
+    # Kernels that draw their own numbers are seeded by layer, and both stacks count layers from 0.
+    return replace(batch.dropout, keys=keys, seed=derive_seed(batch.dropout.seed, part) >> 1)
+
+
+def is_unused(name: str, config: OptimusConfig) -> bool:
+    """Whether a parameter is of a head that a stack brings and that has no part in the loss."""
+    if config.feature == "pooler" and name.startswith(f"{ENCODER}heads.sentence.dense."):
+        return False
+    return name.startswith((f"{ENCODER}heads.", f"{DECODER}heads.sentence."))

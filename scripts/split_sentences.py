@@ -1,0 +1,109 @@
+"""Cut documents into sentences, one a line: the corpora of the objective optimus. See docs/objectives.md.
+
+    python scripts/split_sentences.py --input 'raw/*.jsonl' --output sentences.txt
+
+A sentence ends at . ! or ? before white space and a capital letter or digit, and at an empty line. That is right for
+prose in European languages, apart from abbreviations before names ("Dr. Who"). For other texts use a segmenter of your
+own that writes one sentence a line. Sentences of more than --most-words words are left out and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.files import disk_errors, require_writable
+from data_utils.text.documents import (
+    BAD_RECORD_POLICIES,
+    DEFAULT_MAX_BAD_RECORDS,
+    TEXT_SPLITS,
+    read_documents,
+)
+
+# Quotation marks and brackets may follow the end of a sentence, or come before the next.
+_END = re.compile(r"((?<=[.!?])[\"'”’)\]]*)\s+(?=[\"'“‘(\[]?[A-Z0-9À-ÖØ-Þ])")  # noqa: RUF001
+_PARAGRAPH = re.compile(r"\n\s*\n")
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """The sentences of a document, each on one line."""
+    for paragraph in _PARAGRAPH.split(text):
+        line = " ".join(paragraph.split())
+        start = 0
+        for end in _END.finditer(line):
+            yield line[start : end.end(1)]
+            start = end.end()
+        if start < len(line):
+            yield line[start:]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = _parse_arguments(arguments)
+    output = Path(args.output)
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        written, left_out = _write(args, partial)
+        os.replace(partial, output)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    print(f"{output}: {written} sentences; left out: {left_out} of more than {args.most_words} words")
+
+
+def _write(args: argparse.Namespace, path: Path) -> tuple[int, int]:
+    """The numbers of sentences written and left out. Raises DataError if none is written."""
+    reading = args.text_key, args.text_split, args.on_bad_record, args.max_bad_records
+    written = left_out = 0
+    with disk_errors(args.output), open(path, "w", encoding="utf-8") as file:
+        for document in read_documents(args.input, *reading):
+            for sentence in sentences_of(document.text):
+                if len(sentence.split()) > args.most_words:
+                    left_out += 1
+                    continue
+                file.write(f"{sentence}\n")
+                written += 1
+    if not written:
+        raise DataError(
+            f"--input {' '.join(args.input)} has no sentence of at most {args.most_words} words; give other texts, or "
+            "raise --most-words."
+        )
+    return written, left_out
+
+
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them")
+    add("--output", required=True, help="text file to write, for preprocess_data.py --text-split lines")
+    add("--most-words", type=int, default=64, help="longer sentences are left out (default: 64)")
+    add("--text-key", default="text", help="field or column that holds the text (default: text)")
+    add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
+    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
+    add(
+        "--max-bad-records",
+        type=int,
+        default=DEFAULT_MAX_BAD_RECORDS,
+        help="with skip: stop beyond this many",
+    )
+    args = parser.parse_args(arguments)
+    if args.most_words < 1:
+        raise ConfigError(f"--most-words is {args.most_words}; it must be 1 or more.")
+    if Path(args.output).exists():
+        raise DataError(f"{args.output} exists; remove it or choose another --output.")
+    require_writable(Path(args.output), "--output")
+    return args
+
+
+def command() -> None:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
