@@ -5,7 +5,7 @@ Transformer and its attention see only these arrays, not the objective:
 
     tokens              input ids
     position_ids        pos0, the position in the (corrupted) text
-    block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span
+    block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span; 1 in XLNet's memory
     targets             the label of each token, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
@@ -66,6 +66,9 @@ class ObjectiveConfig(ABC):
     needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
+    memory_length: int = (
+        0  # tokens of some texts that have block_position_ids 1, no gradient and no loss (XLNet)
+    )
     whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
 

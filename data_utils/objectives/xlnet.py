@@ -12,7 +12,14 @@ the targets: they are seen by what comes later, and are not predicted. The query
 
 Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
 
-Differences: the memory of the text before is not used in training; in a window of one piece B always continues A.
+With `memory_length` the first so many tokens of a piece are the memory of the rest, as XLNet's recurrence over segments
+has it: they see each other, are seen by all that follows, predict nothing, are of segment 0, and are read without a
+gradient (megatron_lite/model/glm.py). What follows them is the row described above, at the next positions. A piece that
+is not twice as long has no memory, so at least half of every text is trained.
+
+Differences: in a window of one piece B always continues A. The memory is the text before in the same sample, read with
+the present weights in both directions; XLNet keeps what it computed one step before, in the orders drawn there. So a
+sample needs no other one, and training sees memories as reading long texts does.
 """
 
 from __future__ import annotations
@@ -46,18 +53,21 @@ from data_utils.objectives.pairs import (
     exchange_seconds,
     split_point,
 )
-from data_utils.objectives.planes import ORD, SEGMENT_IDS, TOKENS, Loss
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowSizes,
     begin_row,
+    copy_range,
+    count_up,
     kept_length,
     mark_document,
     predict,
     put,
+    set_range,
 )
 
-LENGTH = OWN  # column of a pair: tokens of the piece
+LENGTH = OWN  # column of a pair: tokens of the piece after its memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +86,12 @@ class XlnetConfig(RowSizes):
     two_texts: bool = setting(
         True, "the last part is `A SEP B SEP CLS`, as in XLNet's pretraining; false: `text SEP CLS`"
     )
+    memory_length: int = setting(
+        0,
+        "tokens at the start of each piece, where it is at least twice as long, that are the memory of its rest: read "
+        "without loss and gradient (Transformer-XL's recurrence); needs model.relative xlnet; 0 = none",
+        at_least=0,
+    )
 
     @property
     def growth(self) -> float:
@@ -84,6 +100,7 @@ class XlnetConfig(RowSizes):
 
     @property
     def loss_share(self) -> float:
+        """Of what is no memory: how much that is depends on the documents."""
         return 1.0 / (self.tokens_per_target + 1)
 
     @property
@@ -168,12 +185,22 @@ def _put_order(row, used, query, order, count, marks, stream, w, s):
         predict(row, query + i, row[TOKENS, used + at])
 
 
+@compiled
+def _put_memory(row, used, text, start, memory):
+    """The first `memory` tokens of a piece at row[used:], which block_position_ids names for the model."""
+    copy_range(row, TOKENS, used, used + memory, text, start)
+    count_up(row, POSITION_IDS, used, used + memory, 0)
+    set_range(row, BLOCK_POSITION_IDS, used, used + memory, 1)
+
+
 @inlined
-def _fill_piece(row, used, document, text, pair, goal, stream, w, cumulative, s):
+def _fill_piece(row, used, document, text, start, pair, goal, stream, w, cumulative, s):
     """Write the Example of a piece with at most `goal` targets at `used`. Returns: its end."""
-    second = pair[B_END] - pair[B]
-    query = used + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
-    place, done, order, first = 0, 0, 0, pair[A]
+    second, memory = pair[B_END] - pair[B], pair[A] - start
+    _put_memory(row, used, text, start, memory)
+    query = used + memory + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
+    # A memory has order 0 alone: it sees nothing that follows it.
+    place, done, order, first = memory, 0, min(memory, 1), pair[A]
     for part in range(s.orders):
         is_last = part == s.orders - 1
         end = pair[A_END] if is_last else pair[A] + pair[LENGTH] * (part + 1) // s.orders
@@ -207,13 +234,19 @@ def _fill_piece(row, used, document, text, pair, goal, stream, w, cumulative, s)
 
 @inlined
 def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
-    """Cut the last part of every piece of a sample in two. Returns: for how many targets their row has room."""
+    """Cut every piece of a sample into its memory and A, and the last part of A in two.
+
+    Returns: for how many targets their row has room.
+    """
     room = len(lengths)
     for number in range(len(lengths)):
         room += np.int64(s.growth * lengths[number] + 1e-9) - lengths[number]
         length = kept_length(text, start, lengths[number], s)
-        first = start + length * (s.orders - 1) // s.orders
-        split, end = start + length, start + length
+        end = start + length
+        memory = s.memory_length if length >= 2 * s.memory_length else 0
+        length -= memory
+        first = end - length + length * (s.orders - 1) // s.orders
+        split = end
         pair = pairs[number]
         pair[WRONG] = False
         if s.two_texts and end - first > 1:
@@ -221,7 +254,7 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
             split = first + split_point(stream, w, text, first, end - first, sentence_end)
             pair[WRONG] = chance(stream, s.wrong_below)
         pair[LENGTH] = length
-        pair[A], pair[A_END], pair[B], pair[B_END] = start, split, split, end
+        pair[A], pair[A_END], pair[B], pair[B_END] = end - length, split, split, end
         start += lengths[number]
     exchange_seconds(pairs, len(lengths))
     return room
@@ -247,7 +280,7 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
             if length > 0:
                 open_stream(stream, s.key, sample, first_piece + number, 1)
                 used = _fill_piece(
-                    row, used, first_piece + number, text, pair, goal, stream, w, cumulative, s
+                    row, used, first_piece + number, text, start, pair, goal, stream, w, cumulative, s
                 )
             start += lengths[number]
         piece += len(lengths)

@@ -124,6 +124,7 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
+        self._check_memory()
         self.data.check_decoder(self.decoder_tokenizer is not None)
         check_latent(self)
         self.deepspeed_options()
@@ -296,6 +297,11 @@ class Config:
                 not self.model.task_mix,
                 f"model.task_mix is true with model.task_head {head}, but the head is what mixes; set it to false.",
             )
+            check(
+                self.model.task_pool == "token",
+                f"model.task_pool is {self.model.task_pool} with model.task_head {head}, but the head is what pools; "
+                "set it to token.",
+            )
             return
         check(
             self.finetune.trained != "adapters" or self.model.adapter_size > 0,
@@ -326,6 +332,34 @@ class Config:
             not count or not self.training.eval_fillings,
             f"training.eval_fillings is {self.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
             "are filled by one stack only; set it to 0.",
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether some tokens are a memory, through which no gradient goes."""
+        return self.task is None and any(choice.section.memory_length for choice in self.objective_choices)
+
+    def _check_memory(self) -> None:
+        """What XLNet's memory needs of the rest."""
+        if not self.has_memory:
+            return
+        model, stages = self.model, self.parallel.pipeline_parallel_size
+        length = max(choice.section.memory_length for choice in self.objective_choices)
+        of_memory = f"xlnet.memory_length is {length}"
+        check(
+            2 * length <= self.data.sequence_length,
+            f"{of_memory}, but only texts of twice as many tokens have a memory and data.sequence_length is "
+            f"{self.data.sequence_length}; set that to {2 * length} or more, or memory_length to 0.",
+        )
+        check(
+            model.relative == "xlnet" and model.positions != "learned_blocks",
+            f"{of_memory} with model.relative {model.relative} and model.positions {model.positions}, but only XLNet's "
+            "model has a memory; set model.system to xlnet, or memory_length to 0.",
+        )
+        check(
+            stages == 1,
+            f"parallel.pipeline_parallel_size is {stages} with xlnet.memory_length ({length}), which stages do not "
+            "know; set the size to 1 and use tensor parallelism, or memory_length to 0.",
         )
 
     @property

@@ -229,9 +229,8 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     labels = () if run.config.task is None else labels_of(run.config.task)
     name = f"checkpoint {run.checkpoint.path}"
     stack = Stack(run.config.model, weights, run.tokenizer, roles, kept, name, labels)
-    class_name = write_stack(directory, stack, dtype, max_shard_bytes)
-    extra = next((file for file in (OTHER_HEADS, EXTRA_WEIGHTS) if (directory / file).exists()), None)
-    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra)
+    class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
+    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
@@ -246,38 +245,40 @@ class Stack:
     roles: Mapping[str, str]  # token that config.json names -> role of the tokenizer
     kept: Path  # files of its import, if it was imported
     name: str  # in messages
-    labels: Sequence[str] = ()  # names of the classes of a task's head
+    labels: Sequence[str] = ()  # of a task's head
 
 
-def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> str:
-    """Write config.json, weights and tokenizer files. Returns: the name of the class. Raises: CheckpointError."""
+def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
+    """Write config.json, weights and tokenizer files.
+
+    Returns: the name of the class, and the file of what it has not, if there is such. Raises: CheckpointError.
+    """
     config, weights, kept = stack.config, stack.weights, stack.kept
     system = system_of(config)
     base = read_json(kept / "config.json") if kept.exists() else _special_ids(stack)
-    dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
-    described = hf_config(config, {**base, "dtype": dtype_name}, stack.labels)
+    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
     parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
     is_headed = config.task_head != "none"
     of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
     held = {part.ours for part in parts.values()}
     extra = {
-        name: shape
-        for name, shape in weights.shapes.items()
-        if name.startswith(of_heads) and name not in held
+        ours: shape
+        for ours, shape in weights.shapes.items()
+        if ours.startswith(of_heads) and ours not in held
     }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
     left = weights.shapes.keys() - held - extra.keys()
     if left:
         raise CheckpointError(
-            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only models of the "
-            "published architecture can be exported."
+            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
+            "models of the published architecture can be exported."
         )
     write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     _write_tokenizer(directory, stack)
-    return class_name
+    return class_name, extra_file if extra else None
 
 
 def _special_ids(stack: Stack) -> dict[str, Any]:

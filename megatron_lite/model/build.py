@@ -26,6 +26,7 @@ def build_model(config: Config, num_losses: int, parallel: TensorParallel | None
         num_losses=num_losses,
         parallel=parallel,
         label_smoothing=training.label_smoothing,
+        has_memory=config.has_memory,
     )
     initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
     return model

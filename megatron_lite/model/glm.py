@@ -18,9 +18,20 @@ import torch
 from torch import nn
 
 from data_utils.base.random_streams import derive_seed
+from data_utils.objectives.planes import BLOCK_POSITION_IDS
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.block import Block, Embedding, Flow, Latent, Stream, final_layernorm, own_lengths
+from megatron_lite.model.batch import ID_PLANES
+from megatron_lite.model.block import (
+    Block,
+    Embedding,
+    Flow,
+    Latent,
+    Stream,
+    final_layernorm,
+    own_lengths,
+    own_tokens,
+)
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.encoder_decoder import (
@@ -55,6 +66,7 @@ class GLM(nn.Module):
     Args:
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
+        has_memory: whether batches hold tokens that are a memory, see `_detached_memory`.
     """
 
     def __init__(
@@ -65,11 +77,13 @@ class GLM(nn.Module):
         num_losses: int = 1,
         parallel: TensorParallel | None = None,
         label_smoothing: float = 0.0,
+        has_memory: bool = False,
     ):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
         self.label_smoothing = label_smoothing
+        self.has_memory = has_memory
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
         blocks = 1 if config.share_layers else config.num_layers
@@ -113,6 +127,8 @@ class GLM(nn.Module):
         if self.config.decoder_layers:
             stream = self._run_parts(hidden, flow, ids[0].flatten())
         else:
+            if self.has_memory and before_block is None:
+                before_block = _detached_memory(own_tokens(ids.flatten(1), plan, self.parallel))
             stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
@@ -192,15 +208,25 @@ class GLM(nn.Module):
         if answers:
             return self._answers(batch)
         if batch.parts is None:
-            losses = self.losses(batch, self.label_smoothing)
-            return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+            return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
-            losses = self.losses(batch, 0.0)[: len(batch.parts.row_part)]  # without fillers
-            outputs = choice_scores(losses, batch.parts)
-        else:
-            outputs = self._head_outputs(batch, batch.parts)
-        loss = task_loss(outputs, batch.parts)
-        return loss, sums_of_task(loss, batch.parts.weight, self.num_losses)
+            losses = self._row_losses(self._hidden(batch), batch, 0.0)
+            outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
+            return self._task_loss(outputs, batch.parts)
+        layers = self._layers(batch)
+        loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
+        if batch.parts.has_language:
+            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            loss, sums = loss + of_tokens, sums + token_sums
+        return loss, sums
+
+    def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = self._row_losses(hidden, batch, self.label_smoothing)
+        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+
+    def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = task_loss(outputs, parts)
+        return loss, sums_of_task(loss, parts.weight, self.num_losses)
 
     def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Of choices: log probability of each part's targets, fp32 [P], and whether none has a likelier token, [P].
@@ -210,15 +236,19 @@ class GLM(nn.Module):
         parts = batch.parts
         assert parts is not None
         if parts.head != "choices":
-            outputs = self._head_outputs(batch, parts).float()
+            outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        logits, _ = self._row_logits(batch)
+        logits, _ = self._row_logits(self._hidden(batch), batch)
         rows = len(parts.row_part)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
-    def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
-        layers: list[torch.Tensor] = []  # of the embeddings and of all blocks
+    def _hidden(self, batch: ModelInput) -> torch.Tensor:
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+
+    def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
+        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        layers: list[torch.Tensor] = []
 
         def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
             layers.append(hidden)
@@ -226,25 +256,41 @@ class GLM(nn.Module):
 
         keep_all = keep if self.config.task_mix else None
         layers.append(self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
-        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
+        return layers
+
+    def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
+        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.row_part)]
 
-    def losses(self, batch: ModelInput, smoothing: float, latent: Latent | None = None) -> torch.Tensor:
+    def losses(self, batch: ModelInput, latent: Latent | None = None) -> torch.Tensor:
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: latent: as of `run`."""
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
+        return self._row_losses(hidden, batch, 0.0)
+
+    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
-        logits, classes = self._row_logits(batch, latent)
+        logits, classes = self._row_logits(hidden, batch)
         return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
 
-    def _row_logits(
-        self, batch: ModelInput, latent: Latent | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row_logits(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
-        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
+
+
+def _detached_memory(ids: torch.Tensor) -> BeforeBlock:
+    """Stops the gradient at the states of the memory that enter each block, as XLNet's code does.
+
+    Weights still learn from the keys and values that they make of it.
+
+    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1 (data_utils/objectives/xlnet.py).
+    """
+    is_memory = (ids[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)
 
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")

@@ -5,7 +5,8 @@ they are places at the beginning of each row, at the positions before the segmen
 each block the remembered states are put there. So plans, kernels and relative positions know nothing of memory. The
 price is that blocks compute these places too, and that what they make of them is dropped.
 
-For inference. In training every sample is read alone: the state of a sample would be that of another one.
+For inference. In training every sample is read alone, and the memory is the beginning of its own text
+(data_utils/objectives/xlnet.py).
 
 Shapes: B rows, S tokens of a segment, M remembered ones, C content tokens (no query stream), D hidden size.
 """

@@ -32,7 +32,14 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError, run_command
-from data_utils.objectives.planes import POSITION_IDS, SEGMENT_IDS, WEIGHTS
+from data_utils.objectives.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    WEIGHTS,
+)
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ParallelConfig
@@ -51,6 +58,7 @@ from support.parity_cases import (
     HALF,
     KINDS,
     LR,
+    MEMORY,
     OBJECTIVES,
     OFFLOAD,
     OPTIONS,
@@ -60,6 +68,7 @@ from support.parity_cases import (
     STEPS,
     TOLERANCES,
     VOCAB_SIZE,
+    WITH_MEMORY,
     Case,
     matrix,
 )
@@ -79,19 +88,26 @@ class Record:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def samples_of(step: int) -> np.ndarray:
-    """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel."""
+def samples_of(step: int, *, has_memory: bool = False) -> np.ndarray:
+    """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel.
+
+    Args: has_memory: whether the first of the tokens that see each other are a memory.
+    """
     samples = prefix_batch(
         step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2
     )
     samples[:, SEGMENT_IDS] = (
         samples[:, POSITION_IDS] % 2
     )  # else XLNet's vectors of segments would have no gradient
+    if has_memory:
+        samples[:, BLOCK_POSITION_IDS] = (
+            (samples[:, DOC] >= 0) & (samples[:, ORD] == 0) & (samples[:, POSITION_IDS] < 4)
+        )
     return samples
 
 
-def micro_batch(step: int, first: int, size: int) -> MicroBatch:
-    samples = samples_of(step)
+def micro_batch(case: Case, step: int, first: int, size: int) -> MicroBatch:
+    samples = samples_of(step, has_memory=case.variant == MEMORY)
     batch = Batch(samples[first : first + size], np.arange(first, first + size))
     return MicroBatch(batch, dropout_seed=step, loss_factor=1.0 / np.count_nonzero(samples[:, WEIGHTS]))
 
@@ -138,7 +154,7 @@ def _one_process(case: Case) -> Record:
     record = Record(as_matrices(named))
     for step in range(STEPS):
         optimizer.zero_grad()
-        micro = micro_batch(step, 0, SAMPLES)
+        micro = micro_batch(case, step, 0, SAMPLES)
         data = ModelInput.from_batch(micro.batch, torch.device("cpu"), config.model, dropout_seed=step)
         loss_sum, sums = model(data)
         (loss_sum * micro.loss_factor).backward()
@@ -231,7 +247,7 @@ def micro_batches_of(case: Case, context: ParallelContext, step: int) -> list[Mi
     """This rank's share of a step."""
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
-    return [micro_batch(step, index * size, size) for index in indices]
+    return [micro_batch(case, step, index * size, size) for index in indices]
 
 
 def run_step(
@@ -422,6 +438,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
         ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
         ("Half precision", HALF), ("Options of other systems", OPTIONS),
+        ("XLNet's memory", WITH_MEMORY),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():
             if not options.layouts or layout in options.layouts:

@@ -56,8 +56,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "unscaled_scores": True,
     },
     "xlnet": {"norm": "post", "biases": "mlp", "relative": "xlnet", "head_bias": True},
+    "xlnet with memory": {
+        "norm": "post", "biases": "mlp", "relative": "xlnet", "head_bias": True, "positions": "none",
+    },
     "buckets": {"norm": "post", "embedding_norm": True, "relative": "buckets"},
 }  # fmt: skip
+MEMORY = "xlnet with memory"
 ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
 
 
@@ -134,6 +138,8 @@ class Case:
             "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "eps": 1e-3},
             "parallel": self.parallel,
         }  # fmt: skip
+        if self.variant == MEMORY:
+            tree |= {"objectives": {"xlnet": 1}, "xlnet": {"memory_length": 8}}
         if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
             tree["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 500}}
         return build(Config, tree)
@@ -210,6 +216,12 @@ PARTS = [
     Case(
         4, 1, 1, 2, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"
     ),
+]
+WITH_MEMORY = [
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, variant=MEMORY),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant=MEMORY),
+    Case(2, 1, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant=MEMORY),
+    Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant=MEMORY),
 ]
 
 

@@ -172,14 +172,18 @@ def unilmv2(example: Example) -> np.ndarray:
 def xlnet(example: Example) -> np.ndarray:
     """Content sees the tokens without a rank in its part, those of earlier ranks and itself; a query not its own token.
 
-    Targets, SEP and CLS have ranks. Between the ranks of two parts one number is left out.
+    Targets, SEP and CLS have ranks. Between the ranks of two parts one number is left out. A memory is a part of its
+    own, before the others.
     """
     content = int(np.argmax(example.tokens == SPECIAL.cls)) + 1
     marks = np.flatnonzero(np.isin(example.tokens[:content], (SPECIAL.sep, SPECIAL.cls))).tolist()
     ranked = {*example.position_ids[content:].tolist(), *marks}
     ranks = {int(example.ord[at]) for at in ranked}
-    second = next(number for number in range(1, len(ranks) + 2) if number not in ranks)
+    memory = int(example.block_position_ids.sum())
+    first = 2 if memory else 1
+    second = next(number for number in range(first, first + len(ranks) + 1) if number not in ranks)
     part = (example.ord[:content] >= second).astype(int)
+    part[:memory] = -1
     assert (np.diff(part) >= 0).all()
     size = len(example.tokens)
     mask = np.zeros((size, size), bool)
@@ -296,6 +300,7 @@ RECIPES = {
     "unilmv2": Recipe("unilmv2", unilmv2, rebuilt_unilmv2),
     "xlnet": Recipe("xlnet", xlnet, rebuilt_xlnet),
     "xlnet, one text": Recipe("xlnet", xlnet, rebuilt_xlnet, {"two_texts": False}),
+    "xlnet with memory": Recipe("xlnet", xlnet, rebuilt_xlnet, {"memory_length": 4}),
 }
 
 

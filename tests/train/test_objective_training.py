@@ -1,14 +1,18 @@
-"""Training on every objective at once: each has its own loss, and the model learns."""
+"""Training on every objective at once: each has its own loss, and the model learns. XLNet's memory in training."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
+import torch
 from support.distributed import run_ranks
-from support.training import fit, records
+from support.training import fit, make_trainer, records
 
-from data_utils.base.settings import merge
+from data_utils.base.settings import build, merge
 from data_utils.objectives import OBJECTIVES
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC
+from megatron_lite.config.tree import Config, ParallelConfig
 
 ALONE = ("optimus",)  # its samples are rows of whole documents, and its model has a latent vector
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
@@ -47,3 +51,48 @@ def test_an_encoder_and_a_decoder_learn_their_objectives(settings, tmp_path):
     assert losses[8]["loss"] < losses[1]["loss"] - 0.05
     assert all(math.isfinite(loss) for loss in records(tmp_path / "run", "validation")[8].values())
     assert list((tmp_path / "run/checkpoints").glob("step_*8"))
+
+
+def with_memory(settings):
+    """XLNet's own model, with a memory at the beginning of longer texts."""
+    changes = {
+        "objectives": {"xlnet": 1.0},
+        "xlnet": {"memory_length": 12},
+        "training": {"steps": 4},
+        "checkpoint": {"save_interval": 2},
+    }
+    return merge(merge(settings, {"model": {"system": "xlnet"}}), changes)
+
+
+def rows_and_fit(context, tree):
+    """Whether the rows of the first step hold memories and texts without one; the weights at the end."""
+    trainer = make_trainer(context, tree)
+    rows = trainer.train_data.batch(torch.arange(8).numpy())
+    is_memory = rows[:, BLOCK_POSITION_IDS] == 1
+    assert is_memory.any() and len({*zip(*(rows[:, DOC] >= 0).nonzero(), strict=True)}) > 2 * is_memory.sum()
+    trainer.fit()
+    return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
+
+
+def test_a_run_with_xlnets_memory_is_the_same_when_resumed_and_on_two_ranks(settings, tmp_path):
+    """No state passes from step to step: the memory is part of its sample."""
+    tree = with_memory(settings)
+    (whole,) = run_ranks(rows_and_fit, 1, tree)
+    losses = records(tmp_path / "run")
+    assert losses[4]["loss"] < losses[1]["loss"]
+    parts = merge(tree, {"run": {"directory": str(tmp_path / "parts")}})
+    run_ranks(fit, 1, merge(parts, {"training": {"stop_after_step": 2}}))
+    (resumed,) = run_ranks(fit, 1, parts)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    layout = {"tensor_parallel_size": 2}
+    shards = merge(tree, {"run": {"directory": str(tmp_path / "shards")}, "parallel": layout})
+    run_ranks(fit, 2, shards, parallel=ParallelConfig(**layout))
+    for step, of_step in records(tmp_path / "shards").items():
+        assert of_step["loss"] == pytest.approx(losses[step]["loss"], rel=1e-5)
+
+
+def test_a_task_of_a_model_trained_with_a_memory_has_none(settings):
+    tree = with_memory(settings)
+    assert build(Config, tree).has_memory
+    task = {"task": {"name": "one", "kind": "classification", "reader": "jsonl"}}
+    assert not build(Config, merge(tree, {**task, "data": {"sequence_length": 16}})).has_memory

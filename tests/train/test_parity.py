@@ -36,7 +36,7 @@ def test_every_combination_equals_one_process(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS", "PARTS"])
+@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS", "PARTS", "WITH_MEMORY"])
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -57,6 +57,8 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OPTIONS[13],
         parity_cases.OPTIONS[16],
         *(parity_cases.PARTS[i] for i in (1, 3, 5, 6, -3)),
+        parity_cases.WITH_MEMORY[1],
+        parity_cases.WITH_MEMORY[3],
     ],
     ids=str,
 )

@@ -208,6 +208,7 @@ EXTREMES = [
     ("xlnet", {"tokens_per_target": 1, "orders": 5}),
     ("xlnet", {"tokens_per_target": 2, "orders": 3, "max_ngram": 1}),
     ("xlnet", {"tokens_per_target": 3, "orders": 1, "two_texts": False}),
+    ("xlnet", {"tokens_per_target": 1, "orders": 3, "memory_length": 2}),
 ]
 
 
