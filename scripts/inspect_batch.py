@@ -1,11 +1,14 @@
-"""Show what an objective makes of text: tokens, roles, positions, targets, and the attention mask.
+"""Show what an objective makes of text, or a task of its records: tokens, roles, positions, targets, attention mask.
 
     python scripts/inspect_batch.py --objective unilmv2 --text 'the cat sat on the mat and slept all day'
     python scripts/inspect_batch.py --config configs/tiny.yaml --samples 0 7 --png mask.png
     python scripts/inspect_batch.py --config configs/tiny.yaml --objective t5 --text 'Some text.' t5.noise_ratio=0.5
+    python scripts/inspect_batch.py --config runs/glm/config.yaml --task configs/tasks/noisy_votes.yaml --samples 0 1
 
 With --text and no --config every word is a token of its own and no file is needed. With --config and no --text
-the samples of the run's training corpora are shown, as training sees them.
+the samples of the run's training corpora are shown, as training sees them. With --task it is the records of the task's
+training file (without one, of its first validation file), and what is scored of each: the rows of every part and their
+tokens, classes or places.
 
 Roles: context (order 0), content (revealed later), predicts (has a target), query (has a target and is never
 revealed), hidden (never revealed, no target), label (CLS with a sentence-level class), slot (OPTIMUS: the latent
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -39,6 +42,7 @@ from data_utils.objectives import (
 )
 from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
 from data_utils.samples.loader import collate, open_datasets
+from data_utils.tasks.base import TaskSample
 from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from data_utils.text.vocabulary import vocabulary_of
@@ -53,25 +57,37 @@ SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
 
 @dataclass(frozen=True)
 class Shown:
-    """Rows to show, and how to spell a token."""
+    """Rows to show, and how to spell a token.
+
+    Args:
+        titles: of the rows; none: the numbers of the samples.
+        notes: lines after the table of each.
+    """
 
     rows: list[Example]
     spell: Callable[[int], str]
     spell_decoders: Callable[[int], str] | None = None  # where the decoder has a vocabulary of its own
+    titles: list[str] = field(default_factory=list)
+    notes: list[list[str]] = field(default_factory=list)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    shown = rows_of_words(arguments) if not arguments.config else rows_of_config(arguments)
-    for number, row in zip(arguments.samples, shown.rows, strict=True):
-        print(f"sample {number}")
-        print(table(row, shown.spell, shown.spell_decoders))
+    if arguments.task:
+        shown = rows_of_task(arguments)
+    else:
+        shown = rows_of_words(arguments) if not arguments.config else rows_of_config(arguments)
+    titles = shown.titles or [f"sample {number}" for number in arguments.samples]
+    notes = shown.notes or [[]] * len(titles)
+    for title, row, more in zip(titles, shown.rows, notes, strict=True):
+        print(title)
+        print("\n".join([table(row, shown.spell, shown.spell_decoders), *more]))
         seen, _ = masks(row)
         print(f"\nattention of {len(seen)} rows (across: keys){thinned(len(seen))}")
         print(drawing(seen))
     if arguments.png:
         save_picture(Path(arguments.png), *masks(shown.rows[0]))
-        print(f"wrote {arguments.png}: sample {arguments.samples[0]}")
+        print(f"wrote {arguments.png}: {titles[0]}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,12 +96,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")
+    add("--task", metavar="FILE", help="YAML of a task whose records are shown")
     add("--samples", type=int, nargs="+", default=[0], metavar="N", help="sample numbers (default 0)")
     add("--png", metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if min(arguments.samples) < 0:
         raise ConfigError(f"--samples is {min(arguments.samples)}; it must be 0 or more.")
+    if arguments.task and (not arguments.config or arguments.text is not None or arguments.objective):
+        raise ConfigError("--task shows a task's own records to one model; give it with --config FILE alone.")
     if not arguments.config and arguments.text is None:
         raise ConfigError("nothing to show; give --text TEXT, --config FILE, or both.")
     if arguments.png:
@@ -151,6 +170,56 @@ def ended(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """A text as a document of a corpus, int32."""
     eos = tokenizer.special.eos
     return np.array([*tokenizer.encode(text), *([eos] if eos != NO_TOKEN else [])], np.int32)
+
+
+def rows_of_task(arguments: argparse.Namespace) -> Shown:
+    """Documents of a task's records, as the model of the configuration reads them."""
+    from megatron_lite.finetune.setup import load_tree, prepare
+
+    task = prepare(load_tree(arguments.config, arguments.task, arguments.overrides))
+    records = list(task.train)
+    if not records:
+        file = next(iter({**task.validation, **task.test}), None)
+        if file is None:
+            raise ConfigError("the task names no file; set task.train or task.validation.")
+        records = task.renderer.prepare({**task.validation, **task.test}[file], training=False)
+    spell = task.tokenizer.token_to_text
+    shown = Shown([], spell, None, [], [])
+    for number in arguments.samples:
+        if number >= len(records):
+            raise ConfigError(f"--samples has {number}, but the task has {len(records)} records; give less.")
+        sample = task.renderer.sample(records[number], number)
+        count = len(sample.documents)
+        for place, example in enumerate(sample.documents):
+            shown.titles.append(f"sample {number}" + (f", document {place} of {count}" if count > 1 else ""))
+            shown.rows.append(example)
+            shown.notes.append(
+                scored(sample, place, task.renderer.head, task.renderer.labels, spell)
+                + ([f"{sample.cut} tokens were cut off"] if sample.cut else [])
+            )
+    return shown
+
+
+def scored(
+    sample: TaskSample, document: int, head: str, labels: Sequence[str], spell: Callable[[int], str]
+) -> list[str]:
+    """A line for each part of a document: its rows, and what they are to say."""
+    lines = []
+    for number, part in enumerate(sample.parts):
+        if part.document != document:
+            continue
+        places = [int(row) for row in part.rows]
+        rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
+        if head == "values":
+            says = f"{part.value:g}"
+        elif head == "spans":
+            says = " to ".join(f"row {places[i]}" for i in part.targets) or "no label"
+        else:
+            name = spell if head == "choices" else labels.__getitem__
+            says = " ".join(visible(name(int(target))) for target in part.targets) or "no label"
+        is_right = " (right)" if number == sample.right else ""
+        lines.append(f"scored: part {number}, {rows}: {says}{is_right}")
+    return lines
 
 
 def rows_of_text(

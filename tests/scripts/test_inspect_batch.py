@@ -12,6 +12,7 @@ import yaml
 from support.mask_rule import allowed
 from support.project import ROOT
 from support.recipes import make, text_of
+from support.tasks import write_lines, write_task
 
 from data_utils.base.errors import UserError
 from data_utils.build.corpus import BuildConfig, build_corpus
@@ -156,3 +157,59 @@ def test_it_runs_as_a_script():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+CLOZE = {"kind": "cloze", "template": "{text} It was [MASK] .", "verbalizers": {"0": "bad", "1": "good"}}
+SPANS = {
+    "question": "film ?",
+    "context": "good film bad plot",
+    "answers": [{"text": "bad plot", "answer_start": 10}],
+}
+PLAIN = {"labels": [], "validation": []}
+
+
+def shown_task(monkeypatch, capsys, directory, *arguments, **task):
+    model, file = write_task(directory, **task)
+    return run(monkeypatch, capsys, "--config", model, "--task", file, *arguments)
+
+
+def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
+    """Documents as the model reads them, and the parts of each."""
+    shown = shown_task(monkeypatch, capsys, tmp_path / "cloze", "--samples", "0", "2", **CLOZE)
+    assert "sample 0\n" in shown and "sample 2\n" in shown and "[MASK]" in shown
+    parts = [line for line in shown.splitlines() if line.startswith("scored: part")]
+    assert len(parts) == 4 and sum(line.endswith("(right)") for line in parts) == 2
+    assert parts[0].startswith("scored: part 0, row ") and ": bad" in parts[0] and ": good" in parts[1]
+    long = shown_task(monkeypatch, capsys, tmp_path / "sum", "task.scoring=sum", **CLOZE)
+    assert "sample 0, document 0 of 2" in long and "rows " in long and "good <|endofpiece|>" in long
+    classes = shown_task(monkeypatch, capsys, tmp_path / "classes", labels=["0", "1"])
+    assert "scored: part 0, row 0: " in classes and "(right)" not in classes
+    words = write_lines(tmp_path / "long.jsonl", [{"text": "good " * 12, "label": "1"}])
+    cut = shown_task(
+        monkeypatch, capsys, tmp_path / "cut", f"task.train={words}", "task.sequence_length=8", **CLOZE
+    )
+    assert "\n11 tokens were cut off" in cut and "cut off" not in classes
+    lines = write_lines(tmp_path / "spans.jsonl", [{"id": "a", **SPANS}])
+    spans = shown_task(monkeypatch, capsys, tmp_path / "s", f"task.train={lines}", **{**PLAIN, "kind": "spans"},
+                       question_length=4, answer_length=4)  # fmt: skip
+    assert "scored: part 0, rows 0 to 7: row 6 to row 7" in spans
+    targets = write_lines(tmp_path / "seq2seq.jsonl", [{"src": "good film", "tgt": "bad plot"}])
+    written = shown_task(
+        monkeypatch,
+        capsys,
+        tmp_path / "w",
+        f"task.train={targets}",
+        **{**PLAIN, "kind": "seq2seq", "target_length": 8},
+    )
+    assert "scored" not in written and "predicts" in written
+
+
+def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
+    with pytest.raises(UserError, match=r"--samples has 99, but the task has 64 records; give less"):
+        shown_task(monkeypatch, capsys, tmp_path / "a", "--samples", "99", labels=["0", "1"])
+    with pytest.raises(
+        UserError, match="--task shows a task's own records to one model; give it with --config"
+    ):
+        run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
+    with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
+        shown_task(monkeypatch, capsys, tmp_path / "b", "task.train=null", labels=["0", "1"], validation=[])

@@ -47,4 +47,4 @@ def harness_run(directory: Path, objective: str, model: dict[str, Any] | None = 
     made = GLM(config.model).eval()
     initialize_parameters(made.named_parameters(), config.model, 5)
     checkpoint = SimpleNamespace(path="runs/some", state={"consumed_samples": 1}, step=10)
-    return Run(config, tokenizer, checkpoint, made)
+    return Run(config, tokenizer, checkpoint, model=made)
