@@ -31,6 +31,7 @@ from megatron_lite.config.tree import (
 # Every rule, with what the message must hold: the value, the rule, the remedy
 
 
+MEMORY = ("objectives={xlnet: 1}", "model.max_position=600")
 TASK = "task={name: one, kind: classification, reader: jsonl}"
 
 
@@ -216,26 +217,15 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("pipeline_parallel_size is 2 with model.relative buckets", "size to 1, or relative to none"),
     ),
     "memory longer than half of a text": (
-        over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
+        over(*MEMORY, "model.system=xlnet", "xlnet.memory_length=300"),
         ("xlnet.memory_length is 300", "twice as many tokens", "sequence_length is 512", "set that to 600"),
     ),
     "memory of another model": (
-        over("objectives={xlnet: 1}", "model.max_position=600", "xlnet.memory_length=8"),
-        ("xlnet.memory_length is 8 with model.relative none", "learned_blocks", "set model.system to xlnet"),
-    ),
-    "memory beside GLM's positions": (
-        over(
-            "objectives={xlnet: 1}", "model.max_position=600", "xlnet.memory_length=8", "model.relative=xlnet"
-        ),
-        ("model.relative xlnet and model.positions learned_blocks", "or memory_length to 0"),
+        over(*MEMORY, "model.relative=xlnet", "xlnet.memory_length=8"),
+        ("xlnet.memory_length is 8", "relative xlnet and model.positions learned_blocks", "set model.system"),
     ),
     "memory in stages": (
-        over(
-            "objectives={xlnet: 1}",
-            "model.system=xlnet",
-            "xlnet.memory_length=8",
-            "parallel.pipeline_parallel_size=2",
-        ),
+        over(*MEMORY, "model.system=xlnet", "xlnet.memory_length=8", "parallel.pipeline_parallel_size=2"),
         ("pipeline_parallel_size is 2 with xlnet.memory_length (8)", "set the size to 1", "to 0"),
     ),
     "shared layers in stages": (
