@@ -78,14 +78,15 @@ def main() -> ExitStatus:
 def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
+    from megatron_lite.profile.advice import advise, dry_run_report
+    from megatron_lite.profile.gpus import gpu_named
+    from megatron_lite.profile.request import Request, profile, require_one_transformer
+
+    require_one_transformer(config)
     if config.model.vocab_size is None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    from megatron_lite.profile.advice import advise, dry_run_report
-    from megatron_lite.profile.gpus import gpu_named
-    from megatron_lite.profile.request import Request, profile
-
     gpu = gpu_named(gpu_name)
     found = profile(Request.of(config, processes, gpu))
     print(dry_run_report(config, processes, gpu, found), flush=True)

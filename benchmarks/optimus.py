@@ -136,7 +136,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
             batch.weights,
             None,
         )
-        return (model.decoder.losses(own, 0.0) * batch.weights).mean()
+        return (model.decoder.losses(own) * batch.weights).mean()
 
     def step(loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def run() -> None:

@@ -60,7 +60,7 @@ def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], out
         axes.grid(alpha=0.3)
         if axes.get_lines():
             axes.legend()
-    total.set_ylabel("loss, nats per token")
+    total.set_ylabel(f"loss, nats per {'sentence' if 'beta' in train[-1] else 'token'}")
     try:
         figure.savefig(output, dpi=120)
     except OSError as error:

@@ -21,7 +21,14 @@ from data_utils.base.files import require_writable
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.report import report
-from megatron_lite.profile.request import TRACED_LAYERS, Profile, Request, profile, run_module
+from megatron_lite.profile.request import (
+    TRACED_LAYERS,
+    Profile,
+    Request,
+    profile,
+    require_one_transformer,
+    run_module,
+)
 
 
 def main() -> None:
@@ -74,6 +81,7 @@ def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
 
 def with_vocabulary(config: Config) -> Config:
     """The configuration with the size of its vocabulary, the tokenizer's if it has none."""
+    require_one_transformer(config)
     if config.model.vocab_size is not None:
         return config
     if config.tokenizer is None:

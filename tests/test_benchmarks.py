@@ -160,6 +160,7 @@ MISTAKES = {
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
+    "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }
 

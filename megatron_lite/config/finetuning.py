@@ -43,12 +43,29 @@ class FinetuneConfig:
         above=0,
         at_most=1,
     )
+    lm_weight: float = setting(
+        0.0,
+        "weight of the run's own objective on the texts of the samples, beside the loss of a task with a head (SiATL: "
+        "0.2); 0 = none",
+        at_least=0,
+    )
+    lm_weight_last: float | None = setting(
+        None, "what lm_weight has become in epoch lm_weight_epochs (SiATL: 0.1); null = it stays", above=0
+    )
+    lm_weight_epochs: int = setting(
+        15, "the epochs in which lm_weight becomes lm_weight_last, by equal factors", at_least=2
+    )
 
     def __post_init__(self) -> None:
         check(
             self.trained != "lora",
             "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface.md), or set "
             "it to adapters.",
+        )
+        check(
+            self.trained != "head" or not self.lm_weight,
+            f"finetune.lm_weight is {self.lm_weight} with finetune.trained head, so nothing that the language model is "
+            "made of is trained; set it to 0, or train more.",
         )
         for seed in self.seeds:
             check(

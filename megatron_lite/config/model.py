@@ -175,6 +175,12 @@ class ModelConfig:
         False,
         "the task's head reads a learned mix of the embeddings' and all blocks' outputs, not the last one's (ELMo)",
     )
+    task_pool: str = setting(
+        "token",
+        "what the head of classes or values reads of a text: token (the one that stands for it), or concat (that one, "
+        "the maximum and the mean of all of them, through a layer with ReLU; ULMFiT)",
+        one_of=("token", "concat"),
+    )
     task_dropout: float = setting(0.1, "dropout probability before the task's head", at_least=0, below=1)
     span_boundary_places: int = setting(
         0,
@@ -236,6 +242,11 @@ class ModelConfig:
             + ("set it to the number of classes, 2 or more." if has_classes else "set it to 0."),
         )
         check(
+            self.task_pool == "token" or self.task_pooler is None,
+            f"model.task_pool is {self.task_pool} with model.task_pooler {self.task_pooler}; a pool has a layer of its "
+            "own: leave task_pooler out.",
+        )
+        check(
             self.task_head == "none" or not self.decoder_layers,
             f"model.task_head is {self.task_head} with model.decoder_layers ({self.decoder_layers}), whose tokens are "
             "of two stacks; solve the task by predicting tokens, and leave task_head out.",
@@ -250,7 +261,12 @@ class ModelConfig:
     def has_task_pooler(self) -> bool:
         """Whether a layer with tanh comes before the task's head."""
         chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
-        return chosen and self.task_head in ("classes", "values")
+        return chosen and self.task_head in ("classes", "values") and not self.has_task_pool
+
+    @property
+    def has_task_pool(self) -> bool:
+        """Whether the task's head reads all tokens of a text."""
+        return self.task_pool != "token" and self.task_head in ("classes", "values")
 
     @property
     def is_plain(self) -> bool:

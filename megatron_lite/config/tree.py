@@ -297,6 +297,11 @@ class Config:
                 not self.model.task_mix,
                 f"model.task_mix is true with model.task_head {head}, but the head is what mixes; set it to false.",
             )
+            check(
+                self.model.task_pool == "token",
+                f"model.task_pool is {self.model.task_pool} with model.task_head {head}, but the head is what pools; "
+                "set it to token.",
+            )
             return
         check(
             self.finetune.trained != "adapters" or self.model.adapter_size > 0,

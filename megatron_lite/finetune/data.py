@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,13 +19,19 @@ MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elemen
 
 
 def as_batch(
-    samples: Sequence[TaskSample], numbers: Sequence[int], renderer: Renderer, head: str | None = None
+    samples: Sequence[TaskSample],
+    numbers: Sequence[int],
+    renderer: Renderer,
+    head: str | None = None,
+    *,
+    has_language: bool = False,
 ) -> TaskBatch:
     """A micro-batch.
 
     Args:
         numbers: of the samples, from which dropout follows.
         head: how the parts are scored; None = as the task has it.
+        has_language: the documents' own tokens have a loss beside.
     """
     planes, parts = collate(samples)
     documents = [
@@ -34,7 +40,7 @@ def as_batch(
         for document in range(len(sample.documents))
     ]
     loss = renderer.inputs.config.loss
-    return TaskBatch(planes, np.array(documents, np.int64), parts, head or renderer.head, loss)
+    return TaskBatch(planes, np.array(documents, np.int64), parts, head or renderer.head, loss, has_language)
 
 
 class TaskData:
@@ -43,10 +49,18 @@ class TaskData:
     Args:
         records: prepared for training, see `Renderer.prepare`.
         seed: that of the run.
+        with_language: sample and number -> the same with documents of the run's objective (language.py); None = none.
     """
 
-    def __init__(self, records: Sequence[Record], renderer: Renderer, seed: int):
+    def __init__(
+        self,
+        records: Sequence[Record],
+        renderer: Renderer,
+        seed: int,
+        with_language: Callable[[TaskSample, int], TaskSample] | None = None,
+    ):
         self.records, self._renderer, self._seed = list(records), renderer, seed
+        self._with_language = with_language
         self._order = functools.lru_cache(maxsize=2)(self._order_of)
 
     def _order_of(self, epoch: int) -> np.ndarray:
@@ -57,12 +71,14 @@ class TaskData:
     def sample(self, number: int) -> TaskSample:
         epoch, place = divmod(number, len(self.records))
         record = int(self._order(epoch)[place])
-        return self._renderer.sample(self.records[record], record, epoch)
+        made = self._renderer.sample(self.records[record], record, epoch)
+        return made if self._with_language is None else self._with_language(made, number)
 
     def batch(self, indices: np.ndarray) -> TaskBatch:
         """Samples int64 [B] as one micro-batch."""
         numbers = indices.tolist()
-        return as_batch([self.sample(number) for number in numbers], numbers, self._renderer)
+        samples = [self.sample(number) for number in numbers]
+        return as_batch(samples, numbers, self._renderer, has_language=self._with_language is not None)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """All records are in memory."""

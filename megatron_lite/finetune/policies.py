@@ -4,7 +4,8 @@ The depth of a parameter orders them: embeddings 0, block i (from 0) i + 1, all 
 With `model.share_layers` the one block has depth 1.
 
 Source: discriminative rates and gradual unfreezing: ULMFiT, arXiv:1801.06146; layer-wise decay: ELECTRA,
-arXiv:2003.10555; biases alone: BitFit, arXiv:2106.10199; adapters: arXiv:1902.00751.
+arXiv:2003.10555; biases alone: BitFit, arXiv:2106.10199; adapters: arXiv:1902.00751; the order of unfreezing and the
+auxiliary loss of SiATL: arXiv:1902.10547.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
 from megatron_lite.train.engine import is_idle
@@ -49,6 +51,11 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
             f"finetune.trained is {finetune.trained}, which no parameter of this model is: a task of kind "
             f"{config.task.kind} adds no head; set finetune.trained to all."
         )
+    check(
+        finetune.unfreeze != "siatl" or any(name.startswith(TASK_HEAD) for name in trained),
+        "finetune.unfreeze is siatl, which trains the new head alone at first, but the task adds none; set it to all "
+        "or gradual.",
+    )
     if (finetune.layer_decay, finetune.trained, finetune.unfreeze) == (1.0, "all", "all"):
         return {}
     per_step = config.batch.global_batch_size
@@ -58,7 +65,7 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
         epoch = 1
         if finetune.unfreeze == "gradual":
             epoch = max(1, below)
-        elif finetune.unfreeze == "siatl" and below:
+        elif finetune.unfreeze == "siatl" and not name.startswith(TASK_HEAD):
             epoch = 2 if below < top else 5
         return Rate(finetune.layer_decay**below, first_step_of(epoch, samples, per_step))
 
@@ -78,6 +85,26 @@ def depth(name: str, config: Config) -> int:
 def first_step_of(epoch: int, samples: int, per_step: int) -> int:
     """The first step all of whose samples are of this epoch or later ones. Args: epoch: from 1."""
     return math.ceil((epoch - 1) * samples / per_step) + 1
+
+
+def language_weight(config: Config, samples: int) -> Callable[[int], float] | None:
+    """Step, from 1 -> the weight of the language model's loss beside the task's; None: there is no such loss.
+
+    From `lm_weight` in the first epoch by equal factors to `lm_weight_last` in epoch `lm_weight_epochs`; then it stays.
+
+    Args: samples: of an epoch.
+    """
+    settings, per_step = config.finetune, config.batch.global_batch_size
+    if not settings.lm_weight:
+        return None
+    last = settings.lm_weight if settings.lm_weight_last is None else settings.lm_weight_last
+
+    def weight(step: int) -> float:
+        epoch = (step - 1) * per_step // samples  # from 0, of the step's first sample
+        share = min(1.0, epoch / (settings.lm_weight_epochs - 1))
+        return settings.lm_weight * (last / settings.lm_weight) ** share
+
+    return weight
 
 
 def described(rates: dict[str, Rate], elements: dict[str, int], steps: int) -> str:

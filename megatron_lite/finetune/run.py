@@ -27,6 +27,7 @@ from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST, TaskJudge
+from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.counts import parameter_shapes
@@ -103,12 +104,13 @@ def _one_seed(
             config=config,
             context=context,
             engine=engine,
-            train_data=TaskData(task.train, task.renderer, config.training.seed),
+            train_data=training_data(task),
             validation_data=None,
             loss_names=[*LOSS_NAMES, task.settings.name],
             control=control,
             watchdog=watchdog,
             judge=judge,
+            language_weight=policies.language_weight(config, len(task.train)),
         )
         status = trainer.fit()
     if not trainer.is_over:
@@ -122,6 +124,14 @@ def _one_seed(
         _write_seed(task, directory, checkpoint.step, evaluated)
     context.barrier()
     return None
+
+
+def training_data(task: Task) -> TaskData:
+    """The samples that a run trains on."""
+    with_language = None
+    if task.config.finetune.lm_weight:
+        with_language = LanguageDocuments(task.config, task.tokenizer).added
+    return TaskData(task.train, task.renderer, task.config.training.seed, with_language)
 
 
 def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:

@@ -190,7 +190,32 @@ def with_head(config: Config, renderer: Renderer) -> Config:
         f"model.task_mix is true, but a task of kind {renderer.inputs.config.kind} adds no head to mix layers for; set "
         "it to false.",
     )
-    return replace(config, model=replace(config.model, task_head=head, task_classes=classes))
+    check(
+        head in ("classes", "values") or config.model.task_pool == "token",
+        f"model.task_pool is {config.model.task_pool}, but a task of kind {renderer.inputs.config.kind} has no head of "
+        "whole texts; set it to token.",
+    )
+    config = replace(config, model=replace(config.model, task_head=head, task_classes=classes))
+    if config.finetune.lm_weight:
+        check_language(config)
+    return config
+
+
+def check_language(config: Config) -> None:
+    """Raise ConfigError where the run's objective cannot be learnt beside the task."""
+    task, model, weight = config.task, config.model, config.finetune.lm_weight
+    assert task is not None
+    check(
+        model.task_head != "none",
+        f"finetune.lm_weight is {weight}, but a task of kind {task.kind} adds no head: it is learnt by predicting "
+        "tokens itself; set it to 0.",
+    )
+    needed = max(c.section.max_position_needed(task.sequence_length) for c in config.objective_choices)
+    check(
+        needed <= model.max_position or model.positions in ("none", "rotary"),
+        f"finetune.lm_weight is {weight}, and the run's objective needs positions up to {needed} for texts of "
+        f"task.sequence_length ({task.sequence_length}), but model.max_position is {model.max_position}; shorten them.",
+    )
 
 
 def check_lengths(config: Config, renderer: Renderer) -> None:

@@ -43,6 +43,7 @@ class OpenRun:
 
     def require_blank_infilling(self, blanks: Collection[str]) -> None:
         """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no kind of blank was."""
+        self.require_one_transformer()
         if "blank_infilling" not in objective_names(self.objectives):
             raise ConfigError(
                 f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
@@ -60,12 +61,16 @@ class OpenRun:
                 *(self.checkpoint.path, ", ".join(sorted(trained)), ", ".join(missing)),
             )
 
-    def with_model(self, device: torch.device | None = None) -> Run:
-        """Load the weights, onto a GPU if there is one."""
+    def require_one_transformer(self) -> None:
+        """Raises ConfigError where there are two."""
         if self.config.decoder is not None:
             raise ConfigError(
                 f"{self.checkpoint.path} joins two Transformers by a latent vector; use scripts/latent.py for it."
             )
+
+    def with_model(self, device: torch.device | None = None) -> Run:
+        """Load the weights, onto a GPU if there is one."""
+        self.require_one_transformer()
         model = load_model(self.checkpoint, self.config.model).to(device or usual_device())
         return Run(self.config, self.tokenizer, self.checkpoint, model=model)
 

@@ -7,7 +7,7 @@ uses), is kept beside the run, so that an export is bit-equal.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,19 @@ from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED
 from megatron_lite.hf.published_form import SAME, Field, Form, System
-from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, read_json
+from megatron_lite.hf.published_heads import (
+    OTHER_HEADS,
+    TASK_CLASSES,
+    architectures,
+    class_of_model,
+    head_fields,
+    head_settings,
+    rows_of,
+)
+from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, open_safetensors, read_json
 from megatron_lite.model.counts import parameter_shapes
 
+_SENTENCE = "heads.sentence.classifier.weight"
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 # Options that are of the training, or that a file of weights does not tell.
 _NOT_IN_FILES = frozenset(
@@ -65,7 +75,7 @@ class Part:
 def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Part]:
     """Their tensor -> its part, for our parameters of these shapes."""
     parts: dict[str, Part] = {}
-    for row in system.rows:
+    for row in rows_of(system, config):
         shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
         count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
         for i in range(count):
@@ -138,6 +148,7 @@ def normalized(weights: Weights, system: System, path: Path, is_tied: bool = Tru
     """
     names = {_todays_name(name): name for name in weights.shapes if not _BUFFERS.search(name)}
     heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
+    heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
     heads |= {name.split(".")[0] for name in system.ties}
     if not any(name.startswith(system.prefix) for name in names):
         names = {
@@ -209,7 +220,13 @@ def model_settings(
             )
     for option, name in system.optional.items():
         settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
-    return settings
+    kind = architectures(system).get(_architecture(system, config))
+    return settings if kind is None else settings | head_settings(system, kind, config, path)
+
+
+def _architecture(system: System, config: PretrainedConfig) -> str:
+    (found,) = (getattr(config, "architectures", None) or [next(iter(system.classes))])[:1]
+    return found
 
 
 def _their_config(system: System, described: Mapping[str, Any]) -> PretrainedConfig:
@@ -235,20 +252,22 @@ def _our_value(system: System, entry: Field, value: Any) -> Any:
 
 
 def _system_name(system: System, config: PretrainedConfig, path: Path) -> str:
-    (architecture,) = (getattr(config, "architectures", None) or [next(iter(system.classes))])[:1]
+    architecture, headed = _architecture(system, config), architectures(system)
     is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
-    if architecture not in system.classes and not is_base:
+    if architecture not in (*system.classes, *headed) and not is_base:
         raise CheckpointError(
             f"{path / 'config.json'}: architectures names {shown(architecture)}, which has a head of its own; only "
-            f"{' and '.join(system.classes)} can be imported."
+            f"{', '.join((*system.classes, *headed))} can be imported."
         )
     if getattr(config, "use_task_id", False):
         return "ernie2"
     return system.classes.get(architecture, next(iter(system.classes.values())))
 
 
-def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
-    """The transformers configuration of a model. Args: base: fields of the config.json that was imported.
+def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str] = ()) -> PretrainedConfig:
+    """The transformers configuration of a model.
+
+    Args: base: fields of the config.json that was imported. labels: names of the classes of a task's head.
 
     Raises: CheckpointError for an option that the class cannot express.
     """
@@ -269,9 +288,10 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any]) -> PretrainedConfig:
         _set_field(values, name, value)
     if config.task_types:
         values["use_task_id"] = True
-    class_name = system.class_of(config)
-    described = CONFIG_MAPPING[system.model_type].from_dict({**values, "architectures": [class_name]})
-    _require_expressed(system, config, described, class_name)
+    name, head = class_of_model(system, config), head_fields(system, config, labels)
+    values |= {**head, "architectures": [name]}
+    described = CONFIG_MAPPING[system.model_type].from_dict(values)
+    _require_expressed(system, config, described, name)
     return described
 
 
@@ -289,6 +309,7 @@ def _require_expressed(
 ) -> None:
     """The class has what the model's options say if reading its configuration gives the same options."""
     settings: dict[str, Any] = {"system": config.system}
+    settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
         settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs))
     for option in system.optional:
@@ -345,6 +366,7 @@ class PublishedSource:
     settings: dict[str, Any]  # of the section `model`
     theirs: Weights  # under their names of today
     parts: Mapping[str, Part]
+    others: Weights  # of ours, that the class does not have
 
 
 def open_published(path: Path) -> PublishedSource:
@@ -354,6 +376,10 @@ def open_published(path: Path) -> PublishedSource:
     is_tied = not system.may_untie or _their_config(system, described).tie_word_embeddings
     theirs = normalized(open_directory(path), system, path, is_tied)
     settings = model_settings(system, described, theirs, path)
+    others = Weights({}, theirs.read)
+    if "task_head" in settings and (path / OTHER_HEADS).exists():
+        others = open_safetensors(path / OTHER_HEADS)
+        settings["sentence_classes"] = others.shapes.get(_SENTENCE, (0,))[0]
     try:
         config = build(ModelConfig, settings, "model.")
     except ConfigError as error:
@@ -363,4 +389,4 @@ def open_published(path: Path) -> PublishedSource:
     theirs = without_idle(theirs, parts)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
     check_shapes(theirs, {name: shape for name, shape in expected.items() if name not in system.zeros}, path)
-    return PublishedSource(path, system, settings, theirs, parts)
+    return PublishedSource(path, system, settings, theirs, parts, others)

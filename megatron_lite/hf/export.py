@@ -145,10 +145,15 @@ def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> pr
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
-    path, names = run.checkpoint.path, objective_names(run.objectives)
-    if run.config.model.system in OF_MODEL and layout == "huggingface":
+    path, names, model = run.checkpoint.path, objective_names(run.objectives), run.config.model
+    if model.has_task_pool:
+        raise CheckpointError(
+            f"checkpoint {path} has a head with model.task_pool {model.task_pool}, which no class of transformers has; "
+            "only heads of one token (task_pool token) can be exported."
+        )
+    if model.system in OF_MODEL and layout == "huggingface":
         return
-    if not run.config.model.is_plain:
+    if not model.is_plain:
         raise CheckpointError(
             f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
             f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."

@@ -7,8 +7,9 @@ config.json, the tokenizer's files, and rows that no token uses.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.tasks.readers import labels_of
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer, read_files
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -51,6 +53,7 @@ from megatron_lite.hf.conversion import (
 )
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.model_card import published_card
+from megatron_lite.hf.published_heads import OTHER_HEADS, class_of_model, task_section
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -65,6 +68,8 @@ from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.memory import read_segment
 from megatron_lite.model.model_input import prepare
+
+log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
@@ -107,7 +112,7 @@ def import_published(
         keep_files(source, directory / KEPT_FILES)
         config = _config(source, output, directory, tree)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
-        weights = _with_new_heads(to_ours(source.theirs, source.parts), config)
+        weights = _with_new_heads(source, config)
         write_training_checkpoint(checkpoint, weights, config)
         (directory / "config.yaml").write_text(
             yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
@@ -115,7 +120,7 @@ def import_published(
         if not verify:
             return None
         model = load_model(read_checkpoint(checkpoint), config.model)
-        result = compare_logits(model, path, source.system.class_of(config.model), tolerance)
+        result = compare_logits(model, path, class_of_model(source.system, config.model), tolerance)
         result.require(tolerance, f"the import of {path}")
         return result
 
@@ -130,6 +135,11 @@ def _config(source: PublishedSource, output: Path, directory: Path, tree: Mappin
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    if head := source.settings.get("task_head"):
+        tree["task"] = {
+            **task_section(head, read_json(source.path / "config.json")),
+            **(tree.get("task") or {}),
+        }
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     assert config.tokenizer is not None
@@ -189,24 +199,38 @@ def keep_files(source: PublishedSource, directory: Path) -> None:
         write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
 
 
-def _with_new_heads(weights: Weights, config: Config) -> Weights:
-    """The imported tensors, and initial values of SpanBERT's head, which no file has."""
-    shapes = parameter_shapes(config.model)
-    new = {
-        name: torch.nn.Parameter(torch.empty(shapes[name])) for name in shapes.keys() - weights.shapes.keys()
-    }
+def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
+    """The imported tensors, and initial values of heads that the files do not have: SpanBERT's, and all that a class
+    with the head of a task leaves out.
+    """
+    shapes, weights, others = (
+        parameter_shapes(config.model),
+        to_ours(source.theirs, source.parts),
+        source.others,
+    )
+    missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
+    if "task_head" in source.settings and missing:
+        log.warning("%s does not have %s; they begin anew", source.path, ", ".join(sorted(missing)))
+    new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)
-    return Weights(shapes, lambda name: new[name].detach() if name in new else weights.read(name))
+
+    def read(name: str) -> torch.Tensor:
+        if name in new:
+            return new[name].detach()
+        return weights.read(name) if name in weights.shapes else others.read(name)
+
+    return Weights(shapes, read)
 
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
     roles = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
-    stack = Stack(run.config.model, weights, run.tokenizer, roles, kept, f"checkpoint {run.checkpoint.path}")
-    class_name = write_stack(directory, stack, dtype, max_shard_bytes)
-    extra = EXTRA_WEIGHTS if (directory / EXTRA_WEIGHTS).exists() else None
-    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra)
+    labels = () if run.config.task is None else labels_of(run.config.task)
+    name = f"checkpoint {run.checkpoint.path}"
+    stack = Stack(run.config.model, weights, run.tokenizer, roles, kept, name, labels)
+    class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
+    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
@@ -221,29 +245,40 @@ class Stack:
     roles: Mapping[str, str]  # token that config.json names -> role of the tokenizer
     kept: Path  # files of its import, if it was imported
     name: str  # in messages
+    labels: Sequence[str] = ()  # of a task's head
 
 
-def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> str:
-    """Write config.json, weights and tokenizer files. Returns: the name of the class. Raises: CheckpointError."""
+def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
+    """Write config.json, weights and tokenizer files.
+
+    Returns: the name of the class, and the file of what it has not, if there is such. Raises: CheckpointError.
+    """
     config, weights, kept = stack.config, stack.weights, stack.kept
     system = system_of(config)
     base = read_json(kept / "config.json") if kept.exists() else _special_ids(stack)
-    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")})
-    extra = {name: shape for name, shape in weights.shapes.items() if name.startswith(_SPAN_BOUNDARY)}
-    parts = parts_of(system, weights.shapes, config)
+    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
+    parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
+    is_headed = config.task_head != "none"
+    of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
+    held = {part.ours for part in parts.values()}
+    extra = {
+        ours: shape
+        for ours, shape in weights.shapes.items()
+        if ours.startswith(of_heads) and ours not in held
+    }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
-    left = weights.shapes.keys() - {part.ours for part in parts.values()} - extra.keys()
+    left = weights.shapes.keys() - held - extra.keys()
     if left:
         raise CheckpointError(
-            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {system.class_of(config)} has not; only "
+            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
             "models of the published architecture can be exported."
         )
     write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
     if extra:
-        write_tensors(directory / EXTRA_WEIGHTS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+        write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     _write_tokenizer(directory, stack)
-    return system.class_of(config)
+    return class_name, extra_file if extra else None
 
 
 def _special_ids(stack: Stack) -> dict[str, Any]:
@@ -282,6 +317,8 @@ def _write_tokenizer(directory: Path, stack: Stack) -> None:
 def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: float) -> proof.Proof:
     """Our model and the class of transformers on the same rows, padding left out, with the head on CLS."""
     batch = proof_batch(model.config)
+    if model.config.task_head != "none":
+        return _compare_heads(model, batch, load_class(directory, class_name), tolerance)
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     hidden, ours = our_output(model, batch)
     if model.config.decoder_layers:
@@ -300,6 +337,25 @@ def compare_logits(model: GLM, directory: Path, class_name: str, tolerance: floa
     if model.config.relative == "xlnet":
         result = result.joined(_compare_memory(model, theirs, batch[:1], tolerance))
     return result
+
+
+def _compare_heads(model: GLM, batch: np.ndarray, theirs: torch.nn.Module, tolerance: float) -> proof.Proof:
+    """The head of a task: on all rows, or on that of each text. XLNet's class takes the last one, padding or not."""
+    if model.config.relative == "xlnet":
+        batch = batch[:1]  # the row without padding
+    hidden, _ = our_output(model, batch)
+    out, real = their_output(theirs, model.config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    if model.config.task_head in ("classes", "values"):
+        real = torch.zeros_like(real)
+        real[:, -1 if model.config.relative == "xlnet" else 0] = True
+        expected = out["logits"]
+    elif model.config.task_head == "spans":
+        expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[real]
+    else:
+        expected = out["logits"][real]
+    rows = real.flatten().nonzero()[:, 0]
+    ours = model.heads.task_rows([hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
+    return proof.compare(ours, expected, tolerance)
 
 
 def _compare_memory(model: GLM, theirs: torch.nn.Module, row: np.ndarray, tolerance: float) -> proof.Proof:

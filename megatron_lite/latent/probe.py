@@ -50,8 +50,8 @@ def accuracies(
 ) -> list[float]:
     """Share of right answers on the sentences that were not learnt from, of each trial.
 
-    A trial draws `per_class` sentences of each class to learn from, by (seed, number of the trial) alone, so that probes
-    on other features learn from the same ones. Without `per_class` about 80 % of each class.
+    A trial draws `per_class` sentences of each class to learn from, by (seed, number of the trial) alone, so that
+    probes on other features learn from the same ones. Without `per_class` about 80 % of each class.
 
     Args: features: [N, D]. labels: N, at least two classes with more than `per_class` sentences each.
     """

@@ -229,6 +229,15 @@ def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray
     )
 
 
+def scales_beside_last(factor: float, totals: Sequence[float]) -> np.ndarray:
+    """What makes the sum of all losses but the last `factor` times their mean, times the total of the last.
+
+    fp32 [losses]. Divided by that total it stands beside the last one's mean.
+    """
+    *others, last = totals
+    return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
+
+
 class Batch:
     """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
 

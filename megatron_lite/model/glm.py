@@ -208,15 +208,25 @@ class GLM(nn.Module):
         if answers:
             return self._answers(batch)
         if batch.parts is None:
-            losses = self.losses(batch, self.label_smoothing)
-            return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+            return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
-            losses = self.losses(batch, 0.0)[: len(batch.parts.row_part)]  # without fillers
-            outputs = choice_scores(losses, batch.parts)
-        else:
-            outputs = self._head_outputs(batch, batch.parts)
-        loss = task_loss(outputs, batch.parts)
-        return loss, sums_of_task(loss, batch.parts.weight, self.num_losses)
+            losses = self._row_losses(self._hidden(batch), batch, 0.0)
+            outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
+            return self._task_loss(outputs, batch.parts)
+        layers = self._layers(batch)
+        loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
+        if batch.parts.has_language:
+            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            loss, sums = loss + of_tokens, sums + token_sums
+        return loss, sums
+
+    def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = self._row_losses(hidden, batch, self.label_smoothing)
+        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+
+    def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = task_loss(outputs, parts)
+        return loss, sums_of_task(loss, parts.weight, self.num_losses)
 
     def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Of choices: log probability of each part's targets, fp32 [P], and whether none has a likelier token, [P].
@@ -226,15 +236,19 @@ class GLM(nn.Module):
         parts = batch.parts
         assert parts is not None
         if parts.head != "choices":
-            outputs = self._head_outputs(batch, parts).float()
+            outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        logits, _ = self._row_logits(batch)
+        logits, _ = self._row_logits(self._hidden(batch), batch)
         rows = len(parts.row_part)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
-    def _head_outputs(self, batch: ModelInput, parts: Parts) -> torch.Tensor:
-        layers: list[torch.Tensor] = []  # of the embeddings and of all blocks
+    def _hidden(self, batch: ModelInput) -> torch.Tensor:
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+
+    def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
+        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        layers: list[torch.Tensor] = []
 
         def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
             layers.append(hidden)
@@ -242,19 +256,24 @@ class GLM(nn.Module):
 
         keep_all = keep if self.config.task_mix else None
         layers.append(self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
-        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout)
+        return layers
+
+    def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
+        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.row_part)]
 
-    def losses(self, batch: ModelInput, smoothing: float, latent: Latent | None = None) -> torch.Tensor:
+    def losses(self, batch: ModelInput, latent: Latent | None = None) -> torch.Tensor:
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: latent: as of `run`."""
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
+        return self._row_losses(hidden, batch, 0.0)
+
+    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
-        logits, classes = self._row_logits(batch, latent)
+        logits, classes = self._row_logits(hidden, batch)
         return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
 
-    def _row_logits(
-        self, batch: ModelInput, latent: Latent | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row_logits(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
-        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):

@@ -32,6 +32,7 @@ from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model import fused
 from megatron_lite.model.dropout import Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased
+from megatron_lite.model.task_losses import Parts, first_places, part_pools
 from megatron_lite.model.tensor_parallel import (
     Partition,
     TensorParallel,
@@ -143,6 +144,7 @@ class TaskHead(nn.Module):
         super().__init__()
         needs_pooler = config.has_task_pooler and not config.sentence_classes
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
         self.mix = LayerMix(config) if config.task_mix else None
         self.classifier = Linear(config.hidden_size, config.task_outputs)
 
@@ -262,12 +264,11 @@ class Heads(nn.Module):
         rows: torch.Tensor,
         final_layernorm: nn.Module,
         dropout: Dropout | None,
+        parts: Parts | None = None,
     ) -> torch.Tensor:
-        """What the task's head says of rows: int [N] -> [N, outputs].
+        """What the task's head says of rows: int [N] -> [N, outputs]; with a pool of the parts, [P, outputs].
 
-        Args:
-            layers: [T, D] of the last block; for a mix those of the embeddings and of all blocks.
-            dropout: of all rows.
+        Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
         """
         assert self.task is not None
         if self.parallel.sequence_parallel:
@@ -281,6 +282,9 @@ class Heads(nn.Module):
                 assert self.sentence is not None
                 pooler = self.sentence.dense
             chosen = torch.tanh(pooler(chosen))
+        if self.task.pool is not None:
+            assert parts is not None
+            chosen, rows = torch.relu(self.task.pool(part_pools(chosen, parts))), rows[first_places(parts)]
         # The embedding has no attention: the salt of that place is free.
         dropped = None if dropout is None else dropout.features(self.task_dropout, -1, "attended")
         if dropped is not None:

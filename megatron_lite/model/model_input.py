@@ -195,7 +195,7 @@ def prepare(
     labelled = np.where(labelled < 0, -1, labelled + first)
     targets = np.where(labelled < 0, 0, planes[-1][labelled])
     if isinstance(batch, TaskBatch) and batch.head != "tokens":
-        parts = HostParts(batch, plan.order, first, few_counts)
+        parts = HostParts(batch, plan.order, first, few_counts, config.has_task_pool)
         if batch.head == "choices":  # their rows are those with loss
             loss_rows, targets = parts.loss_rows()
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank

@@ -160,7 +160,7 @@ class Optimus(nn.Module):
             dropout=_dropout(batch, 1),
         )
         latent = self.latent.given(z, sentences.of_token, sentences.slots)
-        losses = self.decoder.losses(decoded, 0.0, latent) * batch.weights
+        losses = self.decoder.losses(decoded, latent) * batch.weights
         return torch.zeros_like(sentences.weight).index_add(0, sentences.of_loss, losses)
 
 

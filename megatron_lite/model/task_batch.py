@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import TOKENS
+from data_utils.objectives.planes import DOC, TOKENS
 from data_utils.tasks.collate import PartArrays
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.heads import LossRows, few_count
@@ -20,6 +21,7 @@ class TaskBatch(Batch):
     samples: int64 [documents], from which dropout follows: different for the documents of one sample.
     head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
     loss: of CHOICE_LOSSES, for choices.
+    has_language: the documents' own weights are losses beside the one of a head.
     """
 
     def __init__(
@@ -29,9 +31,10 @@ class TaskBatch(Batch):
         parts: PartArrays,
         head: str,
         loss: str = "cross_entropy",
+        has_language: bool = False,
     ):
         super().__init__(planes, samples)
-        self.parts, self.head, self.loss = parts, head, loss
+        self.parts, self.head, self.loss, self.has_language = parts, head, loss, has_language
 
     @property
     def loss_weight(self) -> float:
@@ -49,16 +52,28 @@ class TaskBatch(Batch):
     @property
     def loss_rows(self) -> int:
         """Rows on which the vocabulary's head runs; others cost next to nothing."""
-        if self.head == "tokens":
+        if self.head == "tokens" or self.has_language:
             return super().loss_rows
         return len(self.parts.rows) if self.head == "choices" else 0
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         if self.head == "tokens":
             return super().loss_weights(num_losses)
-        weights = np.zeros(num_losses)
+        weights = super().loss_weights(num_losses) if self.has_language else np.zeros(num_losses)
         weights[-1] = self.loss_weight
         return weights
+
+
+def with_documents(batch: TaskBatch) -> PartArrays:
+    """Parts of one row each -> the same with the other tokens of their documents, padding left out, after it."""
+    doc = batch.planes[:, DOC]
+    chosen = []
+    for row in batch.parts.rows.tolist():
+        number, place = divmod(row, doc.shape[1])
+        members = np.flatnonzero(doc[number] == doc[number, place])
+        chosen.append(np.r_[row, members[members != place] + number * doc.shape[1]])
+    owner = np.repeat(batch.parts.row_part, [len(rows) for rows in chosen])
+    return replace(batch.parts, rows=np.concatenate([batch.parts.rows[:0], *chosen]), row_part=owner)
 
 
 class HostParts:
@@ -68,15 +83,23 @@ class HostParts:
         order: int64 [T], the plan's: index of each token into the flattened batch, -1 for padding.
         first: token of [T] from which rows are counted: with a decoder its first.
         few_counts: rows are filled up to one of few counts, see `few_count`. The first token fills.
+        pools: the head of a part reads its row and then all others of its document.
     """
 
     ARRAYS = 8
 
-    def __init__(self, batch: TaskBatch, order: np.ndarray, first: int = 0, few_counts: bool = False):
-        parts = batch.parts
+    def __init__(
+        self,
+        batch: TaskBatch,
+        order: np.ndarray,
+        first: int = 0,
+        few_counts: bool = False,
+        pools: bool = False,
+    ):
+        parts = with_documents(batch) if pools else batch.parts
         places = np.full(batch.planes[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
-        self._head, self._loss = batch.head, batch.loss
+        self._head, self._loss, self._has_language = batch.head, batch.loss, batch.has_language
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
             targets = targets + np.searchsorted(parts.row_part, parts.target_part)
@@ -115,5 +138,6 @@ class HostParts:
             value=value.view(torch.float32),
             divisor=divisor.view(torch.float32),
             weight=weight.view(torch.float32),
+            has_language=self._has_language,
             **named,
         )

@@ -3,7 +3,7 @@
 What a part is says data_utils/tasks/base.py. Each loss is a cross entropy (or squared error) in fp32; all of them are
 sums, which the trainer divides once, by the step's `weight`.
 
-Shapes: N rows, P parts, S samples, K classes.
+Shapes: N rows, P parts, S samples, K classes, D features of a row.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Parts:
     value: torch.Tensor  # fp32 [P]
     divisor: torch.Tensor  # fp32 [P]
     weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
+    has_language: bool = False  # tokens have a loss beside, that of pretraining
 
 
 def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -43,6 +44,26 @@ def part_sums(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
     """Sums over the rows of each part, fp32 [N] -> [P]."""
     none = torch.zeros(len(parts.sample), device=of_rows.device)
     return none.index_add(0, parts.row_part, of_rows.float())
+
+
+def first_places(parts: Parts) -> torch.Tensor:
+    """The first row of each part among all rows, int64 [P]; every part has one."""
+    counts = part_sums(torch.ones_like(parts.row_part), parts).long()
+    return counts.cumsum(0) - counts
+
+
+def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Of each part [its first row, the maximum and the mean of all]: [N or more, D] -> [P, 3 D].
+
+    Source: concat pooling, ULMFiT, arXiv:1801.06146, section 3.3.
+    """
+    rows, owner = of_rows[: len(parts.row_part)].float(), parts.row_part.long()
+    first = rows[first_places(parts)]
+    none = torch.full_like(first, float("-inf"))
+    most = none.scatter_reduce(0, owner[:, None].expand_as(rows), rows, "amax")
+    counts = part_sums(torch.ones_like(owner), parts)
+    mean = torch.zeros_like(first).index_add(0, owner, rows) / counts[:, None]
+    return torch.cat([first, most, mean], dim=1).to(of_rows.dtype)
 
 
 def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -20,6 +20,15 @@ CUDA_LAUNCH_US = 2.5
 TRACED_LAYERS = 2  # and one more: equal layers cost the same
 
 
+def require_one_transformer(config: Config) -> None:
+    """Raise ConfigError for a configuration of two."""
+    if config.decoder is not None:
+        raise ConfigError(
+            "decoder is set, but a trace is of one Transformer; trace the encoder (decoder=null "
+            "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
+        )
+
+
 @dataclass(frozen=True)
 class Request:
     """One layout of a configuration."""
@@ -31,7 +40,8 @@ class Request:
 
     @staticmethod
     def of(config: Config, processes: int, gpu: Gpu, layers: int = TRACED_LAYERS) -> Request:
-        """Raises ConfigError if the processes do not fit the layout or the batch."""
+        """Raises ConfigError if the processes do not fit the layout or the batch, or there are two Transformers."""
+        require_one_transformer(config)
         config.deepspeed_options(config.parallel.data_parallel_size(processes))
         return Request(to_tree(config), processes, gpu.name, layers)
 

@@ -44,7 +44,8 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_notes(runs),
         *_section("Overview", _overview(runs)),
         _legend(runs),
-        *_section("Losses, nats per token", *_charts(_loss_charts(runs))),
+        *_section(f"Losses, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
+        *_section("Latent space", *_charts(_latent_charts(runs))),
         *_section("Optimization", *_charts(_optimization_charts(runs))),
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
         *_section("Blanks filled during training", *(part for run in runs for part in _fillings(run, runs))),
@@ -200,6 +201,22 @@ def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
         title = "all objectives" if name == "loss" else shorten(name.removeprefix("loss/"), 60)
         charts.append(Chart(title, lines, "{:.4g}".format, levels, _restarts(runs)))
     return charts
+
+
+def _loss_unit(runs: Sequence[RunReport]) -> str:
+    """Losses of sentences that pass through a latent vector are bounds of each sentence's likelihood."""
+    of_sentences = [run.records.curve("train", "beta") is not None for run in runs]
+    if all(of_sentences):
+        return "sentence"
+    return "token (with a latent vector: per sentence)" if any(of_sentences) else "token"
+
+
+def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    """Of runs of the objective optimus."""
+    measured = (("mutual information, nats", "mutual_information"), ("active units", "active_units"))
+    charts = [Chart(title, _lines(runs, "validation", name), "{:.4g}".format) for title, name in measured]
+    options: dict[str, Any] = {"from_zero": True, "also": "highest"}
+    return [*charts, _chart(runs, "beta, weight of the divergence", "beta", "{:.3g}".format, **options)]
 
 
 def _chart(runs: Sequence[RunReport], title: str, name: str, text: Text, **options: Any) -> Chart:

@@ -85,6 +85,8 @@ def is_idle(name: str, config: Config) -> bool:
     if name.startswith("heads.sentence."):
         return not (config.model.has_task_pooler and name.startswith("heads.sentence.dense."))
     is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
+    if config.finetune.lm_weight:
+        return False  # the tokens of the samples' texts are predicted as well
     return is_of_tokens and (config.model.task_head != "none" or "bound" in name)
 
 

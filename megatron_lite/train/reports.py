@@ -39,18 +39,22 @@ class Interval:
 
 
 def objective_losses(
-    sums: np.ndarray, names: Sequence[str], factors: Mapping[str, float] | None = None
+    sums: np.ndarray,
+    names: Sequence[str],
+    factors: Mapping[str, float] | None = None,
+    last_divides: bool = False,
 ) -> dict[str, float]:
     """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 2].
 
     The total is what training minimises. Without `factors` it is the sum of all losses divided by the number of
     predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second loss predicts, and the sentences of
-    OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is the
-    sum of the means, each times its factor.
+    OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is the sum of the means, each times its
+    factor. With `last_divides` the sum of all is divided by the weight of the last.
     """
     means = {name: float(total / weight) for name, (total, weight) in zip(names, sums, strict=True) if weight}
     if factors is None:
-        tokens = sum(weight for name, (_, weight) in zip(names, sums, strict=True) if name not in _AGAIN)
+        counted = names[-1:] if last_divides else [name for name in names if name not in _AGAIN]
+        tokens = sum(weight for name, (_, weight) in zip(names, sums, strict=True) if name in counted)
         total = float(sums[:, 0].sum() / tokens) if tokens else float("nan")
     else:
         total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")

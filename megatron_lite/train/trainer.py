@@ -24,7 +24,6 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import model_count, model_flops
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import MicroBatch
@@ -35,6 +34,7 @@ from megatron_lite.train.control import Phase, Requests, RunControl
 from megatron_lite.train.engine import TYPES, Engine, StepResult
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.judge import Judge
+from megatron_lite.train.loss_shares import LossShares
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.machine import Yardstick
 from megatron_lite.train.metrics import Metrics, keep_aside
@@ -45,7 +45,6 @@ from megatron_lite.train.reports import (
     Interval,
     layout,
     memory_gib,
-    objective_losses,
     save_resolved,
     scores_line,
     start_line,
@@ -73,11 +72,13 @@ class Trainer:
         watchdog: Watchdog | None = None,
         fill: Callable[[GLM], dict[str, Any]] | None = None,
         judge: Judge | None = None,
+        language_weight: Callable[[int], float] | None = None,
     ):
         """Args:
         control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
         fill: makes a record of filled blanks at each evaluation, on the main rank.
         judge: evaluates a task, instead of the loss on `validation_data`.
+        language_weight: step -> weight of the mean of all losses but the last, the task's, beside the mean of that one.
         """
         self.config = config
         self.context = context
@@ -85,17 +86,12 @@ class Trainer:
         self.train_data = train_data
         self.validation_data = validation_data
         self.loss_names = list(loss_names)
-        by_objective = config.training.loss_normalization == "per_objective"
-        self.loss_factors = config.training.loss_weights if by_objective else None  # of each loss's mean
-        factors = None
-        if self.loss_factors is not None:
-            factors = [self.loss_factors.get(name, 1.0) for name in self.loss_names]
-        self._factors = factors
-        self._maker = StepMaker(config, context, train_data, engine.prepared, len(self.loss_names), factors)
+        self._shares = LossShares(config, loss_names, context.dp.size, language_weight)
+        count, factors = len(self.loss_names), self._shares.factors
+        self._maker = StepMaker(config, context, train_data, engine.prepared, count, factors)
         self._ahead = Ahead(self._maker.make, context.device)
         self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
-        self.accumulation_steps = config.batch.accumulation_steps(context.dp.size)
         self.step = 0
         self.consumed_samples = 0
         self.consumed_tokens = 0
@@ -109,8 +105,7 @@ class Trainer:
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
-        self._fill = fill
-        self._judge = judge
+        self._fill, self._judge = fill, judge
         self._evaluated = 0  # the last step of which it is known that it was
         self._saver = Saver(
             checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
@@ -303,7 +298,7 @@ class Trainer:
         tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
         loss_weights = totals[5:]
         self.watchdog.at("forward, backward and optimizer")
-        result = self._engine_step(self._micro_batches(made, loss_weights))
+        result = self._engine_step(self._shares.micro_batches(made, loss_weights, self.step + 1))
         self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
@@ -316,18 +311,6 @@ class Trainer:
         self._unread.append((self.step, result))
         self._read_outcomes(all_but=1)
         return result, requests
-
-    def _micro_batches(self, made: HostStep, loss_weights: list[float]) -> list[MicroBatch]:
-        """Args: loss_weights: of each loss in the step, all ranks together."""
-        if self._factors is not None:
-            scales = mean_scales(self._factors, loss_weights)
-            for prepared in made.inputs:
-                prepared.scale_weights(scales)
-        loss_weight = sum(loss_weights)
-        return [
-            MicroBatch(prepared, None, self._loss_factor(own_weight, loss_weight))
-            for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
-        ]
 
     def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
         """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
@@ -358,17 +341,6 @@ class Trainer:
     def _all_losses(self, sums: torch.Tensor) -> torch.Tensor:
         """fp64 [objectives, 2] over all samples, each counted on one rank; still on the device."""
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums))
-
-    def _loss_factor(self, own_weight: float, loss_weight: float) -> float:
-        """The factor that makes a micro-batch's loss sum its share of the step's loss.
-
-        Args: own_weight, loss_weight: of the micro-batch, and of the step on all ranks.
-        """
-        if self.loss_factors is not None:
-            return 1.0  # it is in the weights already
-        if self.config.training.loss_normalization == "global_tokens":
-            return 1.0 / max(loss_weight, 1.0)
-        return 1.0 / max(own_weight, 1.0) / self.accumulation_steps / self.context.dp.size
 
     def _learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
@@ -412,7 +384,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **objective_losses(sums, self.loss_names, self.loss_factors),
+            **self._shares.means(sums),
             "lr": self._learning_rate(self.step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,
@@ -444,7 +416,7 @@ class Trainer:
         training, size = self.config.training, self.config.batch.micro_batch_size
         batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
         sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
-        losses = objective_losses(sums, self.loss_names, self.loss_factors)
+        losses = self._shares.means(sums)
         values = {**losses, **self.engine.more_measures(losses["loss"])}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
         self._record_fillings()

@@ -16,6 +16,7 @@ from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.latent.open_run import open_latent
+from megatron_lite.train.resume import check_beginning
 
 SETTINGS = [
     "batch.global_batch_size=16",
@@ -43,7 +44,9 @@ def run(request, tmp_path_factory):
 def learn(context, run, task, output, settings):
     tree = load_tree([], task, settings, find_manifest(run).trainer_state().config)
     tree = merge(tree, {"run": {"directory": str(output)}, "checkpoint": {"initialize_from": str(run)}})
-    return finetune(prepare(tree), output, context)
+    task = prepare(tree)
+    check_beginning(task.config)
+    return finetune(task, output, context)
 
 
 def tuned(run, task, output, *settings):

@@ -11,7 +11,9 @@ import yaml
 from support.hf_runs import tree as tree_of
 from support.hf_runs import write_run, write_vocabulary
 from support.project import ROOT
+from support.published import random_model
 from support.tasks import write_lines
+from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.settings import merge
@@ -19,6 +21,7 @@ from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.harness import Harness
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from scripts import harness as script
 
 pytest.importorskip(
@@ -226,3 +229,28 @@ def test_the_example_of_the_page_runs(runs, tasks, monkeypatch, capsys):
     exec(compile(code, "docs/generation.md", "exec"), namespace)
     score, result = capsys.readouterr().out.split("\n")[:2]
     assert score.startswith("[(-") and "'acc,none': " in result
+
+
+def test_gpt2_has_the_numbers_of_lm_evals_own_model(tmp_path):
+    """Of whole texts in one window and of texts without a context, which begin with eos on both sides."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_lite.finetune.lm_eval_model import CheckpointLM
+
+    names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(40)), "<|endoftext|>"]
+    (tmp_path / "gpt2").mkdir()
+    write_gpt2(tmp_path / "gpt2", {name: i for i, name in enumerate(names)}, [])
+    random_model("gpt2", vocab_size=len(names)).save_pretrained(tmp_path / "gpt2")
+    tree = {"training": {"steps": 1}, "data": {"sequence_length": 60}, "objectives": {"causal": 1}}
+    import_directory(tmp_path / "gpt2", tmp_path / "run", tree)
+    theirs = HFLM(pretrained=str(tmp_path / "gpt2"), device="cpu", batch_size=2)
+    ours = CheckpointLM(Harness(load_run(tmp_path / "run")))
+    texts = ["The quick brown fox", "jumps over", "a lazy dog."]
+    for kind, arguments in (
+        ("loglikelihood", [("", text) for text in texts]),
+        ("loglikelihood_rolling", [(text,) for text in texts]),
+    ):
+        requests = [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+        found, expected = (np.array(getattr(model, kind)(requests)) for model in (ours, theirs))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -280,6 +280,15 @@ def test_a_mix_of_layers_is_elmos(tmp_path):
     torch.testing.assert_close(answers.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_pool_needs_a_head_of_texts(tmp_path):
+    cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
+    files = write_task(tmp_path / "task", **cloze)
+    with pytest.raises(
+        ConfigError, match="task_pool is concat, but a task of kind cloze has no head of whole"
+    ):
+        task_of(files, tmp_path / "out", "model.task_pool=concat")
+
+
 def test_a_mix_needs_a_head(tmp_path):
     cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
     files = write_task(tmp_path / "task", **cloze)
@@ -291,4 +300,4 @@ def test_siatls_order(tmp_path):
     files = write_task(tmp_path / "task")
     found = task_rates(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
     starts = {name.split(".")[0]: rate.first_step for name, rate in found.items()}
-    assert starts == {"heads": 1, "final_layernorm": 1, "layers": 5, "embedding": 17}  # 4 steps an epoch
+    assert starts == {"heads": 1, "final_layernorm": 5, "layers": 5, "embedding": 17}  # 4 steps an epoch

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.optimus_runs import write_run
+from support.tokenizer_files import byte_bpe_json
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.manifest import find_manifest
@@ -145,6 +146,25 @@ def test_one_tokenizer_for_both_stacks_stays_one(tmp_path):
     assert opened.tokenizer.fingerprint == open_run(run).tokenizer.fingerprint
     found = load_weights(find_manifest(tmp_path / "again"))
     assert all(torch.equal(found[name], weight.bfloat16().float()) for name, weight in weights.items())
+
+
+def test_a_tokenizer_json_takes_the_three_tokens(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_bpe_json(["<|endoftext|>"])))
+    section = {"kind": "hf_json", "path": str(tmp_path / "tokenizer.json")}
+    run, weights = write_run(tmp_path, decoder_tokenizer=section)
+    export_run(run, tmp_path / "export", ExportOptions(verify=False))
+    ours = open_run(run).decoder_tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export/decoder")
+    assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT)
+    assert theirs.convert_tokens_to_ids(["<PAD>", "<BOS>", "<EOS>"]) == [
+        ours.special.pad,
+        ours.special.sop,
+        ours.special.eop,
+    ]
+    import_directory(tmp_path / "export", tmp_path / "again", {}, verify=False)
+    assert open_run(tmp_path / "again").decoder_tokenizer.fingerprint == ours.fingerprint
+    found = load_weights(find_manifest(tmp_path / "again"))
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
 def test_the_card_and_the_record_hold_no_path(exported):

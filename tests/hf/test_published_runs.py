@@ -217,7 +217,7 @@ def lose(directory):
 @pytest.mark.parametrize(
     ("change", "tree", "parts"),
     [
-        (lambda d: edit(d, architectures=["BertForQA"]), {}, ("'BertForQA'", "BertForPreTraining and BertForMaskedLM")),
+        (lambda d: edit(d, architectures=["BertForQA"]), {}, ("'BertForQA'", "BertForPreTraining, BertForMaskedLM")),
         (lambda d: edit(d, is_decoder=True), {}, ("is_decoder is True", "only False")),
         (lambda d: edit(d, hidden_act="tanh"), {}, ("hidden_act is 'tanh'", "one of gelu")),
         (untie, {}, ("cls.predictions.decoder.weight differs", "tied")),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.latent import SIZES, latent_tree
+from support.latent import corpus_tree
 from support.training import fit
 
 from data_utils.base.errors import ConfigError, DataError
@@ -21,28 +21,10 @@ TEXTS = ["word1 word2 word3.", "word7", "word5 word5 word9 word2 word11."]
 TOLERANCE = 1e-5  # fp32, of the largest value
 
 
-def run_tree(corpus, directory):
-    tree = latent_tree(
-        tokenizer={"kind": "bert_wordpiece", "path": str(corpus / "vocab.txt")},
-        batch={"micro_batch_size": 4, "global_batch_size": 4},
-        training={"steps": 4, "precision": "fp32", "eval_samples": 8},
-        schedule={"warmup_steps": 0},
-        run={"directory": str(directory)},
-    )
-    tree["model"] = {**SIZES, "system": "bert"}
-    tree["decoder"] = {**SIZES, "system": "gpt2", "num_layers": 3}
-    tree["data"] = {
-        "sequence_length": 24,
-        "train": [{"prefix": str(corpus / "corpus_train")}],
-        "validation": [{"prefix": str(corpus / "corpus_validation")}],
-    }
-    return tree
-
-
 @pytest.fixture(scope="module")
 def directory(corpus, tmp_path_factory):
     directory = tmp_path_factory.mktemp("latent") / "run"
-    run_ranks(fit, 1, run_tree(corpus, directory))
+    run_ranks(fit, 1, corpus_tree(corpus, directory))
     return directory
 
 

@@ -72,6 +72,9 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
     rows = hidden[0][part.rows]
     if model.heads.has_task_pooler:
         rows = model.heads.task.pooler(rows).tanh()
+    if model.heads.task.pool is not None:
+        whole = torch.cat([rows[0], hidden[0].max(0).values, hidden[0].mean(0)])
+        rows = model.heads.task.pool(whole[None]).relu()
     outputs = model.heads.task.classifier(rows)
     targets = torch.tensor(part.targets).long()
     if head == "values":
@@ -88,12 +91,14 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
 CASES = [
     *(("choices", loss, False) for loss in LOSSES),
     *((head, "cross_entropy", pooled) for head in HEADS[1:] for pooled in (False, True)),
+    *((head, "cross_entropy", "concat") for head in ("classes", "values")),
 ]
+POOLS = {False: {}, True: {"task_pooler": True}, "concat": {"task_pool": "concat"}}
 
 
 @pytest.mark.parametrize("head, loss, pooled", CASES)
 def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled):
-    model = make_model(head, task_pooler=pooled)
+    model = make_model(head, **POOLS[pooled])
     numbers = range(5)
     batch = task_batch(head, numbers, loss)
     total, sums = model(ModelInput.from_batch(batch, CPU, model.config))
@@ -111,10 +116,10 @@ def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_rows_that_fill_change_nothing(head):
+@pytest.mark.parametrize("head, pool", [*((head, "token") for head in HEADS), ("classes", "concat")])
+def test_rows_that_fill_change_nothing(head, pool):
     """Few counts of rows, for kernels that are built for each: the same losses, gradients and answers."""
-    model, results = make_model(head), []
+    model, results = make_model(head, task_pool=pool), []
     for few_counts in (False, True):
         batch = ModelInput.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
         loss, _ = model(batch)
@@ -177,12 +182,12 @@ def test_label_smoothing_equals_torch(smoothing):
     torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-6)
 
 
-def task_config(head: str, parallel: dict, pooled: bool) -> Config:
+def task_config(head: str, parallel: dict, pooled: bool | str) -> Config:
     options = {
         **SIZES,
         "task_dropout": 0.1,
         "output_dropout": 0.1,
-        "task_pooler": pooled,
+        **POOLS[pooled],
         **head_options(head),
     }
     return build(
@@ -226,7 +231,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("head", HEADS)
 def test_every_layout_equals_one_process(head):
     """Dropout included. fp32: only the order of sums differs; Adam amplifies that where gradients vanish."""
-    pooled = head == "values"
+    pooled = {"values": True, "classes": "concat"}.get(head, False)
     records, outputs = run_ranks(train, 1, head, {}, pooled)[0]
     for world, parallel in LAYOUTS:
         results = run_ranks(train, world, head, parallel, pooled, parallel=ParallelConfig(**parallel))

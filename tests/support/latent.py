@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from data_utils.base.settings import build
@@ -34,6 +37,25 @@ def latent_tree(**changes):
     }
     for section, values in changes.items():
         tree[section] = {**tree.get(section, {}), **values}
+    return tree
+
+
+def corpus_tree(corpus: Path, directory: Path) -> dict[str, Any]:
+    """A run of four steps on the sentences of a corpus, with its tokenizer for both stacks."""
+    tree = latent_tree(
+        tokenizer={"kind": "bert_wordpiece", "path": str(corpus / "vocab.txt")},
+        batch={"micro_batch_size": 4, "global_batch_size": 4},
+        training={"steps": 4, "precision": "fp32", "eval_samples": 8},
+        schedule={"warmup_steps": 0},
+        run={"directory": str(directory)},
+    )
+    tree["model"] = {**SIZES, "system": "bert"}
+    tree["decoder"] = {**SIZES, "system": "gpt2", "num_layers": 3}
+    tree["data"] = {
+        "sequence_length": 24,
+        "train": [{"prefix": str(corpus / "corpus_train")}],
+        "validation": [{"prefix": str(corpus / "corpus_validation")}],
+    }
     return tree
 
 

@@ -97,9 +97,15 @@ CASES: dict[str, tuple[str, dict]] = {
 SMALLER_STD = {"t5": 0.15, "t5, odd": 0.15}
 
 
-def random_model(case: str, std: float | None = None, **changes: int) -> torch.nn.Module:
-    """A model whose norms and biases differ from their initial values, without dropout."""
-    class_name, sizes = CASES[case]
+def random_model(
+    case: str, std: float | None = None, class_name: str | None = None, **changes: Any
+) -> torch.nn.Module:
+    """A model whose norms and biases differ from their initial values, without dropout.
+
+    Args: class_name: another class with the case's sizes.
+    """
+    own, sizes = CASES[case]
+    class_name = class_name or own
     cls = getattr(transformers, class_name)
     config = cls.config_class(**sizes | changes)
     for name in config.to_dict():

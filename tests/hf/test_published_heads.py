@@ -1,0 +1,149 @@
+"""Heads of tasks between our runs and the classes of transformers that have them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.published import random_model
+from support.tokenizer_files import bert_vocab
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, merge
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf.conversion import hf_config
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.published_heads import OTHER_HEADS, TASK_CLASSES
+from megatron_lite.hf.published_runs import compare_logits
+
+KINDS = ("text", "tags", "spans")
+LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}}
+TREE = {
+    "training": {"steps": 6, "precision": "fp32", "seed": 7},
+    "data": {"sequence_length": 60},
+    "objectives": {"masked_lm": 1},
+}
+
+
+def vocabulary(directory):
+    directory.mkdir(exist_ok=True)
+    path = directory / "vocab.txt"
+    path.write_text("\n".join(bert_vocab()) + "\n", encoding="utf-8")
+    return path
+
+
+def their_model(directory, case, kind, **changes):
+    """A directory of the class, as its users publish it."""
+    size = len(vocabulary(directory).read_text(encoding="utf-8").split("\n")) - 1
+    name = TASK_CLASSES[case][kind].name
+    if kind != "spans":
+        changes = {**LABELS, **changes}
+    model = random_model(case, class_name=name, vocab_size=size, **changes)
+    model.save_pretrained(directory)
+    return model
+
+
+def brought(directory, case, output, **options):
+    """The import of a directory."""
+    objective = {"albert": "albert", "xlnet": "xlnet"}.get(case, "masked_lm")
+    labels = {"masked_lm": "next_sentence", "albert": "sentence_order"}
+    section = {labels[objective]: False} if objective in labels else {}
+    tree = merge(TREE, {"tokenizer": {"kind": "bert_wordpiece"}, objective: section})
+    tree["objectives"] = {objective: 1}
+    return import_directory(directory, output, tree, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", TASK_CLASSES)
+def test_a_published_head_comes_back(tmp_path, case, kind, caplog):
+    """Both ways are proved on the logits; every tensor is bit-equal, the labels are the same."""
+    their_model(tmp_path / "theirs", case, kind)
+    proof = brought(tmp_path / "theirs", case, tmp_path / "run")
+    assert proof is not None and proof.agreement == 1.0
+    assert caplog.text.count("begin anew") == 1  # what predicts tokens
+    proof = export_run(tmp_path / "run", tmp_path / "ours", ExportOptions())
+    assert proof is not None and proof.agreement == 1.0
+    before, after = (load_file(tmp_path / path / "model.safetensors") for path in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    described = json.loads((tmp_path / "ours/config.json").read_text())
+    assert described["architectures"] == [TASK_CLASSES[case][kind].name]
+    if kind != "spans":
+        assert described["id2label"] == {"0": "bad", "1": "fair", "2": "good"}
+        assert load_run(tmp_path / "run").config.task.labels == ("bad", "fair", "good")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_class_does_not_have_is_beside_it(tmp_path, kind, caplog):
+    """The export of a run becomes the same run again: the other heads come from a file of their own."""
+    their_model(tmp_path / "theirs", "bert", kind)
+    brought(tmp_path / "theirs", "bert", tmp_path / "run", verify=False)
+    export_run(tmp_path / "run", tmp_path / "ours", ExportOptions(verify=False))
+    caplog.clear()
+    brought(tmp_path / "ours", "bert", tmp_path / "again")
+    assert "begin anew" not in caplog.text
+    first, again = (load_run(tmp_path / name).model.state_dict() for name in ("run", "again"))
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    assert f"`{OTHER_HEADS}` holds the weights" in (tmp_path / "ours/README.md").read_text()
+
+
+def test_a_number_is_a_head_of_one_output(tmp_path):
+    their_model(tmp_path / "theirs", "roberta", "text", num_labels=1, id2label={0: "score"})
+    assert brought(tmp_path / "theirs", "roberta", tmp_path / "run").agreement == 1.0
+    assert load_run(tmp_path / "run").config.model.task_head == "values"
+    export_run(tmp_path / "run", tmp_path / "ours", ExportOptions())
+
+
+def test_a_wrong_head_fails_the_proof(tmp_path):
+    """The proof reads the head: one wrong weight of it is enough."""
+    their_model(tmp_path / "theirs", "bert", "text")
+    brought(tmp_path / "theirs", "bert", tmp_path / "run", verify=False)
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    tensors["classifier.bias"][1] += 0.01
+    save_file(tensors, path, {"format": "pt"})
+    model = load_run(tmp_path / "run").model
+    found = compare_logits(model, tmp_path / "theirs", "BertForSequenceClassification", 1e-5)
+    assert found.largest_difference == pytest.approx(0.01, rel=1e-3)
+
+
+def test_heads_that_differ_are_refused_by_name(tmp_path):
+    cases = [
+        ("bert", "text", {"problem_type": "multi_label_classification"}, "problem_type is multi_label"),
+        ("xlnet", "text", {"summary_type": "mean"}, "summary_type is 'mean'; only 'last' can be imported"),
+    ]
+    for number, (case, kind, changes, message) in enumerate(cases):
+        their_model(tmp_path / f"{number}", case, kind, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            brought(tmp_path / f"{number}", case, tmp_path / "run")
+    their_model(tmp_path / "choices", "bert", "text")
+    path = tmp_path / "choices/config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps({**described, "architectures": ["BertForMultipleChoice"]}))
+    with pytest.raises(
+        CheckpointError, match="names 'BertForMultipleChoice', which has a head of its own; only "
+    ):
+        brought(tmp_path / "choices", "bert", tmp_path / "run")
+
+
+def test_heads_of_no_class_are_not_exported():
+    head = {
+        "task_head": "classes",
+        "task_classes": 3,
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+    }
+    cases = {
+        "whose head no class of transformers for gpt2 has; export the checkpoint before": {"system": "gpt2"},
+        "whose head no class of transformers for glm has": {"system": "glm4"},
+        "RobertaForSequenceClassification has one; tune with model.task_pooler=true": {"system": "roberta"},
+        "model.task_mix is True, which BertForSequenceClassification does not have": {
+            "system": "bert", "sentence_classes": 2, "task_mix": True,
+        },
+    }  # fmt: skip
+    for message, options in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            hf_config(build(ModelConfig, {"vocab_size": 97, **head, **options}), {})

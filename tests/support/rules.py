@@ -1,0 +1,418 @@
+"""Every rule of the configuration: what breaks it, and what the message must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_lite.config.tree import BatchConfig, ParallelConfig
+from support.configs import tiny
+
+TASK = "task={name: one, kind: classification, reader: jsonl}"
+
+
+def over(*overrides: str) -> Callable[[], Any]:
+    return lambda: tiny(*overrides)
+
+
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "num_layers": (over("model.num_layers=0"), ("model.num_layers is 0", "at least 1")),
+    "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
+    "heads": (
+        over("model.num_attention_heads=5"),
+        ("num_attention_heads (5)", "divide", "choose a divisor of 64"),
+    ),
+    "dropout": (over("model.output_dropout=1"), ("model.output_dropout is 1.0", "in [0, 1)")),
+    "negative dropout": (
+        over("model.attention_dropout=-.1"),
+        ("model.attention_dropout is -0.1", "in [0, 1)"),
+    ),
+    "shrink": (over("model.embedding_gradient_shrink=0"), ("embedding_gradient_shrink is 0.0", "in (0, 1]")),
+    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "above 0", "default is 0.02")),
+    "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "above 0")),
+    "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1, or null")),
+    "activation": (
+        over("model.activation=gelu"),
+        ("model.activation is 'gelu'", "one of gelu_tanh, gelu_erf, relu"),
+    ),
+    "former value": (
+        over("model.gelu=relu"),
+        ("model.gelu is 'relu'", "one of tanh, erf", "Use model.activation instead"),
+    ),
+    "former and new name": (
+        over("model.gelu=tanh", "model.activation=gelu_erf"),
+        ("model.gelu is the former name of model.activation", "remove gelu"),
+    ),
+    "heads that do not divide": (
+        over("model.num_attention_heads=7"),
+        ("model.num_attention_heads (7) must divide model.hidden_size", "or set model.head_dim"),
+    ),
+    "shared keys": (
+        over("model.num_key_value_heads=3"),
+        ("num_key_value_heads (3)", "must divide", "choose a divisor of 4"),
+    ),
+    "keys on no rank": (
+        over("model.num_key_value_heads=2", "parallel.tensor_parallel_size=4"),
+        ("num_key_value_heads (2)", "tensor_parallel_size (4)", "choose a divisor of 2"),
+    ),
+    "a decoder with rotary positions": (
+        over("model.decoder_layers=2", "model.positions=rotary"),
+        ("model.positions is rotary", "decoder_layers (2)", "set decoder_layers to 0"),
+    ),
+    "an odd part of a head": (
+        over("model.positions=rotary", "model.rotary_share=0.19"),
+        ("rotary_share (0.19)", "16 features is 3", "an even number"),
+    ),
+    "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
+    "inner width": (
+        over("model.ffn_size=101", "parallel.tensor_parallel_size=2"),
+        ("FFN (101)", "divisible by parallel.tensor_parallel_size (2)", "change model.ffn_size"),
+    ),
+    "few task types": (
+        over("model.task_types=2"),
+        ("model.task_types is 2", "the loss document takes row 2", "set it to 3 or more"),
+    ),
+    "no block positions": (
+        over("model.positions=learned"),
+        ("model.positions is learned", "blank_infilling", "set it to learned_blocks or rotary"),
+    ),
+    "micro": (over("batch.micro_batch_size=0"), ("batch.micro_batch_size is 0", "at least 1")),
+    "global": (
+        over("batch.global_batch_size=10"),
+        ("(10)", "multiple of batch.micro_batch_size (8)", "change one"),
+    ),
+    "world": (
+        lambda: BatchConfig(micro_batch_size=4, global_batch_size=24).accumulation_steps(4),
+        (
+            "global_batch_size (24)",
+            "(4) x data-parallel ranks (4) = 16",
+            "number of processes that divides 6",
+        ),
+    ),
+    "profiler after the end": (
+        over("profiler.first_step=901", "training.steps=900"),
+        ("profiler.first_step is 901", "training.steps is 900", "earlier step"),
+    ),
+    "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
+    "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
+    "zero under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.zero_stage=2"),
+        ("zero_stage is 2", "pipeline_parallel_size 2", "set zero_stage to 1"),
+    ),
+    "offloading under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "parallel.offload_optimizer=true"),
+        ("offload_optimizer is true", "pipeline_parallel_size 2", "drift apart", "set one of them"),
+    ),
+    "sequence parallelism alone": (
+        over("parallel.sequence_parallel=true"),
+        ("sequence_parallel is true", "tensor_parallel_size 1", "set it to false"),
+    ),
+    "processes": (
+        lambda: ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).data_parallel_size(6),
+        ("6 processes", "(2) x pipeline_parallel_size (2) = 4", "start a multiple of 4"),
+    ),
+    "heads over ranks": (
+        over("parallel.tensor_parallel_size=8"),
+        ("num_attention_heads (4)", "tensor_parallel_size (8)", "choose a divisor of 4"),
+    ),
+    "stages": (
+        over("parallel.pipeline_parallel_size=8"),
+        ("pipeline_parallel_size (8)", "num_layers (2)", "needs a block"),
+    ),
+    "fp16 under a pipeline": (
+        over("parallel.pipeline_parallel_size=2", "training.precision=fp16"),
+        ("precision is fp16", "drift apart", "use bf16"),
+    ),
+    "tokens over ranks": (
+        over(
+            "parallel.tensor_parallel_size=4",
+            "parallel.sequence_parallel=true",
+            "data.row_length=585",
+            "batch.micro_batch_size=1",
+        ),
+        ("= 585 tokens", "tensor_parallel_size (4)", "change data.row_length"),
+    ),
+    "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
+    "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "at least 0")),
+    "eval_samples": (over("training.eval_samples=0"), ("training.eval_samples is 0", "at least 1")),
+    "nonfinite": (
+        over("training.max_nonfinite_steps=0"),
+        ("training.max_nonfinite_steps is 0", "at least 1"),
+    ),
+    "seed": (over("training.seed=-1"), ("training.seed is -1", f"in [0, {2**63})")),
+    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", f"in [0, {2**63})")),
+    "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
+    "recompute": (
+        over("training.recompute=some"),
+        ("training.recompute is 'some'", "one of none, selective, full"),
+    ),
+    "layernorm": (
+        over("training.layernorm=triton"),
+        ("training.layernorm is 'triton'", "one of torch, apex"),
+    ),
+    "kernel on GPUs only": (
+        over("optimizer.kernel=apex", "parallel.offload_optimizer=true"),
+        ("optimizer.kernel is apex", "GPUs only", "parallel.offload_optimizer; set the kernel to torch"),
+    ),
+    "normalization": (
+        over("training.loss_normalization=mean"),
+        ("training.loss_normalization is 'mean'", "one of global_tokens, per_objective, mean_of_means"),
+    ),
+    "loss weights without their mode": (
+        over("training.loss_weights={token: 2}"),
+        ("loss_normalization is global_tokens", "set that to per_objective, or remove the weights"),
+    ),
+    "loss weight of an unknown loss": (
+        over("training.loss_weights={words: 2}", "training.loss_normalization=per_objective"),
+        ("'words'", "one of token, sentence"),
+    ),
+    "loss weight": (
+        over("training.loss_weights={token: -2}", "training.loss_normalization=per_objective"),
+        ("training.loss_weights.token is -2", "0 or more"),
+    ),
+    "segments": (over("model.segments=-1"), ("model.segments is -1", "at least 0")),
+    "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
+    "labels without a head": (
+        over("objectives={albert: 1}", "model.max_position=600"),
+        ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
+    ),
+    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, ")),
+    "boundary head without spans": (
+        over("model.span_boundary_places=20"),
+        ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
+    ),
+    "too few segments": (
+        over(
+            "model.segments=2", "objectives={unilm: 1}", "model.sentence_classes=2", "model.max_position=600"
+        ),
+        ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
+    ),
+    "lamb": (over("optimizer.kind=lamb"), ("optimizer.kind is lamb", "flat pieces", "set it to adamw")),
+    "shared biases in stages": (
+        over("model.relative=buckets", "parallel.pipeline_parallel_size=2"),
+        ("pipeline_parallel_size is 2 with model.relative buckets", "size to 1, or relative to none"),
+    ),
+    "memory longer than half of a text": (
+        over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
+        ("xlnet.memory_length is 300", "twice as many tokens", "sequence_length is 512", "set that to 600"),
+    ),
+    "memory of another model": (
+        over("objectives={xlnet: 1}", "model.max_position=600", "xlnet.memory_length=8"),
+        ("xlnet.memory_length is 8 with model.relative none", "learned_blocks", "set model.system to xlnet"),
+    ),
+    "memory beside GLM's positions": (
+        over(
+            "objectives={xlnet: 1}", "model.max_position=600", "xlnet.memory_length=8", "model.relative=xlnet"
+        ),
+        ("model.relative xlnet and model.positions learned_blocks", "or memory_length to 0"),
+    ),
+    "memory in stages": (
+        over(
+            "objectives={xlnet: 1}",
+            "model.system=xlnet",
+            "xlnet.memory_length=8",
+            "parallel.pipeline_parallel_size=2",
+        ),
+        ("pipeline_parallel_size is 2 with xlnet.memory_length (8)", "set the size to 1", "to 0"),
+    ),
+    "shared layers in stages": (
+        over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),
+        ("pipeline_parallel_size is 2 with model.share_layers", "size to 1, or share_layers to false"),
+    ),
+    "stop": (
+        over("training.stop_after_step=101"),
+        ("stop_after_step is 101", "at most training.steps (100)"),
+    ),
+    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "above 0")),
+    "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1.0", "in [0, 1)")),
+    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "at least 0")),
+    "schedule": (over("schedule.kind=step"), ("schedule.kind is 'step'", "one of cosine, linear, constant")),
+    "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "at least 0")),
+    "floor": (over("schedule.min_lr_ratio=1.5"), ("schedule.min_lr_ratio is 1.5", "in [0, 1]")),
+    "decay_steps": (
+        over("schedule.decay_steps=10", "schedule.warmup_steps=10"),
+        ("schedule.decay_steps (10)", "larger than schedule.warmup_steps (10)"),
+    ),
+    "warmup beyond the run": (
+        over("schedule.warmup_steps=100"),
+        ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
+    ),
+    "decoder's texts": (
+        over("data.train=[{prefix: a, decoder_prefix: b}]"),
+        ("data.train[0].decoder_prefix is b", "without a decoder_tokenizer", "set the prefix to null"),
+    ),
+    "weight": (over("data.train=[{prefix: a, weight: 0}]"), ("data.train[0].weight is 0.0", "above 0")),
+    "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
+    "positions": (
+        over("data.sequence_length=513"),
+        ("data.sequence_length (513)", "up to 513", "max_position is 512", "set model.max_position=513, or"),
+    ),
+    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
+    "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "at least 0")),
+    "keep_every": (
+        over("checkpoint.keep_every=2500"),
+        ("checkpoint.keep_every (2500)", "multiple of checkpoint.save_interval (1000)", "change one"),
+    ),
+    "resume": (over("checkpoint.resume=no"), ("checkpoint.resume must be text, not False",)),
+    "resume choice": (
+        over("checkpoint.resume=always"),
+        ("checkpoint.resume is 'always'", "one of auto, never"),
+    ),
+    "failed saves": (
+        over("checkpoint.max_failed_saves=0"),
+        ("checkpoint.max_failed_saves is 0", "at least 1"),
+    ),
+    "initialize choice": (
+        over("checkpoint.initialize=some"),
+        ("checkpoint.initialize is 'some'", "one of weights, all"),
+    ),
+    "initialize from nothing": (
+        over("checkpoint.initialize=all"),
+        ("checkpoint.initialize is all", "initialize_from is null", "name a checkpoint"),
+    ),
+    "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
+    "skipped samples": (
+        over("events.skip_samples=[{first: 8, end: 8}]"),
+        ("first 8 and end 8", "first must be the smaller"),
+    ),
+    "learning rate steps": (
+        over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
+        ("from_step 9 and until_step 8", "must not be the larger"),
+    ),
+    "learning rate": (
+        over("events.learning_rate=[{from_step: 9}]"),
+        ("factor None and value None", "give one of them"),
+    ),
+    "shrink event": (
+        over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
+        ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
+    ),
+    "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
+    "fillings in this layout": (
+        over("training.eval_fillings=2", "parallel.tensor_parallel_size=2"),
+        ("training.eval_fillings is 2", "no rank holds the whole model", "set it to 0"),
+    ),
+    "fillings without stage 3": (
+        over("training.eval_fillings=2", "parallel.zero_stage=3"),
+        ("training.eval_fillings is 2", "zero_stage to 1 or 2"),
+    ),
+    "fillings of blanks": (
+        over("training.eval_fillings=2", "objectives.causal=1"),
+        ("training.eval_fillings is 2", "without the objective blank_infilling"),
+    ),
+    "fillings with a decoder": (
+        over("training.eval_fillings=2", "model.decoder_layers=3"),
+        ("training.eval_fillings is 2 with model.decoder_layers (3)", "one stack", "set it to 0"),
+    ),
+    "decoder of shared layers": (
+        over("model.decoder_layers=3", "model.share_layers=true"),
+        ("model.decoder_layers is 3 with model.share_layers", "set share_layers to false"),
+    ),
+    "decoder without targets": (
+        over("model.decoder_layers=3", "objectives={causal: 1, t5: 1}"),
+        ("model.decoder_layers is 3, but causal predicts", "set it to 0", "t5, bart, mass"),
+    ),
+    "decoder for masked tokens": (
+        over("model.decoder_layers=3", "blank_infilling.masked_lm=true"),
+        ("model.decoder_layers is 3, but blank_infilling predicts", "set it to 0"),
+    ),
+    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
+    "sentinels": (
+        over("blank_infilling.sentinel_first=200"),
+        ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
+    ),
+    "sentinels of t5": (
+        over("objectives={t5: 1}", "t5.sentinel_first=300"),
+        ("sentinel_first (300)", "below model.vocab_size (300)", "lower it"),
+    ),
+    "unknown objective": (over("objectives.bert=1"), ("'bert'", "one of blank_infilling, causal")),
+    "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
+    "objective start without objective": (
+        over("objective_starts.causal=5"),
+        ("names 'causal'", "not among objectives", "add it"),
+    ),
+    "objective start": (
+        over("objectives={causal: 1}", "objective_starts={causal: soon}"),
+        ("objective_starts.causal is 'soon'", "number of samples"),
+    ),
+    "no objective from the start": (
+        over("objectives={causal: 1, t5: 0}", "objective_starts={causal: 5}"),
+        ("from sample 0 on", "give one"),
+    ),
+    "tokenizer": (
+        lambda: tiny().with_vocab_size(301),
+        ("model.vocab_size is 300", "tokenizer has 301", "set model.vocab_size=null"),
+    ),
+    "deepspeed contradiction": (
+        over("deepspeed.train_batch_size=17"),
+        (
+            "deepspeed.train_batch_size is 17",
+            "batch.global_batch_size makes it 16",
+            "remove the DeepSpeed key",
+        ),
+    ),
+    "deepspeed of ZeRO 3": (
+        over("deepspeed.bf16.immediate_grad_update=true"),
+        ("immediate_grad_update has an effect at parallel.zero_stage 3 only", "remove it"),
+    ),
+    "deepspeed that is always done": (
+        over("deepspeed.zero_optimization.reduce_scatter=false"),
+        ("reduce_scatter is False", "always done", "remove it"),
+    ),
+    "profiler without first step": (
+        over("profiler.last_step=3"),
+        ("profiler.last_step or profiler.memory is set", "first_step is null", "set that too"),
+    ),
+    "profiler order": (
+        over("profiler={first_step: 3, last_step: 2}"),
+        ("profiler.first_step is 3 and profiler.last_step 2", "must not be the larger"),
+    ),
+    "profiler ranks": (
+        over("profiler={first_step: 3, ranks: []}"),
+        ("profiler.ranks is []", "must name ranks"),
+    ),
+    "profiler ranks of the run": (
+        lambda: tiny("profiler={first_step: 3, ranks: [2]}").profiler.require_ranks(2),
+        ("profiler.ranks is [2]", "2 processes", "name ranks below that"),
+    ),
+    "password of MLflow": (
+        over("trackers.mlflow.uri=https://me:secret@example.org"),
+        ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
+    ),
+    "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
+    "deepspeed refused": (
+        over("deepspeed.optimizer.type=Adam"),
+        ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
+    ),
+    "head without classes": (over(TASK, "model.task_head=tags"), ("task_classes is 0", "2 or more")),
+    "classes without head": (over(TASK, "model.task_classes=3"), ("task_classes is 3", "set it to 0")),
+    "task head of an encoder": (
+        over("model.task_head=spans", "model.decoder_layers=2", TASK),
+        ("model.task_head is spans", "model.decoder_layers (2)", "leave task_head out"),
+    ),
+    "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
+    "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
+    "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
+    "pool without head": (over("model.task_pool=concat"), ("is concat with model.task_head", "to token")),
+    "pooler": (over("model.task_pool=concat", "model.task_pooler=true"), ("concat with", "leave task_p")),
+    "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
+    "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
+    "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),
+    "task with means": (
+        over(TASK, "training.loss_normalization=mean_of_means"),
+        ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
+    ),
+    "seed of fine-tuning": (
+        over("finetune.seeds=[1, -2]"),
+        ("finetune.seeds has -2", "from 0 to 2^63"),
+    ),
+    "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
+    "deepspeed option of stage 3": (
+        over("deepspeed.prescale_gradients=true"),
+        ("deepspeed.prescale_gradients has an effect", "parallel.zero_stage 3 only; remove it"),
+    ),
+    "deepspeed option that is always on": (
+        over("deepspeed.zero_optimization.overlap_comm=false"),
+        ("deepspeed.zero_optimization.overlap_comm is False", "always done; remove it"),
+    ),
+}
