@@ -66,9 +66,7 @@ class ObjectiveConfig(ABC):
     needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
-    memory_length: int = (
-        0  # tokens of some texts that have block_position_ids 1, no gradient and no loss (XLNet)
-    )
+    memory_length: int = 0  # first tokens of long texts: block_position_ids 1, no loss, no gradient (XLNet)
     whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer, records
@@ -12,7 +11,7 @@ from support.training import fit, make_trainer, records
 from data_utils.base.settings import build, merge
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.tree import Config
 
 ALONE = ("optimus",)  # its samples are rows of whole documents, and its model has a latent vector
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
@@ -69,12 +68,12 @@ def rows_and_fit(context, tree):
     trainer = make_trainer(context, tree)
     rows = trainer.train_data.batch(torch.arange(8).numpy())
     is_memory = rows[:, BLOCK_POSITION_IDS] == 1
-    assert is_memory.any() and len({*zip(*(rows[:, DOC] >= 0).nonzero(), strict=True)}) > 2 * is_memory.sum()
+    assert 0 < 2 * is_memory.sum() < (rows[:, DOC] >= 0).sum()
     trainer.fit()
     return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
 
 
-def test_a_run_with_xlnets_memory_is_the_same_when_resumed_and_on_two_ranks(settings, tmp_path):
+def test_a_run_with_xlnets_memory_is_resumed_bit_for_bit(settings, tmp_path):
     """No state passes from step to step: the memory is part of its sample."""
     tree = with_memory(settings)
     (whole,) = run_ranks(rows_and_fit, 1, tree)
@@ -84,11 +83,6 @@ def test_a_run_with_xlnets_memory_is_the_same_when_resumed_and_on_two_ranks(sett
     run_ranks(fit, 1, merge(parts, {"training": {"stop_after_step": 2}}))
     (resumed,) = run_ranks(fit, 1, parts)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
-    layout = {"tensor_parallel_size": 2}
-    shards = merge(tree, {"run": {"directory": str(tmp_path / "shards")}, "parallel": layout})
-    run_ranks(fit, 2, shards, parallel=ParallelConfig(**layout))
-    for step, of_step in records(tmp_path / "shards").items():
-        assert of_step["loss"] == pytest.approx(losses[step]["loss"], rel=1e-5)
 
 
 def test_a_task_of_a_model_trained_with_a_memory_has_none(settings):
