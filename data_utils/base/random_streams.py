@@ -51,7 +51,8 @@ def derive_seed(seed: int, *names: str | int) -> int:
     """A 64-bit key for the purpose `names` of a run with `seed`. Distinct names give independent keys."""
     hasher = hashlib.blake2b(digest_size=8)
     for part in (seed, *names):
-        encoded = repr(part).encode()
+        plain = int(part) if isinstance(part, np.integer) else part  # its repr names the type
+        encoded = repr(plain).encode()
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
     return int.from_bytes(hasher.digest(), "little")
 
