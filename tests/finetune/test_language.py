@@ -19,7 +19,7 @@ from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates, training_data
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import build_model
+from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.train.lr_schedule import learning_rate
 

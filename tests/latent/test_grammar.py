@@ -42,8 +42,14 @@ def test_a_grammar_knows_its_sentences():
 def small(tmp_path_factory):
     """Stacks of one layer of width 32, which begin with nothing."""
     work = tmp_path_factory.mktemp("grammar")
-    stack = {**Setup(work).stack, "num_layers": 1, "hidden_size": 32, "init_std": 0.1}
-    setup = Setup(work, SMALL, latent_size=4, rows=2, stack=stack)
+    stack = {
+        **Setup(work).stack,
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "init_std": 0.1,
+    }
+    setup = Setup(work, SMALL, latent_size=4, rows=2, encoder={}, stack=stack)
     setup.write_corpus(2000)
     return setup
 
