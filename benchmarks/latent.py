@@ -321,7 +321,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=1600, help="of each run of OPTIMUS (default 1600)")
+    add("--steps", type=int, default=1200, help="of each run of OPTIMUS (default 1200)")
     add("--decoder-steps", type=int, default=400, help="of the decoder alone (default 400)")
     add("--seeds", type=int, default=3, help="runs of each schedule (default 3)")
     add("--sentences", type=int, default=512, help="that are measured (default 512)")
