@@ -29,6 +29,7 @@ from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
+from data_utils.samples.sentences import SentenceIndex
 
 # name: config of blank infilling, beside the objectives with their defaults
 MORE_CASES = {
@@ -58,7 +59,11 @@ def measure(
     """Row length, padded share of the row tokens, and lost share of the text tokens."""
     kind = name.split(",")[0]
     section = OBJECTIVES[kind].config_class(**MORE_CASES.get(name, {}))
-    window = Mixture([(WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD), 1.0)], seed=1)
+    index: WindowIndex | SentenceIndex = WindowIndex(dataset, sequence_length, DOCUMENT_OVERHEAD)
+    if section.whole_documents:  # longer ones are left out, and lost to no row
+        row_length = section.row_length_for(sequence_length)
+        index = SentenceIndex(dataset, sequence_length, section.least_row_length(0), row_length)
+    window = Mixture([(index, 1.0)], seed=1)
     indices = np.arange(min(samples, window.indexes[0].num_windows))
     arguments = (section, vocabulary_for(dataset), 1, sequence_length)
     usual = make_one(kind, *arguments)
@@ -67,8 +72,8 @@ def measure(
     used = (batch[:, DOC] >= 0).sum()
     roomy = collate(make_one(kind, *arguments, 2 * usual.row_length), *pieces, indices)
     lost = (roomy[:, DOC] >= 0).sum() - used
-    # BART holds its text twice.
-    copies = 2 if kind == "bart" else 1
+    # These hold their text twice.
+    copies = 2 if kind in ("bart", "optimus") else 1
     return usual.row_length, 1.0 - used / batch[:, DOC].size, lost / copies / len(pieces[0])
 
 

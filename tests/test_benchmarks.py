@@ -289,7 +289,9 @@ def test_padding_reports_every_objective(tmp_path, capsys):
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].strip() for row in rows[: len(OBJECTIVES)]] == list(OBJECTIVES)
     for name, row_length, padded, lost in rows:
-        assert int(row_length) >= 128 and 0 <= float(padded.strip(" %")) < 15
+        # Few rows of whole documents: the last one is not full.
+        most = 40 if name.strip() == "optimus" else 15
+        assert int(row_length) >= 128 and 0 <= float(padded.strip(" %")) < most
         assert 0 <= float(lost.strip(" %")) < 1, name
     with pytest.raises(ConfigError, match="--samples is 0"):
         padding.main(["--prefix", str(tmp_path / "d"), "--samples", "0"])
