@@ -16,6 +16,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/attention.png": "attention.png",
+    "benchmarks/real_tasks.png": "real_tasks.png",
     "LICENSE": "license.txt",
 }
 SOURCES = {place: path for path, place in BESIDE.items()}
