@@ -104,6 +104,7 @@ def _encoder_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
     """OPTIMUS's encoder as a model of its own: its rows are BERT's, and heads read what gives the latent vector."""
     kept = {name: value for name, value in tree.items() if name not in _OF_LATENT}
     is_pooled = tree["optimus"]["feature"] == "pooler"
+    kept["data"] = {**tree["data"], "train": [], "validation": []}  # their other half was the decoder's
     return {**kept, "objectives": {"masked_lm": 1}, "model": {**tree["model"], "task_pooler": is_pooled}}
 
 

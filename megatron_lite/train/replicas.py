@@ -35,7 +35,6 @@ def fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     return (bits * weights * _MULTIPLIER).sum()
 
 
-@torch.no_grad()
 def require_equal_replicas(
     named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int, step: int, run: Path
 ) -> None:
@@ -49,6 +48,7 @@ def require_equal_replicas(
         )
 
 
+@torch.no_grad()
 def differing_replicas(
     named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int
 ) -> list[str]:

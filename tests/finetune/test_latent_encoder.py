@@ -95,3 +95,11 @@ def test_a_run_of_optimus_answers_no_task_itself(run, tmp_path):
         ConfigError, match=r"has no answers to a task; tune its encoder with scripts/finetune\.py"
     ):
         evaluate(path, tree, 8)
+
+
+def test_corpora_of_two_vocabularies_are_left_behind(tmp_path):
+    corpus = {"prefix": "read", "decoder_prefix": "written"}
+    path, _ = pretrained(tmp_path / "optimus", data={"train": [corpus]})
+    _, task = write_task(tmp_path / "task", train=16)
+    tree = load_tree([], task, SETTINGS, find_manifest(path).trainer_state().config)
+    assert prepare(tree).config.data.train == ()
