@@ -23,9 +23,9 @@ from tqdm import tqdm
 from data_utils.base.errors import CheckpointError
 from megatron_lite.latent.inputs import Sampling
 from megatron_lite.latent.interface import LatentModel, Sentence
-from megatron_lite.latent.noise import normals
 from megatron_lite.model.latent import gaussian_kl
 from megatron_lite.model.latent_space import active_units, mutual_information
+from megatron_lite.model.noise import normals
 
 LARGEST_EXPONENT = 700.0  # exp of it is still finite
 

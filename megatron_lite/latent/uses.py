@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.latent.interface import LatentModel
-from megatron_lite.latent.noise import normals
+from megatron_lite.model.noise import normals
 
 
 def between(mu: torch.Tensor, points: int) -> torch.Tensor:

@@ -113,6 +113,11 @@ class Layout:
         """Which tokens a decoder computes, where the model has one: those with ord > 0. bool [T]"""
         return (self.key_time > 0) & (self.key_time < NEVER)
 
+    @cached_property
+    def parts(self) -> tuple[Layout, Layout]:
+        """The layouts of an encoder's tokens and of a decoder's."""
+        return self.part(~self.is_target), self.part(self.is_target)
+
     def part(self, chosen: np.ndarray) -> Layout:
         """The layout of some of the tokens, with the rule restricted to them. Args: chosen: bool [T]."""
         columns = (self.document, self.key_time, self.query_bound, self.grp)

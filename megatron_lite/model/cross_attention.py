@@ -95,11 +95,11 @@ def plan_parts(
         length: Te + Td; None = as many as there are, and padding. At least those of `constant_length`.
         has_cross: whether the decoder attends to the encoder's rows.
     """
-    is_target = layout.is_target
-    encoder = plan_attention(layout.part(~is_target), device, kernel, multiple)
+    of_encoder, of_decoder = layout.parts
+    encoder = plan_attention(of_encoder, device, kernel, multiple)
     if length is not None:
         multiple = length - len(encoder.order)
-    decoder = plan_attention(layout.part(is_target), device, kernel, multiple)
+    decoder = plan_attention(of_decoder, device, kernel, multiple)
     return PartsPlan(
         encoder,
         decoder,

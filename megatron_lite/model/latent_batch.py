@@ -22,6 +22,7 @@ from data_utils.samples.loader import SampleLoader
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.heads import few_count
+from megatron_lite.model.noise import normals
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,9 @@ class LatentBatch(Batch):
     def noise(self) -> np.ndarray:
         """Standard normal, fp32 [N, P]."""
         rows, numbers = self.places
-        drawn = [
-            _noise(self._seed, sample, number, self.latent_size)
-            for sample, number in zip(self.samples[rows].tolist(), numbers.tolist(), strict=True)
-        ]
-        return np.array(drawn, np.float32).reshape(-1, self.latent_size)
+        most = int(numbers.max(initial=-1)) + 1
+        drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
+        return drawn.numpy()[rows, numbers].astype(np.float32)
 
     @property
     def loss_weight(self) -> float:
@@ -76,31 +75,20 @@ class LatentBatch(Batch):
         weights[LOSS_NAMES.index("reconstruction")] = self.loss_weight
         return weights
 
-    @cached_property
-    def _own_keys(self) -> tuple[int, int]:
-        """Pairs of tokens of which one sees the other, in the encoder and in the decoder."""
-        is_target = self.layout.is_target
-        parts = (self.layout.part(~is_target), self.layout.part(is_target))
-        encoder, decoder = (int(part.views.seen.sum()) for part in parts)
-        return encoder, decoder
-
     @property
     def visible_keys(self) -> int:
-        return sum(self._own_keys)
+        """Of pairs of tokens of one stack."""
+        encoder, decoder = self.layout.parts
+        return int(encoder.views.seen.sum() + decoder.views.seen.sum())
 
     @property
     def target_keys(self) -> int:
-        return self._own_keys[1]
+        return int(self.layout.parts[1].views.seen.sum())
 
     def padded(self, rows: int) -> LatentBatch:
         planes = super().padded(rows).planes
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
         return LatentBatch(planes, samples, self._seed, self.latent_size, self.has_memory)
-
-
-def _noise(seed: int, sample: int, number: int, size: int) -> np.ndarray:
-    key = derive_seed(seed, "noise", sample, number)
-    return np.random.Generator(np.random.Philox(key=key)).standard_normal(size, np.float32)
 
 
 class HostSentences:

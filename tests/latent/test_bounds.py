@@ -19,8 +19,8 @@ from megatron_lite.latent.bounds import (
     summarize,
 )
 from megatron_lite.latent.inputs import Sampling
-from megatron_lite.latent.noise import normals
 from megatron_lite.model.latent import gaussian_kl
+from megatron_lite.model.noise import normals
 
 
 def column(*values):
