@@ -12,7 +12,7 @@ from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig
 from data_utils.samples.config import DataConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.sections import ParallelConfig, TrainingConfig
+from megatron_lite.config.sections import CheckpointConfig, ParallelConfig, TrainingConfig
 
 
 class Sections(Protocol):
@@ -30,6 +30,8 @@ class Sections(Protocol):
     def parallel(self) -> ParallelConfig: ...
     @property
     def training(self) -> TrainingConfig: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
     @property
     def task(self) -> Any: ...
     @property
@@ -96,6 +98,12 @@ def _check_run(config: Sections, latent: OptimusConfig) -> None:
     check(
         latent.cycles <= training.steps,
         f"optimus.cycles is {latent.cycles}, more than training.steps ({training.steps}); lower it.",
+    )
+    whole, stack = config.checkpoint.initialize_from, latent.encoder_from or latent.decoder_from
+    check(
+        whole is None or stack is None,
+        f"checkpoint.initialize_from is {whole} and a stack is to begin with {stack}; set checkpoint.initialize_from, "
+        "or optimus.encoder_from and decoder_from, to null.",
     )
     for name, value, usual in (
         ("label_smoothing", training.label_smoothing, 0.0),

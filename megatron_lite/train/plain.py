@@ -48,23 +48,6 @@ class PlainEngine(Engine):
         assert isinstance(self._model, GLM)
         return self._model
 
-    def set_step(self, step: int) -> None:
-        super().set_step(step)
-        latent = self._config.latent
-        if latent is not None and isinstance(self._model, Optimus):
-            self._model.beta = beta(
-                step - 1,
-                self._config.training.steps,
-                peak=latent.beta,
-                cycles=latent.cycles,
-                zero_share=latent.zero_share,
-                rise_share=latent.rise_share,
-            )
-
-    @property
-    def annealed(self) -> dict[str, float]:
-        return {"beta": self._model.beta} if isinstance(self._model, Optimus) else {}
-
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
@@ -79,19 +62,9 @@ class PlainEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._no_sums()
-        self._measures = LatentMeasures()
-        if isinstance(self._model, Optimus):
-            self._model.observe = self._measures.add
         for batch in batches:
             sums += self._model(self._input(batch, None))[1]
-        if isinstance(self._model, Optimus):
-            self._model.observe = None
         return sums
-
-    def more_measures(self, loss: float) -> dict[str, float]:
-        if isinstance(self._model, Optimus):
-            return self._measures.summary(self.context, loss)
-        return super().more_measures(loss)
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,10 +78,49 @@ class PlainEngine(Engine):
         return torch.zeros(self._model.num_losses, 2, dtype=torch.float64, device=self.context.device)
 
 
+class LatentEngine(PlainEngine):
+    """Of two stacks and a latent vector: OPTIMUS."""
+
+    _measures: LatentMeasures  # of the last evaluation
+
+    @property
+    def optimus(self) -> Optimus:
+        assert isinstance(self._model, Optimus)
+        return self._model
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        latent = self.optimus.config
+        self.optimus.beta = beta(
+            step - 1,
+            self._config.training.steps,
+            peak=latent.beta,
+            cycles=latent.cycles,
+            zero_share=latent.zero_share,
+            rise_share=latent.rise_share,
+        )
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return {"beta": self.optimus.beta}
+
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        self._measures = LatentMeasures()
+        self.optimus.observe = self._measures.add
+        try:
+            return super().evaluate(batches)
+        finally:
+            self.optimus.observe = None
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        return self._measures.summary(self.context, loss)
+
+
 def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
     """Build, initialise and shard the model of a configuration for its layout."""
     if context.pp.size == 1:
-        return PlainEngine(config, context, num_losses)
+        kind = PlainEngine if config.latent is None else LatentEngine
+        return kind(config, context, num_losses)
     from megatron_lite.train.pipeline import PipelineEngine
 
     return PipelineEngine(config, context, num_losses)

@@ -21,6 +21,10 @@ from megatron_lite.config.tree import Config, ModelConfig
         ({"model": {"sentence_classes": 0}}, "optimus.feature is pooler, but model.sentence_classes is 0"),
         ({"parallel": {"tensor_parallel_size": 2}}, "parallel.tensor_parallel_size is 2, but optimus runs"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size is 2, but optimus"),
+        (
+            {"checkpoint": {"initialize_from": "a"}, "optimus": {"decoder_from": "b"}},
+            "checkpoint.initialize_from is a and a stack is to begin with b; set checkpoint.initialize_from",
+        ),
         ({"optimus": {"cycles": 21}}, "optimus.cycles is 21, more than training.steps"),
         (
             {"training": {"label_smoothing": 0.1}},

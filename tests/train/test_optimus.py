@@ -18,7 +18,7 @@ from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.train.plain import PlainEngine
+from megatron_lite.train.plain import PlainEngine, make_engine
 from megatron_lite.train.resume import check_beginning, load_beginning
 from megatron_lite.train.trainer import Trainer
 
@@ -47,7 +47,7 @@ def config_of(directory: Path, **changes) -> Config:
 
 def train(context, config: Config) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    engine = PlainEngine(config, context, len(LOSS_NAMES))
+    engine = make_engine(config, context, len(LOSS_NAMES))
     data = RandomSentences(config), RandomSentences(config, seed=10**6)
     Trainer(config, context, engine, *data, LOSS_NAMES).fit()
     return {name: p.detach().clone() for name, p in engine.named_parameters.items()}
@@ -104,7 +104,8 @@ def test_what_is_reported(one):
         total = record["loss/reconstruction"] + record["loss/kl"]
         assert record["loss"] == pytest.approx(total, rel=1e-6)
     last = records(one, "validation")[-1]
-    assert 0 <= last["active_units"] <= 8 and 0 <= last["mutual_information"] <= np.log(24)
+    # The estimate's terms do not share their noise: of sentences that z does not tell apart it may lie below 0.
+    assert 0 <= last["active_units"] <= 8 and -1 < last["mutual_information"] <= np.log(24)
     tokens = RandomSentences(config_of(one), 10**6).batch(np.arange(8)).loss_rows
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"] * 24 / tokens), rel=1e-5)
 
