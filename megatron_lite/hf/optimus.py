@@ -47,12 +47,12 @@ from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.published_runs import (
     KEPT_FILES,
     Stack,
-    brought_tokenizer,
     check_vocabulary,
     keep_files,
     require_same_model,
     write_stack,
 )
+from megatron_lite.hf.published_tokenizers import brought_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,

@@ -6,7 +6,6 @@ config.json, the tokenizer's files, and rows that no token uses.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from data_utils.objectives.planes import (
     WEIGHTS,
 )
 from data_utils.tasks.readers import labels_of
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer, read_files
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
@@ -54,6 +53,7 @@ from megatron_lite.hf.conversion import (
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.model_card import published_card
 from megatron_lite.hf.published_heads import OTHER_HEADS, class_of_model, task_section
+from megatron_lite.hf.published_tokenizers import brought_tokenizer, copy_tokenizer_files, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -73,13 +73,6 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
-    "spiece.model", "added_tokens.json", "generation_config.json",
-)  # fmt: skip
-# The file that decides the kind of a directory's tokenizer, in the order in which they are looked for.
-_KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("vocab.json", "gpt2_bpe"),
-          ("tokenizer.json", "hf_json"))  # fmt: skip
 # Options that a user may change: they do not alter what the imported weights compute.
 _FREE = frozenset(
     ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
@@ -170,29 +163,10 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
         )
 
 
-def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer section of the files that came with the weights, and were copied to the directory."""
-    for name, kind in _KINDS:
-        if (directory / name).exists():
-            described = directory / "tokenizer_config.json"
-            more: dict[str, Any] = {}
-            if kind == "bert_wordpiece" and described.exists():
-                more["lowercase"] = bool(read_json(described).get("do_lower_case", True))
-            if kind == "gpt2_bpe" and read_json(directory / "config.json").get("model_type") == "openai-gpt":
-                kind = "gpt_bpe"
-            path = directory if kind.endswith("_bpe") else directory / name
-            return {"kind": kind, "path": str(path), **more, **options}
-    raise ConfigError(
-        f"{source} has no tokenizer of a known kind ({', '.join(name for name, _ in _KINDS)}); set "
-        "tokenizer.kind and tokenizer.path."
-    )
-
-
 def keep_files(source: PublishedSource, directory: Path) -> None:
     directory.mkdir(parents=True)
-    for name in ("config.json", *_TOKENIZER_FILES):
-        if (source.path / name).exists():
-            shutil.copyfile(source.path / name, directory / name)
+    shutil.copyfile(source.path / "config.json", directory / "config.json")
+    copy_tokenizer_files(source.path, directory)
     rows = dict(kept_rows(source.theirs, source.parts))
     if rows:
         shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
@@ -277,40 +251,13 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     if extra:
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
-    _write_tokenizer(directory, stack)
+    write_tokenizer(directory, stack.tokenizer, _special_ids(stack), kept)
     return class_name, extra_file if extra else None
 
 
 def _special_ids(stack: Stack) -> dict[str, Any]:
     special, lacking = stack.tokenizer.special, stack.tokenizer.lacking
     return {name: getattr(special, role) for name, role in stack.roles.items() if role not in lacking}
-
-
-def _write_tokenizer(directory: Path, stack: Stack) -> None:
-    """The files that were imported, or those of the run's tokenizer, with what it adds to them."""
-    tokenizer, kept = stack.tokenizer, stack.kept
-    for name in _TOKENIZER_FILES:
-        if (kept / name).exists():
-            shutil.copyfile(kept / name, directory / name)
-    if kept.exists():
-        return
-    for name, content in read_files(tokenizer.config).items():
-        (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
-    options: dict[str, Any] = {}
-    if tokenizer.config.kind == "bert_wordpiece":
-        options = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
-    if tokenizer.added_names and tokenizer.config.added_tokens != "t5":  # T5's class adds its own
-        options["added_tokens_decoder"] = {
-            str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
-            for i, name in tokenizer.added_names.items()
-        }
-        options |= {
-            name.removesuffix("_id"): tokenizer.special_names[i] for name, i in _special_ids(stack).items()
-        }
-    if options:
-        (directory / "tokenizer_config.json").write_text(
-            json.dumps(options, indent=2) + "\n", encoding="utf-8"
-        )
 
 
 @torch.no_grad()

@@ -45,6 +45,10 @@ OBJECTIVE = {
     "t5": {"objectives": {"t5": 1}},
     "xlnet": {"objectives": {"xlnet": 1}},
 }
+TOKENIZER_FILES = (
+    "vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "chat_template.jinja",
+)  # fmt: skip
 SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
@@ -61,6 +65,9 @@ def write_tokenizer(case, directory):
     if case.startswith("glm4"):
         described = byte_bpe_json(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
         (directory / "tokenizer.json").write_text(json.dumps(described))
+        (directory / "chat_template.jinja").write_text(
+            "{% for message in messages %}{{ message.content }}{% endfor %}"
+        )
         return len(described["model"]["vocab"]) + SPARE_ROWS
     lines = bert_vocab()
     (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -101,8 +108,10 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path):
         k for k in described[0].keys() | described[1].keys() if described[0].get(k) != described[1].get(k)
     }
     assert differing <= {"transformers_version"}
-    for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
+    for name in TOKENIZER_FILES:
         assert (original / name).exists() == (tmp_path / "export" / name).exists()
+        if (original / name).exists():
+            assert (original / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
     card = (tmp_path / "export/README.md").read_text()
     model = getattr(transformers, described[1]["architectures"][0]).from_pretrained(tmp_path / "export")
     skipped = {"roberta": 2, "bart": 4}.get(case, 0) * 48  # rows that no token uses
