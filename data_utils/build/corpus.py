@@ -32,7 +32,7 @@ from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
-from data_utils.dataset.manifest import existing_files
+from data_utils.dataset.manifest import dataset_path, existing_files, read_manifest
 from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
 from data_utils.text.special_tokens import NO_TOKEN
 
@@ -57,10 +57,10 @@ class BuildReport:
 
     def lines(self) -> Iterator[str]:
         speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
-        yield (
-            f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens from "
-            f"{self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
-        )
+        work = f"from {self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
+        if not self.shards:
+            work = "already built; what the stopped build had left over is removed"
+        yield f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens {work}"
         if self.finished_before:
             yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
         for prefix, documents in self.documents.items():
@@ -106,6 +106,8 @@ def build_corpus(
         ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
         facts = TokenizerFacts.of(loaded[0])
         job = ranks.on_first(lambda: _start(config, facts, stack, writers))
+        if isinstance(job, BuildReport):
+            return job
         if uses_workers(job, ranks):
             loaded.clear()  # they load their own
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
@@ -129,19 +131,31 @@ class TokenizerFacts:
 
 def _start(
     config: BuildConfig, tokenizer: TokenizerFacts, stack: ExitStack, writers: list[IndexedDatasetWriter]
-) -> Job:
-    """Check everything that can be checked before the work, and open the output."""
+) -> Job | BuildReport:
+    """Check everything that can be checked before the work, and open the output.
+
+    Returns: a report instead of the work, if this build was stopped when only its directory was left to remove.
+    """
     paths = expand_inputs(config.inputs)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
-    _refuse_existing(prefixes, paths, config.overwrite or (directory.is_committing() and not config.restart))
+    may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
+    _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
         evaluation = read_evaluation_texts(config)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
         writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
+    plan = _plan(config, tokenizer, paths, evaluation)
+    if directory.is_built():
+        is_ours = directory.was_built_as(plan) and all(map(_has_manifest, prefixes))
+        if is_ours and not config.restart:
+            directory.remove()
+            return _report_of_built(prefixes)
+        _refuse_existing(prefixes, paths, config.overwrite)
+        directory.remove()
     stack.callback(_remove_if_nothing_is_finished, directory)
-    directory.open(_plan(config, tokenizer, paths, evaluation), config.restart)
+    directory.open(plan, config.restart)
     shards = plan_pieces(paths, config.text_split, config.shard_bytes)
     finished = directory.finished()
     return Job(
@@ -173,6 +187,27 @@ def _plan(
         "shard_bytes": config.shard_bytes,
         "inputs": _identify(paths),
     }
+
+
+def _has_manifest(prefix: str) -> bool:
+    return dataset_path(prefix, ".json").exists()
+
+
+def _report_of_built(prefixes: Sequence[str]) -> BuildReport:
+    manifests = {prefix: read_manifest(prefix) for prefix in prefixes}
+    first = manifests[prefixes[0]]
+    return BuildReport(
+        documents={prefix: manifest["num_documents"] for prefix, manifest in manifests.items()},
+        tokens={prefix: manifest["num_tokens"] for prefix, manifest in manifests.items()},
+        counts=RecordCounts(first["bad_records"], [], first["empty_documents"], first["blank_lines"]),
+        text_bytes=0,
+        seconds=0.0,
+        shards=0,
+        finished_before=0,
+        built_text_bytes=0,
+        duplicates=first.get("duplicates"),
+        contamination=first.get("contamination"),
+    )
 
 
 def _identify(paths: Iterable[Path]) -> list[list[Any]]:
@@ -346,6 +381,7 @@ def _commit(
         remove_dataset(writer.prefix)
     for writer, name in zip(writers, names, strict=True):
         writer.finish({**manifest, "split": {**manifest["split"], "name": name or None}})
+    directory.mark_built()
     directory.remove()
 
 

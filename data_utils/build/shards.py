@@ -3,6 +3,7 @@
     PREFIX.build/plan.json       the inputs and options of the build; a build with others is refused
     PREFIX.build/shard-000017/   for each split its tokens, lengths (and hashes), and record.json
     PREFIX.build/committing      the dataset is complete on disk and is being renamed to the prefix
+    PREFIX.built                 the plan of a build whose dataset is in place; only PREFIX.build is still to be removed
 
 A shard is written under a unique name and renamed once all of it is on disk. So a shard that exists is complete, any
 process may die at any moment, and two processes may make the same shard.
@@ -38,6 +39,7 @@ class BuildDirectory:
 
     def __init__(self, prefix: str | Path) -> None:
         self.path = Path(f"{prefix}.build")
+        self._built = Path(f"{prefix}.built")
 
     def open(self, plan: Mapping[str, Any], restart: bool) -> None:
         """Start a build, or continue the one that was started with the same plan.
@@ -47,12 +49,12 @@ class BuildDirectory:
         with disk_errors(self.path):
             if restart:
                 self.remove()
-            started = self._read_plan()
+            started = _read_plan(self.path / _PLAN)
             if started is None:
                 self.remove()
                 self.path.mkdir(parents=True)
                 self._write_plan(plan)
-            elif (difference := _difference(started, json.loads(json.dumps(plan)))) is not None:
+            elif (difference := _difference(started, _as_read(plan))) is not None:
                 raise DataError(
                     f"{self.path} holds a build that was started with {difference}; run it as it was "
                     f"started, or discard it with --restart."
@@ -61,14 +63,6 @@ class BuildDirectory:
                 if "." in entry.name and _OWN_NAME.fullmatch(entry.name) and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
             (self.path / _STOP).unlink(missing_ok=True)
-
-    def _read_plan(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.path / _PLAN).read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValueError:
-            raise DataError(f"{self.path / _PLAN} is damaged; discard the build with --restart.") from None
 
     def _write_plan(self, plan: Mapping[str, Any]) -> None:
         write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
@@ -124,12 +118,33 @@ class BuildDirectory:
             sync_directory(self.path)
 
     def is_committing(self) -> bool:
-        return (self.path / _COMMITTING).exists()
+        return (self.path / _COMMITTING).exists() and (self.path / _PLAN).exists()
+
+    def mark_built(self) -> None:
+        """The datasets are in place, and this directory is needed no more."""
+        with disk_errors(self.path):
+            os.replace(
+                self.path / _PLAN, self._built
+            )  # in one step: until now a build to go on with, then none
+            sync_directory(self._built.parent)
+
+    def is_built(self) -> bool:
+        """Whether a build that put its datasets in place was stopped before it had removed its directory."""
+        return self._built.exists()
+
+    def was_built_as(self, plan: Mapping[str, Any]) -> bool:
+        """Whether it had this plan."""
+        with disk_errors(self.path):
+            return _difference(_read_plan(self._built), _as_read(plan)) is None
 
     def remove(self) -> None:
         """Remove the build. Raises DataError, removing nothing, if the directory holds anything else."""
-        if not self.path.is_dir():
-            return
+        with disk_errors(self.path):
+            if self.path.is_dir():
+                self._remove_directory()
+            self._built.unlink(missing_ok=True)  # last: it says that the rest is to be removed
+
+    def _remove_directory(self) -> None:
         entries = list(self.path.iterdir())
         foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
         if foreign:
@@ -142,6 +157,19 @@ class BuildDirectory:
             else:
                 entry.unlink(missing_ok=True)
         self.path.rmdir()
+
+
+def _read_plan(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        raise DataError(f"{path} is damaged; discard the build with --restart.") from None
+
+
+def _as_read(plan: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(plan))
 
 
 def _difference(started: Any, plan: Any) -> str | None:

@@ -98,8 +98,8 @@ def test_a_kill_at_any_step_on_disk(tmp_path, monkeypatch, rebuild):
         assert status in (0, -signal.SIGKILL)
         for split in "ab":
             seen.add(state_of(tmp_path / f"out/c_{split}", tmp_path, split))
-        if status:
-            rerun(tmp_path, options)
+        if status:  # the same command again
+            build(tmp_path / "new.jsonl", tmp_path / "out/c", **options)
         assert files(tmp_path / "out") == files(tmp_path / "new"), step
         step += 1
     assert seen == ({"old", "absent", "new"} if rebuild else {"absent", "new"})
@@ -119,13 +119,65 @@ def state_of(prefix, tmp_path, split):
     return "mixed"
 
 
-def rerun(tmp_path, options):
-    """The same command again. Only a build that was complete may refuse, because its output exists."""
-    try:
-        build(tmp_path / "new.jsonl", tmp_path / "out/c", **options)
-    except DataError as error:
-        assert "already exists" in str(error) and not (tmp_path / "out/c.build/plan.json").exists()
-        shutil.rmtree(tmp_path / "out/c.build", ignore_errors=True)
+def stopped_in_cleanup(tmp_path):
+    """A build that was killed when its dataset was in place and one shard of its directory was removed."""
+    (tmp_path / "a.jsonl").write_text(to_jsonl(f"text {i}" for i in range(40)))
+
+    def work():
+        unlink = os.unlink
+        left = [3]
+
+        def killing(path, **options):
+            left[0] -= "shard-" in str(path) or str(path).endswith((".tokens", ".lengths"))
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            unlink(path, **options)
+
+        os.unlink = killing
+        build(tmp_path / "a.jsonl", tmp_path / "out/c")
+
+    assert run_in_fork(work) == -signal.SIGKILL
+    assert (tmp_path / "out/c_a.json").exists() and (tmp_path / "out/c.build").exists()
+    return tmp_path / "a.jsonl"
+
+
+def test_what_a_build_says_that_had_only_its_directory_to_remove(tmp_path):
+    path = stopped_in_cleanup(tmp_path)
+    report = build(path, tmp_path / "out/c")
+    expected = build(path, tmp_path / "expected/c")
+    assert (report.documents, report.tokens) == tuple(
+        {prefix.replace("expected", "out"): count for prefix, count in counts.items()}
+        for counts in (expected.documents, expected.tokens)
+    )
+    assert "already built" in next(iter(report.lines()))
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+    with pytest.raises(DataError, match="already exists"):  # nothing tells it from a build of long ago
+        build(path, tmp_path / "out/c")
+
+
+def test_another_build_does_not_take_the_output_for_its_own(tmp_path):
+    path = stopped_in_cleanup(tmp_path)
+    before = outputs(tmp_path / "out")
+    for options in ({"split_seed": 1}, {"restart": True}):
+        with pytest.raises(DataError, match="already exists; choose another --output or pass --overwrite"):
+            build(path, tmp_path / "out/c", **options)
+        assert outputs(tmp_path / "out") == before
+    build(path, tmp_path / "out/c", split_seed=1, overwrite=True)
+    build(path, tmp_path / "expected/c", split_seed=1)
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+def test_a_dataset_that_was_removed_meanwhile_is_built_again(tmp_path):
+    path = stopped_in_cleanup(tmp_path)
+    for file in (tmp_path / "out").glob("c_a.*"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"c_b\.\w+ already exists"):
+        build(path, tmp_path / "out/c")
+    for file in (tmp_path / "out").glob("c_b.*"):
+        file.unlink()
+    build(path, tmp_path / "out/c")
+    build(path, tmp_path / "expected/c")
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
 
 
 KILLS = [*range(3), 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, *range(6, 100)))]
