@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-from support import gpus
+from support import gpus, package_index
 from support.project import small_run
 
 gpus.hide()
@@ -64,12 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and gpus.count() == 0:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=gpus.NONE))
+    for item in items:
+        if item.get_closest_marker("index") and not package_index.is_asked():
+            item.add_marker(pytest.mark.skip(reason=package_index.SKIPPED))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if gpus.NONE in str(r.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: {gpus.NONE}")
+    kinds = (("GPU", gpus.NONE), ("index", package_index.SKIPPED), ("index", package_index.NO_ANSWER))
+    for kind, reason in kinds:
+        skipped = [r for r in terminalreporter.stats.get("skipped", []) if reason in str(r.longrepr)]
+        if skipped:
+            terminalreporter.write_line(f"{len(skipped)} {kind} tests skipped: {reason}")
 
 
 @pytest.fixture
