@@ -52,7 +52,7 @@ from megatron_lite.hf.published_runs import (
     require_same_model,
     write_stack,
 )
-from megatron_lite.hf.published_tokenizers import brought_tokenizer
+from megatron_lite.hf.published_tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -161,7 +161,7 @@ def import_optimus(
         source = _open(path)
         for prefix, stack in source.stacks.items():
             keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
-        config = _config(source, directory, recorded, tree)
+        config = _config(source, directory, recorded, tree, verify)
         weights = _joined(source)
         check_shapes(weights, model_shapes(config), path)
         moved = _moved(config, directory, output)
@@ -219,7 +219,9 @@ def _joined(source: _Source) -> Weights:
     return Weights(shapes, read)
 
 
-def _config(source: _Source, directory: Path, recorded: Mapping[str, Any], tree: Mapping[str, Any]) -> Config:
+def _config(
+    source: _Source, directory: Path, recorded: Mapping[str, Any], tree: Mapping[str, Any], verify: bool
+) -> Config:
     """The configuration of the run in `directory`."""
     whole = merge({"objectives": {"optimus": 1}, **recorded}, tree)
     given = tree.get("optimus") or {}
@@ -237,11 +239,14 @@ def _config(source: _Source, directory: Path, recorded: Mapping[str, Any], tree:
         stack = source.stacks[prefix]
         whole[key] = {**stack.settings, **{k: v for k, v in (whole.get(key) or {}).items() if v is not None}}
         options = {k: v for k, v in (whole.get(of_tokenizer) or {}).items() if v is not None}
-        if "path" not in options:
+        is_brought = "path" not in options
+        if is_brought:
             kept = directory / KEPT_FILES / directory_of(prefix)
             options = brought_tokenizer(stack.path, kept, {"added_tokens": added, **options})
         whole[of_tokenizer] = options
         tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
+        if verify and not is_brought:
+            require_same_ids(of_tokenizer, tokenizers[prefix], stack.path)
     if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
         whole["decoder_tokenizer"] = None
     config = build(Config, whole)

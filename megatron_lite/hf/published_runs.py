@@ -53,7 +53,12 @@ from megatron_lite.hf.conversion import (
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.model_card import published_card
 from megatron_lite.hf.published_heads import OTHER_HEADS, class_of_model, task_section
-from megatron_lite.hf.published_tokenizers import brought_tokenizer, copy_tokenizer_files, write_tokenizer
+from megatron_lite.hf.published_tokenizers import (
+    brought_tokenizer,
+    copy_tokenizer_files,
+    require_same_ids,
+    write_tokenizer,
+)
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -103,7 +108,7 @@ def import_published(
     with new_directory(output) as directory:
         source = open_published(path)
         keep_files(source, directory / KEPT_FILES)
-        config = _config(source, output, directory, tree)
+        config = _config(source, output, directory, tree, verify)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = _with_new_heads(source, config)
         write_training_checkpoint(checkpoint, weights, config)
@@ -118,7 +123,9 @@ def import_published(
         return result
 
 
-def _config(source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any]) -> Config:
+def _config(
+    source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
+) -> Config:
     model = tree.get("model")
     given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
     rows = source.settings["vocab_size"]
@@ -136,7 +143,10 @@ def _config(source: PublishedSource, output: Path, directory: Path, tree: Mappin
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     assert config.tokenizer is not None
-    check_vocabulary(load_tokenizer(config.tokenizer), rows, source.path)
+    loaded = load_tokenizer(config.tokenizer)
+    check_vocabulary(loaded, rows, source.path)
+    if verify and not brought:
+        require_same_ids("tokenizer", loaded, source.path)
     if brought:
         path = str(output / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))

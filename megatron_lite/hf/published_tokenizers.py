@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.text.tokenizers import Tokenizer, read_files
+from transformers import TokenizersBackend
+
+from data_utils.base.errors import CheckpointError, ConfigError, DataError, UserError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer, read_files
+from megatron_lite.hf.tokenizer_proof import compare, load_theirs, tokenizer_proof
 from megatron_lite.hf.weights import read_json
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "tokenizer.json")
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
+    "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
     "spiece.model", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-# The file that decides the kind of a directory's tokenizer, in the order in which they are looked for.
-_KINDS = (("vocab.txt", "bert_wordpiece"), ("spiece.model", "sentencepiece"), ("vocab.json", "gpt2_bpe"),
-          ("tokenizer.json", "hf_json"))  # fmt: skip
+CONVERTED = (
+    "tokenizer"  # directory in the kept files: a tokenizer.json of what transformers makes of the others
+)
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> None:
@@ -27,22 +34,72 @@ def copy_tokenizer_files(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _VOCABULARIES)
+
+
 def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer section of the files that came with the weights, and were copied to the directory."""
-    for name, kind in _KINDS:
-        if (directory / name).exists():
-            described = directory / "tokenizer_config.json"
-            more: dict[str, Any] = {}
-            if kind == "bert_wordpiece" and described.exists():
-                more["lowercase"] = bool(read_json(described).get("do_lower_case", True))
-            if kind == "gpt2_bpe" and read_json(directory / "config.json").get("model_type") == "openai-gpt":
-                kind = "gpt_bpe"
-            path = directory if kind.endswith("_bpe") else directory / name
-            return {"kind": kind, "path": str(path), **more, **options}
-    raise ConfigError(
-        f"{source} has no tokenizer of a known kind ({', '.join(name for name, _ in _KINDS)}); set "
-        "tokenizer.kind and tokenizer.path."
-    )
+    """The tokenizer section that gives the ids of `source`'s AutoTokenizer, from its files copied to `directory`.
+
+    Files are used as they came if they do, so that corpora of the published files fit. Else what transformers makes of
+    them (a class's lower case, options of tokenizer_config.json) is written as a tokenizer.json of its own.
+
+    Args: options: of the section, which go over what is found; a kind among them must give the same ids.
+    Raises: CheckpointError or ConfigError.
+    """
+    if not has_tokenizer(source):
+        raise ConfigError(
+            f"{source} has no tokenizer of a known kind ({', '.join(_VOCABULARIES)}); set tokenizer.kind and "
+            "tokenizer.path."
+        )
+    theirs, kind = load_theirs(source), options.get("kind")
+    remedy = "leave tokenizer.kind and its options out."
+    if kind is None:
+        remedy = f"its class does not read these files: give its own, or set tokenizer_class in {TOKENIZER_CONFIG}."
+    refusal: UserError | None = None
+    for candidate in _candidates(directory, theirs):
+        if kind in (None, candidate["kind"]):
+            section = {**candidate, **options}
+            try:
+                tokenizer = load_tokenizer(build(TokenizerConfig, section, "tokenizer."))
+                compare(tokenizer, theirs).require(
+                    f"{source} by tokenizer.kind {tokenizer.config.kind}", remedy
+                )
+                return section
+            except (DataError, CheckpointError) as error:
+                refusal = refusal or error
+    if refusal is None:
+        raise ConfigError(f"{source} has no files for tokenizer.kind {shown(kind)}; leave it out.")
+    raise refusal
+
+
+def require_same_ids(key: str, tokenizer: Tokenizer, source: Path) -> None:
+    """Raise CheckpointError if a user's own tokenizer gives other ids than the source's. Args: key: of its section."""
+    if has_tokenizer(source):
+        tokenizer_proof(tokenizer, source).require(
+            f"{key}.path {tokenizer.config.path}",
+            f"leave {key}.path out, or use another tokenizer with --no-verify.",
+        )
+
+
+def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str, str | bool]]:
+    """Sections for the files, those first that the corpora of these systems are usually built with."""
+    if (directory / "vocab.txt").exists():
+        lowercase = bool(getattr(theirs, "do_lower_case", True))
+        yield {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt"), "lowercase": lowercase}
+    if (directory / "vocab.json").exists():
+        described = read_json(directory / "config.json")
+        kind = "gpt_bpe" if described.get("model_type") == "openai-gpt" else "gpt2_bpe"
+        yield {"kind": kind, "path": str(directory)}
+    if (directory / "tokenizer.json").exists():
+        yield {"kind": "hf_json", "path": str(directory / "tokenizer.json")}
+    converted = directory / CONVERTED / "tokenizer.json"
+    converted.parent.mkdir()
+    converted.write_text(theirs.backend_tokenizer.to_str(), encoding="utf-8")
+    yield {"kind": "hf_json", "path": str(converted)}
+    shutil.rmtree(converted.parent)  # the caller asks for another one: this one is not used
+    if (directory / "spiece.model").exists():
+        yield {"kind": "sentencepiece", "path": str(directory / "spiece.model")}
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int], kept: Path) -> None:
@@ -65,6 +122,4 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int
         }
         options |= {name.removesuffix("_id"): tokenizer.special_names[i] for name, i in ids.items()}
     if options:
-        (directory / "tokenizer_config.json").write_text(
-            json.dumps(options, indent=2) + "\n", encoding="utf-8"
-        )
+        (directory / TOKENIZER_CONFIG).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")

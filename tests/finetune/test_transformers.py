@@ -13,6 +13,7 @@ import yaml
 from support.distributed import run_ranks
 from support.published import random_model
 from support.tasks import write_lines
+from support.tokenizer_files import write_bert
 
 from data_utils.base.settings import merge
 from data_utils.objectives.planes import SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
@@ -214,8 +215,7 @@ def first_run(context, config, directory, overrides):
 def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case, kind):
     """BertForSequenceClassification, which begins with the pretrained pooler; T5 with label smoothing."""
     original = tmp_path / "original"
-    original.mkdir()
-    (original / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    write_bert(original, WORDS)
     random_model(case, std=0.05, vocab_size=len(WORDS)).save_pretrained(original)
     import_directory(original, tmp_path / "run", BASE | OBJECTIVES[case], verify=False)
     smoothing = 0.1 if kind == "seq2seq" else 0.0

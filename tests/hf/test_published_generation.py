@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from support.published import CASES, random_model
-from support.tokenizer_files import bert_vocab
+from support.tokenizer_files import bert_vocab, write_bert
 
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.decoders import decoder_of
@@ -34,7 +34,7 @@ def both(request, tmp_path_factory):
             elif case == "bart" and name.endswith("bias"):
                 parameter.zero_()
     model.save_pretrained(root / "original")
-    (root / "original" / "vocab.txt").write_text("\n".join(lines) + "\n")
+    write_bert(root / "original", lines)
     import_directory(root / "original", root / "run", TREE | OBJECTIVES[request.param], verify=False)
     export_run(root / "run", root / "export", ExportOptions(verify=False))
     theirs = getattr(transformers, CASES[case][0]).from_pretrained(root / "export").eval()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.published import random_model
-from support.tokenizer_files import bert_vocab
+from support.tokenizer_files import bert_vocab, write_bert
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
@@ -28,10 +28,7 @@ TREE = {
 
 
 def vocabulary(directory):
-    directory.mkdir(exist_ok=True)
-    path = directory / "vocab.txt"
-    path.write_text("\n".join(bert_vocab()) + "\n", encoding="utf-8")
-    return path
+    return write_bert(directory, bert_vocab())
 
 
 def their_model(directory, case, kind, **changes):

@@ -10,7 +10,14 @@ from safetensors.torch import load_file, save_file
 from support.distributed import run_ranks
 from support.engines import layout
 from support.published import random_model
-from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
+from support.tokenizer_files import (
+    BYTE_SYMBOLS,
+    bert_vocab,
+    byte_bpe_json,
+    roberta_vocab,
+    write_bert,
+    write_gpt2,
+)
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import load_yaml
@@ -70,9 +77,7 @@ def write_tokenizer(case, directory):
         )
         return len(described["model"]["vocab"]) + SPARE_ROWS
     lines = bert_vocab()
-    (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
-    (directory / "tokenizer_config.json").write_text(json.dumps(options))
+    write_bert(directory, lines)
     return len(lines)
 
 

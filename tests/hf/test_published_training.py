@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support import recipes
 from support.distributed import run_ranks
 from support.published import random_model, xlnet_logits
-from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_gpt2
+from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_bert, write_gpt2
 
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
@@ -71,7 +71,7 @@ def write_directory(case, directory):
         names = range(430)  # more rows than tokens, as in the released model
     else:
         names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]
-        (directory / "vocab.txt").write_text("\n".join(names) + "\n")
+        write_bert(directory, names)
     model_of(case, len(names)).save_pretrained(directory)
 
 

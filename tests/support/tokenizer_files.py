@@ -95,6 +95,15 @@ def sentencepiece_model(**options):
     return model.getvalue()
 
 
+def write_bert(directory, names, **options):
+    """vocab.txt, and the class that reads it whatever the model: its options stand beside its name."""
+    directory.mkdir(exist_ok=True)
+    (directory / "vocab.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+    described = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **options}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    return directory / "vocab.txt"
+
+
 def write_gpt2(directory, vocab, merges):
     directory.mkdir(exist_ok=True)
     (directory / "vocab.json").write_text(json.dumps(vocab))
