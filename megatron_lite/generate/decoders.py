@@ -87,6 +87,15 @@ def decoder_for(
     )
 
 
+def layout_of(objectives: Sequence[ObjectiveChoice], tokenizer: Tokenizer) -> Layout | None:
+    """The layout of the first objective that teaches to write on whole texts; None: none does."""
+    for choice in objectives:
+        if choice.name in LAYOUTS:
+            predict_cls = getattr(choice.section, "predict_cls", False)
+            return LAYOUTS[choice.name](tokenizer.special, tokenizer.lacking, predict_cls)
+    return None
+
+
 def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
     """Whether the run writes on whole texts; else it fills blanks, or nothing.
 

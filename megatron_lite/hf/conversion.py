@@ -273,6 +273,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
     """
     system = system_of(config)
     values, default = dict(base), CONFIG_MAPPING[system.model_type]()
+    system = system.padded_with(values.get("pad_token_id", default.pad_token_id))
     for entry in reversed(system.fields):  # the first of several options decides a field
         value = getattr(config, entry.ours)
         if entry.ours in _DERIVED and field_of(default, entry.theirs) is not None:  # GPT-2's is None, as ours
@@ -373,7 +374,9 @@ def open_published(path: Path) -> PublishedSource:
     """Read config.json and the names and shapes of the weights. Raises: CheckpointError."""
     described = read_json(path / "config.json")
     system = PUBLISHED[described["model_type"]]
-    is_tied = not system.may_untie or _their_config(system, described).tie_word_embeddings
+    config = _their_config(system, described)
+    system = system.padded_with(config.pad_token_id)
+    is_tied = not system.may_untie or config.tie_word_embeddings
     theirs = normalized(open_directory(path), system, path, is_tied)
     settings = model_settings(system, described, theirs, path)
     others = Weights({}, theirs.read)
@@ -381,11 +384,11 @@ def open_published(path: Path) -> PublishedSource:
         others = open_safetensors(path / OTHER_HEADS)
         settings["sentence_classes"] = others.shapes.get(_SENTENCE, (0,))[0]
     try:
-        config = build(ModelConfig, settings, "model.")
+        model = build(ModelConfig, settings, "model.")
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
-    shapes = parameter_shapes(config)
-    parts = parts_of(system, shapes, config)
+    shapes = parameter_shapes(model)
+    parts = parts_of(system, shapes, model)
     theirs = without_idle(theirs, parts)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
     check_shapes(theirs, {name: shape for name, shape in expected.items() if name not in system.zeros}, path)

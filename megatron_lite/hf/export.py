@@ -30,7 +30,8 @@ from megatron_lite.hf import optimus, proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.model_card import model_card, optimus_card
 from megatron_lite.hf.published import OF_MODEL
-from megatron_lite.hf.published_runs import compare_logits, write_published
+from megatron_lite.hf.published_proof import compare_published
+from megatron_lite.hf.published_runs import trained_layout, write_published
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
@@ -315,9 +316,10 @@ def _described_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:
     dtype = DTYPES[options.dtype]
     model = load_model(run.checkpoint, run.config.model, lambda weight: weight.to(dtype).float())
-    result = compare_logits(model, directory, class_name, options.tolerance)
-    result.require(options.tolerance, f"the export of {run.checkpoint.path}")
-    return result
+    layout = trained_layout(run)
+    start = None if layout is None else next(iter(layout.start), None)
+    comparisons = compare_published(model, directory, class_name, options.tolerance, start)
+    return proof.require_all(comparisons, options.tolerance, f"the export of {run.checkpoint.path}")
 
 
 def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:

@@ -71,11 +71,8 @@ FORMAT, VERSION = "megatron-lite-optimus", 1
 DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"
 DESCRIBED = ("latent_size", "feature", "memory", "embedding")
 _DECODER_CLASS = "GPT2LMHeadModel"
-# Tokens that config.json names -> roles of the tokenizer.
-_ROLES = {
-    ENCODER: {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"},
-    DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"},
-}
+# Tokens that config.json names -> roles of the tokenizer; None: those of the system.
+_ROLES = {ENCODER: None, DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"}}
 
 
 def is_optimus(path: Path) -> bool:
@@ -99,7 +96,7 @@ def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
         weights = Weights(part.shapes, weight_reader(part))
         (directory / name).mkdir()
         origin = f"the {name} of {checkpoint.path}"
-        described = Stack(stack, weights, tokenizers[prefix], _ROLES[prefix], kept / name, origin)
+        described = Stack(stack, weights, tokenizers[prefix], kept / name, origin, _ROLES[prefix])
         write_stack(directory / name, described, dtype, max_shard_bytes)
     latent = checkpoint.part(LATENT)
     matrices = map(weight_reader(latent), latent.shapes)
@@ -313,11 +310,11 @@ def _compare_posteriors(
     base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
     is_pooled, found, expected = section.feature == "pooler", [], []
     for length in {longest, max(1, longest // 2), 1}:
-        drawn = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+        random = torch.randint(config.vocab_size, (length,), generator=generator)
+        drawn = random.masked_fill(random == base.config.pad_token_id, special.unk).tolist()
         found.append(torch.cat(ours.encode([Sentence("", drawn, [special.unk])]), dim=1))
         tokens = torch.tensor([[special.cls, *drawn, special.sep]])
-        places = torch.arange(tokens.shape[1])[None] + system.skipped_positions
-        out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=places)
+        out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         feature = out.pooler_output if is_pooled else out.last_hidden_state[:, 0]
         expected.append(feature @ latent["posterior.weight"].T)
     return proof.compare(torch.cat(found), torch.cat(expected), tolerance)

@@ -7,7 +7,7 @@ spans. The models are loaded one after the other, so the proof needs the memory 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,16 @@ class Proof:
                 f"{what} does not compute what its source computes: {self} (tolerance {limit:.1e}); "
                 "nothing was kept."
             )
+
+
+def require_all(comparisons: Mapping[str, Proof], tolerance: float, what: str) -> Proof:
+    """All comparisons as one. Args: comparisons: by name. Raises: as `Proof.require`, for the first that fails."""
+    for name, result in comparisons.items():
+        result.require(tolerance, what if name == "logits" else f"{what} ({name})")
+    first, *others = comparisons.values()
+    for other in others:
+        first = first.joined(other)
+    return first
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> Proof:

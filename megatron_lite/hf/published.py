@@ -120,7 +120,8 @@ ROBERTA = System(
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
-    skipped_positions=2,  # padding_idx 1 and the row before it
+    skipped_positions=2,  # pad_token_id is 1 in the class
+    skips_pad=True,
 )
 
 _ALBERT_BLOCK = "albert.encoder.albert_layer_groups.0.albert_layers.0."
@@ -210,6 +211,9 @@ GPT = System(
     required={"tie_word_embeddings": True},
     ties={"lm_head.weight": "transformer.tokens_embed.weight"},
     is_causal=True,
+    counts_real_tokens=False,
+    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+    unused_ids=("bos_token_id",),
 )
 GPT2 = System(
     model_type="gpt2",
@@ -235,6 +239,7 @@ GPT2 = System(
     },
     ties={"lm_head.weight": "transformer.wte.weight"},
     is_causal=True,
+    roles={"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "eos"},
 )
 
 
@@ -306,6 +311,8 @@ BART = System(
     skipped_positions=2,
     counts_skipped=False,
     zeros={"final_logits_bias": 1},
+    forces_ends=True,
+    is_encoder_decoder=True,
 )
 _T5_ATTENTION = [
     Row(
@@ -377,6 +384,8 @@ T5 = System(
         "decoder.embed_tokens.weight": "shared.weight",
         "lm_head.weight": "shared.weight",
     },
+    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+    is_encoder_decoder=True,
 )
 
 PUBLISHED: dict[str, System] = {  # by the type in config.json

@@ -67,14 +67,32 @@ class System:
     required: Mapping[str, Any]  # fields of config.json with the only value that we can express
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
     skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
+    skips_pad: bool = (
+        False  # whether those are the rows up to the id of the padding token, that of `padded_with`
+    )
     counts_skipped: bool = True  # whether config.json counts those rows
     zeros: Mapping[str, int] = field(
         default_factory=dict
     )  # tensors [n, vocabulary] that are always zero: name -> n
     is_causal: bool = False
     may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
+    padding_side: str = "right"  # where texts are padded for the class; before a prompt it is always the left
+    counts_real_tokens: bool = True  # whether `generate` gives padding before a prompt no position
+    # Field of config.json that names a token -> its role in a tokenizer; and fields that the class has without need.
+    roles: Mapping[str, str] = field(
+        default_factory=lambda: {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
+    )
+    unused_ids: tuple[str, ...] = ()
+    forces_ends: bool = False  # whether config.json names what answers begin and end with by force
+    is_encoder_decoder: bool = False
     # Options of heads that a file may lack, and the parameter that tells.
     optional: Mapping[str, str] = field(default_factory=dict)
+
+    def padded_with(self, pad_token_id: int | None) -> System:
+        """The table of a model whose config.json has this pad_token_id."""
+        if not self.skips_pad or pad_token_id is None:
+            return self
+        return replace(self, skipped_positions=pad_token_id + 1)
 
 
 ACTIVATIONS = {

@@ -66,6 +66,7 @@ GLM4 = System(
     ties={"lm_head.weight": "model.embed_tokens.weight"},
     is_causal=True,
     may_untie=True,
+    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
 )
 GLM4_0414 = replace(
     GLM4,

@@ -67,4 +67,5 @@ XLNET = System(
         "tie_word_embeddings": True,
     },
     ties={"lm_loss.weight": "transformer.word_embedding.weight"},
+    padding_side="left",
 )

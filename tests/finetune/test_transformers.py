@@ -26,7 +26,7 @@ from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
-from megatron_lite.hf.published_runs import encoder_decoder_inputs, in_rows
+from megatron_lite.hf.published_proof import encoder_decoder_inputs, in_rows
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.metrics import read_metrics

@@ -13,7 +13,7 @@ from data_utils.base.settings import build
 from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
-from megatron_lite.hf.published_runs import in_rows, our_output, proof_batch, their_output
+from megatron_lite.hf.published_proof import in_rows, our_output, proof_batch, their_output
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.glm import GLM

@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf import published_runs
+from megatron_lite.hf import published_proof
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.model.memory import read_segment
@@ -282,7 +282,7 @@ def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
     edit(tmp_path / "xlnet", mem_len=30, reuse_len=50)
     import_directory(tmp_path / "xlnet", tmp_path / "run", TREE | OBJECTIVE["xlnet"])
     monkeypatch.setattr(
-        published_runs,
+        published_proof,
         "read_segment",
         lambda model, planes, memory=None, **sizes: read_segment(model, planes, **sizes),
     )

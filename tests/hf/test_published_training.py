@@ -34,7 +34,7 @@ from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published_runs import encoder_decoder_inputs, in_rows
+from megatron_lite.hf.published_proof import encoder_decoder_inputs, in_rows
 from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.train.plain import make_engine

@@ -38,6 +38,7 @@ BART = {
 }  # fmt: skip
 T5 = {
     "vocab_size": 97, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
 
 XLNET = {"vocab_size": 97, "d_model": 48, "n_layer": 3, "n_head": 4, "d_inner": 192}
