@@ -110,3 +110,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "post", "positions": "learned", "max_position": 511, "init": "plain"},
     "gpt2": {"positions": "learned", "max_position": 1023},
 }
+
+# Options that the system's class of transformers does not have: RoBERTa's head computes the erf form, whatever the
+# configuration says of the blocks.
+FIXED: dict[str, dict[str, Any]] = {"roberta": {"activation": "gelu_erf"}}

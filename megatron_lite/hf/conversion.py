@@ -46,10 +46,6 @@ _NOT_IN_FILES = frozenset(
 )  # fmt: skip
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
-_BUFFERS = re.compile(
-    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
-    r"|EncDecAttention\.relative_attention_bias\.weight)$"
-)
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 # Parts of the base models that belong to no head of ours.
 _IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
@@ -140,13 +136,13 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
 
 
 def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
-    """Files of all ages: former names, a missing prefix, buffers, and both ends of a tie, which must agree.
+    """Files of all ages: former names, a missing prefix, and both ends of a tie, which must agree.
 
     Args: is_tied: whether `system.ties` hold.
 
     Raises: CheckpointError for a tie whose ends differ.
     """
-    names = {_todays_name(name): name for name in weights.shapes if not _BUFFERS.search(name)}
+    names = {_todays_name(name): name for name in weights.shapes}
     heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
     heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
     heads |= {name.split(".")[0] for name in system.ties}
@@ -316,10 +312,13 @@ def _require_expressed(
     for option in system.optional:
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)
+    # Without a table of positions max_position is a limit of training alone.
+    has_positions = any(entry.counts_positions for entry in system.fields)
     different = [
         f.name
         for f in fields(ModelConfig)
         if f.name not in _NOT_IN_FILES
+        and (has_positions or f.name != "max_position")
         and getattr(again, _DERIVED.get(f.name, f.name)) != getattr(config, _DERIVED.get(f.name, f.name))
     ]
     if different:

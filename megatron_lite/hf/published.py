@@ -8,9 +8,12 @@ Source: the modeling files of transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.systems import FIXED
 from megatron_lite.hf.published_form import ACTIVATIONS, TRANSPOSED, Field, Row, System, numbered
 from megatron_lite.hf.published_glm4 import GLM4, GLM4_0414
 from megatron_lite.hf.published_xlnet import XLNET
@@ -72,6 +75,14 @@ _CLS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"
 _ENCODER = {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True}
 
 
+def _fixed(entry: Field, values: Mapping[str, Any]) -> Field:
+    """A field with the values alone that every part of the class follows. Args: values: the only one of an option."""
+    if entry.ours not in values or entry.names is None:
+        return entry
+    names = {theirs: ours for theirs, ours in entry.names.items() if ours == values[entry.ours]}
+    return replace(entry, names=names)
+
+
 def _cls_ties(prefix: str) -> dict[str, str]:
     return {
         "cls.predictions.decoder.weight": f"{prefix}embeddings.word_embeddings.weight",
@@ -112,7 +123,7 @@ ROBERTA = System(
     model_type="roberta",
     prefix="roberta.",
     rows=_bert_rows("roberta.", ("lm_head.dense", "lm_head.layer_norm", "lm_head"), None),
-    fields=_BERT_FIELDS,
+    fields=tuple(_fixed(entry, FIXED["roberta"]) for entry in _BERT_FIELDS),
     class_of=lambda config: "RobertaForMaskedLM",
     classes={"RobertaForMaskedLM": "roberta"},
     required=_ENCODER,

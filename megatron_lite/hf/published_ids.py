@@ -48,9 +48,8 @@ def writing_ids(system: System, layout: Layout | None) -> dict[str, Any]:
         return {}
     (start,) = layout.start
     ids: dict[str, Any] = {"decoder_start_token_id": start}
-    if system.forces_ends:
-        ids["forced_eos_token_id"] = layout.ends[0]
-        ids["forced_bos_token_id"] = next(iter(layout.forced), None)
+    if system.forces_ends:  # an answer that is cut at the longest length has no end here
+        ids |= {"forced_bos_token_id": next(iter(layout.forced), None), "forced_eos_token_id": None}
     return ids
 
 

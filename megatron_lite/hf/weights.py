@@ -33,6 +33,13 @@ MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA = {"format": "pt"}  # of a safetensors file that transformers reads
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What files of former versions hold beside weights: position numbers, causal masks, a table that no layer reads. The
+# classes of transformers ignore them too.
+_BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
+)
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
                 f"{index} names a file {str(name)[:80]!r}; a shard must lie beside its index."
             )
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
+    table = {tensor: name for tensor, name in table.items() if not _BUFFERS.search(tensor)}
     for tensor, name in table.items():
         if tensor not in shards[name].shapes:
             raise CheckpointError(
@@ -120,12 +128,13 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
 
 
 def open_safetensors(path: Path) -> Weights:
-    """One safetensors file. Raises: CheckpointError if it is missing or damaged."""
+    """One safetensors file. Raises: as `from_state_dict`, and CheckpointError if it is missing or damaged."""
     shapes = {}
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  not a dictionary
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+                if _is_weight(name, file.get_slice(name).get_dtype() in _FLOATS, path):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {_one_line(error)}; the file is missing or damaged.") from None
 
@@ -178,11 +187,21 @@ def _plain_globals() -> list[Any]:
 
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
-    """Weights in memory. Raises: CheckpointError for anything but floating-point tensors."""
+    """Weights in memory. Raises: CheckpointError for anything but floating-point tensors and known buffers."""
+    shapes = {}
     for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
-    return Weights({name: tuple(value.shape) for name, value in state.items()}, lambda name: state[name])
+        if _is_weight(name, isinstance(value, torch.Tensor) and value.is_floating_point(), origin):
+            shapes[name] = tuple(value.shape)
+    return Weights(shapes, lambda name: state[name])
+
+
+def _is_weight(name: Any, is_float: bool, origin: Path) -> bool:
+    """False for a known buffer. Raises: CheckpointError for what is neither."""
+    if isinstance(name, str) and _BUFFERS.search(name):
+        return False
+    if not isinstance(name, str) or not is_float:
+        raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
+    return True
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import to_tree
+from data_utils.base.settings import check, to_tree
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import (
     Checkpoint,
@@ -25,6 +25,8 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.systems import FIXED
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import model_shapes
 from megatron_lite.model.optimus import ENCODER
@@ -50,6 +52,8 @@ def check_beginning(config: Config) -> None:
     Args: config: its vocab_size is known.
     """
     checkpoint = newest_readable(checkpoint_directory(config))
+    if checkpoint is None:
+        require_class(config.model)
     if checkpoint is not None:
         check_may_continue(config, checkpoint)
     elif config.checkpoint.initialize_from is not None:
@@ -62,6 +66,16 @@ def check_beginning(config: Config) -> None:
         stacks.check(config)
     if checkpoint is not None:
         check_model(checkpoint, model_shapes(config))
+
+
+def require_class(model: ModelConfig) -> None:
+    """Raise ConfigError for a new run with an option that its system's class of transformers does not have."""
+    for name, value in FIXED.get(model.system or "", {}).items():
+        check(
+            getattr(model, name) == value,
+            f"model.{name} is {getattr(model, name)} with model.system {model.system}, whose class computes "
+            f"{value} in its head, so that no export could be used; set it to {value}, or choose system bert.",
+        )
 
 
 def checkpoint_directory(config: Config) -> Path:

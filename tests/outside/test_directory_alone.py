@@ -1,0 +1,137 @@
+"""An exported directory with transformers alone: what its class computes by default, writes, and says of labels.
+
+One process for all directories, which cannot import this project, gets the directories and the texts. What it should
+find comes from rows of training: no position, segment, first token or end is handed to the class.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from support.alone import CASES, answers, write_run
+
+from megatron_lite.hf.export import ExportOptions, export_run
+
+# fp32, the same sums in another order; times the largest value beyond 1.
+TOLERANCE = 1e-5
+
+USER = """
+import json, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megatron_lite", "data_utils", "support", "pretrain_glm"):
+            raise ImportError("not in this environment: " + name)
+
+sys.meta_path.insert(0, Blocker())
+import torch, transformers
+from safetensors.torch import save_file
+
+torch.set_num_threads(1)
+transformers.utils.logging.set_verbosity_error()
+
+class Banned(transformers.LogitsProcessor):
+    def __init__(self, tokens, start):
+        self.tokens, self.start = tokens, start
+    def __call__(self, ids, scores):
+        if ids.shape[1] >= self.start:
+            scores[:, self.tokens] = float("-inf")
+        return scores
+
+def padded(lists, pad, left=False):
+    longest = max(map(len, lists))
+    pads = [[None] * (longest - len(x)) for x in lists]
+    rows = [[*p, *x] if left else [*x, *p] for x, p in zip(lists, pads)]
+    ids = torch.tensor([[pad if token is None else token for token in row] for row in rows])
+    return ids, torch.tensor([[int(token is not None) for token in row] for row in rows])
+
+@torch.no_grad()
+def used(directory, case, tensors):
+    model = getattr(transformers, case["auto"]).from_pretrained(directory, dtype=torch.float32).eval()
+    config, found = model.config, {"class": type(model).__name__}
+    pad = 0 if config.pad_token_id is None else config.pad_token_id
+    if "inputs" in case:
+        ids, mask = padded(case["inputs"], pad)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if config.is_encoder_decoder:
+            labels, real = padded(case["labels"], -100)
+            out = model(**inputs, labels=labels)
+            logits = out.logits[real.bool()]
+        elif "labels" in case:
+            out = model(**inputs, labels=ids.masked_fill(mask == 0, -100))
+            logits = out.logits[mask.bool()]
+        else:
+            out = model(**inputs)
+            logits = out.logits[mask.bool()]
+        tensors["logits"] = logits.contiguous()
+        if "labels" in case:
+            found["loss"] = out.loss.item()
+    if "prompts" in case:
+        written = []
+        together = config.model_type != "openai-gpt"  # this class counts padding as positions
+        for prompts in [case["prompts"]] if together else [[prompt] for prompt in case["prompts"]]:
+            ids, mask = padded(prompts, pad, left=not config.is_encoder_decoder)
+            start = 1 + case["unseen"] if config.is_encoder_decoder else ids.shape[1]
+            count = case["steps"] + case["unseen"]
+            processors = [Banned(case["banned"], start)]
+            rows = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=count, do_sample=False,
+                                  logits_processor=processors)[:, start:].tolist()
+            written += rows
+        ends = model.generation_config.eos_token_id
+        found["ends"] = ends = sorted(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        found["answers"] = [[t for i, t in enumerate(row) if not set(row[: i + 1]) & set(ends)] for row in written]
+    return found
+
+root = sys.argv[1]
+cases, found, tensors = json.load(open(root + "/cases.json")), {}, {}
+for name, case in cases.items():
+    of_case = {}
+    try:
+        found[name] = used(root + "/" + case["directory"], case, of_case)
+    except Exception as error:
+        found[name] = {"error": repr(error)[:600]}
+    tensors |= {name + "/" + key: tensor for key, tensor in of_case.items()}
+save_file(tensors, root + "/found.safetensors")
+json.dump(found, open(root + "/found.json", "w"))
+"""
+
+
+def use(root, references):
+    """What a user of the directories finds. Args: references: of each case, with its directory below the root."""
+    (root / "cases.json").write_text(json.dumps(references))
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", USER, str(root)], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((root / "found.json").read_text()), load_file(root / "found.safetensors")
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory):
+    """Case -> what was expected and what was found, each with its logits."""
+    root = tmp_path_factory.mktemp("alone")
+    references, expected = {}, {}
+    for number, (name, case) in enumerate(CASES.items()):
+        run = write_run(case, root / f"{number}")
+        references[name], expected[name] = answers(case, run)
+        references[name]["directory"] = f"{number}/export"
+        export_run(root / f"{number}/run", root / f"{number}/export", ExportOptions(verify=False))
+    results, tensors = use(root, references)
+    return {
+        name: (references[name], results[name], expected[name], tensors.get(f"{name}/logits"))
+        for name in CASES
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_directory_alone_computes_what_was_trained(found, name):
+    reference, result, expected, logits = found[name]
+    assert "error" not in result, result["error"]
+    if expected is not None:
+        assert (logits - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max())
+    if "loss" in reference:
+        assert result["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
+    if "answers" in reference:
+        assert result["answers"] == reference["answers"]
