@@ -200,6 +200,11 @@ def model_settings(
             raise CheckpointError(
                 f"{path / 'config.json'}: {name} is {shown(actual)}; only {shown(value)} can be imported."
             )
+    if system.skips_pad and not (isinstance(config.pad_token_id, int) and config.pad_token_id >= 0):
+        raise CheckpointError(
+            f"{path / 'config.json'}: pad_token_id is {shown(config.pad_token_id)}, but a {system.model_type} counts "
+            "positions from it; set it to that of the tokenizer."
+        )
     settings: dict[str, Any] = {"system": _system_name(system, config, path)}
     for entry in system.fields:
         value = field_of(config, entry.theirs)
@@ -374,7 +379,8 @@ def open_published(path: Path) -> PublishedSource:
     described = read_json(path / "config.json")
     system = PUBLISHED[described["model_type"]]
     config = _their_config(system, described)
-    system = system.padded_with(config.pad_token_id)
+    if isinstance(config.pad_token_id, int):  # if not, model_settings reports it
+        system = system.padded_with(config.pad_token_id)
     is_tied = not system.may_untie or config.tie_word_embeddings
     theirs = normalized(open_directory(path), system, path, is_tied)
     settings = model_settings(system, described, theirs, path)

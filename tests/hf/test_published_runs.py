@@ -9,15 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.distributed import run_ranks
 from support.engines import layout
-from support.published import random_model
-from support.tokenizer_files import (
-    BYTE_SYMBOLS,
-    bert_vocab,
-    byte_bpe_json,
-    roberta_vocab,
-    write_bert,
-    write_gpt2,
-)
+from support.published_files import OBJECTIVE, TOKENIZER_FILES, TREE, edit, write_directory
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import load_yaml
@@ -35,59 +27,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.model.memory import read_segment
 from megatron_lite.train.plain import make_engine
 
-TREE = {
-    "training": {"steps": 6, "precision": "fp32", "seed": 7},
-    "data": {"sequence_length": 60},
-}
-OBJECTIVE = {
-    "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
-    "unilm": {"objectives": {"unilm": 1}, "unilm": {"next_sentence": False}},
-    "roberta": {"objectives": {"masked_lm": 1}},
-    "albert": {"objectives": {"albert": 1}},
-    "ernie2": {"objectives": {"ernie": 1}},
-    "gpt2": {"objectives": {"causal": 1}},
-    "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
-    "glm4_0414": {"objectives": {"causal": 1}},
-    "bart": {"objectives": {"bart": 1}},
-    "t5": {"objectives": {"t5": 1}},
-    "xlnet": {"objectives": {"xlnet": 1}},
-}
-TOKENIZER_FILES = (
-    "vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "chat_template.jinja",
-)  # fmt: skip
-SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 SENTENCE = "The quick brown fox jumps over the lazy dog."
-
-
-def write_tokenizer(case, directory):
-    """Files of a tokenizer of the kind that the system's users have. Returns: its size."""
-    if case == "gpt2":
-        names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(40)), "<|endoftext|>"]
-        write_gpt2(directory, {name: i for i, name in enumerate(names)}, [])
-        return len(names)
-    if case == "roberta":
-        write_gpt2(directory, roberta_vocab(300), [])
-        return 300
-    if case.startswith("glm4"):
-        described = byte_bpe_json(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
-        (directory / "tokenizer.json").write_text(json.dumps(described))
-        (directory / "chat_template.jinja").write_text(
-            "{% for message in messages %}{{ message.content }}{% endfor %}"
-        )
-        return len(described["model"]["vocab"]) + SPARE_ROWS
-    lines = bert_vocab()
-    write_bert(directory, lines)
-    return len(lines)
-
-
-def write_directory(case, directory):
-    """A model of the case with its tokenizer, as users fetch them."""
-    directory.mkdir(exist_ok=True)
-    size = write_tokenizer(case, directory)
-    model = random_model(case, vocab_size=size)
-    model.save_pretrained(directory)
-    return model
 
 
 @pytest.fixture(scope="module", params=list(OBJECTIVE))
@@ -184,36 +124,6 @@ def test_every_layout_gives_the_directory_back(case, parallel, tmp_path):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("original", "export"))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-
-
-def test_files_of_all_ages_are_read(tmp_path):
-    """As the first releases: a pickle, gamma and beta, no prefix, buffers, both ends of the tie."""
-    write_directory("bert", tmp_path / "new")
-    shutil.copytree(tmp_path / "new", tmp_path / "old")
-    state = load_file(tmp_path / "old/model.safetensors")
-    words = state["bert.embeddings.word_embeddings.weight"]
-    old = {
-        name.removeprefix("bert.")
-        .replace("LayerNorm.weight", "LayerNorm.gamma")
-        .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-        for name, tensor in state.items()
-    }
-    old |= {"cls.predictions.decoder.weight": words.clone(), "embeddings.position_ids": torch.zeros(1)}
-    (tmp_path / "old/model.safetensors").unlink()
-    torch.save(old, tmp_path / "old/pytorch_model.bin")
-    tree = TREE | OBJECTIVE["bert"]
-    import_directory(tmp_path / "old", tmp_path / "run", tree, verify=False)
-    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
-    after = load_file(tmp_path / "export/model.safetensors")
-    assert (
-        all(torch.equal(after[name], tensor) for name, tensor in state.items())
-        and after.keys() == state.keys()
-    )
-
-
-def edit(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def untie(directory):

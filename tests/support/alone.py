@@ -1,7 +1,7 @@
 """Runs of every published system as training makes them, on vocabularies of our own, and what their models answer.
 
-A run is random weights in a checkpoint of a configuration, as if it had just begun. Its answers are those to rows of its
-own objective, with the positions, segments and first tokens of training.
+A run is random weights in a checkpoint of a configuration, as if it had just begun. Its answers are those to rows of
+its own objective, with the positions, segments and first tokens of training.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def rows_of(case: Case, run: Run) -> np.ndarray:
 
 @torch.no_grad()
 def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """What users of the export should get: a JSON object, and the logits of all real rows of training, fp32 [rows, V]."""
+    """What users of the export should get: a JSON object, and the logits of all rows of training, fp32 [rows, V]."""
     reference: dict[str, Any] = {"auto": case.auto}
     logits = None
     if case.rows:

@@ -1,0 +1,110 @@
+"""Directories of published systems as strangers have them: files of all ages, fields that change what they compute."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.published import random_model
+from support.published_files import OBJECTIVE, TREE, edit, write_directory
+from support.tokenizer_files import bert_vocab
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+
+
+def old_names(state):
+    """As the first releases: gamma and beta, no prefix."""
+    return {
+        name.removeprefix("bert.")
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in state.items()
+    }
+
+
+def save_pickle(directory, tensors):
+    torch.save(tensors, directory / "pytorch_model.bin")
+
+
+def save_pickled_shards(directory, tensors):
+    names = sorted(tensors)
+    table = {name: f"pytorch_model-{i % 2 + 1:05d}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(table.values()):
+        torch.save({name: tensors[name] for name in names if table[name] == file}, directory / file)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+def save_tensors(directory, tensors):
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("save", [save_pickle, save_pickled_shards, save_tensors])
+def test_files_of_all_ages_are_read(tmp_path, save):
+    """Former names, both ends of the tie, and buffers of integers as the classes of their time saved them."""
+    write_directory("bert", tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    state = load_file(tmp_path / "old/model.safetensors")
+    old = old_names(state)
+    words = state["bert.embeddings.word_embeddings.weight"]
+    buffers = {
+        "embeddings.position_ids": torch.arange(160)[None],
+        "embeddings.token_type_ids": torch.zeros(1, 160).long(),
+    }
+    (tmp_path / "old/model.safetensors").unlink()
+    save(tmp_path / "old", old | buffers | {"cls.predictions.decoder.weight": words.clone()})
+    tree = TREE | OBJECTIVE["bert"]
+    import_directory(tmp_path / "old", tmp_path / "run", tree, verify=False)
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    after = load_file(tmp_path / "export/model.safetensors")
+    assert (
+        all(torch.equal(after[name], tensor) for name, tensor in state.items())
+        and after.keys() == state.keys()
+    )
+
+
+@pytest.mark.parametrize("save", [save_pickle, save_tensors])
+def test_other_integers_are_refused_by_name(tmp_path, save):
+    write_directory("bert", tmp_path / "bert")
+    state = load_file(tmp_path / "bert/model.safetensors")
+    (tmp_path / "bert/model.safetensors").unlink()
+    save(tmp_path / "bert", state | {"bert.encoder.layer.0.counter": torch.arange(3)})
+    with pytest.raises(
+        CheckpointError, match=r"'bert\.encoder\.layer\.0\.counter' is not a floating-point tensor"
+    ):
+        import_directory(tmp_path / "bert", tmp_path / "run", TREE | OBJECTIVE["bert"])
+
+
+@pytest.mark.parametrize("pad", [0, 1, 3])
+def test_a_roberta_counts_positions_from_its_padding(tmp_path, pad):
+    lines = [line for line in bert_vocab() if line != "[PAD]"]
+    lines.insert(pad, "[PAD]")
+    model = random_model("roberta", vocab_size=len(lines), pad_token_id=pad)
+    model.save_pretrained(tmp_path / "original")
+    (tmp_path / "original/vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    import_directory(tmp_path / "original", tmp_path / "run", TREE | OBJECTIVE["roberta"])
+    assert open_run(tmp_path / "run").config.model.max_position == 160 - pad - 2
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("original", "export"))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    edit(tmp_path / "export", pad_token_id=pad + 1)
+    with pytest.raises(CheckpointError):
+        import_directory(tmp_path / "export", tmp_path / "other", TREE | OBJECTIVE["roberta"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"hidden_act": "gelu_new"}, ("hidden_act is 'gelu_new'", "one of gelu.")),
+        ({"pad_token_id": None}, ("pad_token_id is None", "counts positions")),
+    ],
+)
+def test_a_roberta_that_its_class_cannot_compute_is_refused(tmp_path, changes, parts):
+    write_directory("roberta", tmp_path / "roberta")
+    edit(tmp_path / "roberta", **changes)
+    with pytest.raises(CheckpointError) as error:
+        import_directory(tmp_path / "roberta", tmp_path / "run", TREE | OBJECTIVE["roberta"])
+    assert all(part in str(error.value) for part in parts) and not (tmp_path / "run").exists()

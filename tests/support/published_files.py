@@ -1,0 +1,71 @@
+"""Directories of published systems with their tokenizers, as users fetch them, and how a run continues with each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.published import random_model
+from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, byte_bpe_json, roberta_vocab, write_bert, write_gpt2
+
+TREE: dict[str, Any] = {
+    "training": {"steps": 6, "precision": "fp32", "seed": 7},
+    "data": {"sequence_length": 60},
+}
+OBJECTIVE: dict[str, dict[str, Any]] = {
+    "bert": {"objectives": {"masked_lm": 1}, "masked_lm": {"next_sentence": True}},
+    "unilm": {"objectives": {"unilm": 1}, "unilm": {"next_sentence": False}},
+    "roberta": {"objectives": {"masked_lm": 1}},
+    "albert": {"objectives": {"albert": 1}},
+    "ernie2": {"objectives": {"ernie": 1}},
+    "gpt2": {"objectives": {"causal": 1}},
+    "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
+    "glm4_0414": {"objectives": {"causal": 1}},
+    "bart": {"objectives": {"bart": 1}},
+    "t5": {"objectives": {"t5": 1}},
+    "xlnet": {"objectives": {"xlnet": 1}},
+}
+TOKENIZER_FILES = (
+    "vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "chat_template.jinja",
+)  # fmt: skip
+SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
+
+
+def write_tokenizer(case: str, directory: Path) -> int:
+    """Files of a tokenizer of the kind that the system's users have. Returns: its size."""
+    if case == "gpt2":
+        names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(40)), "<|endoftext|>"]
+        write_gpt2(directory, {name: i for i, name in enumerate(names)}, [])
+        return len(names)
+    if case == "roberta":
+        write_gpt2(directory, roberta_vocab(300), [])
+        return 300
+    if case.startswith("glm4"):
+        described = byte_bpe_json(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
+        (directory / "tokenizer.json").write_text(json.dumps(described))
+        (directory / "chat_template.jinja").write_text(
+            "{% for message in messages %}{{ message.content }}{% endfor %}"
+        )
+        return len(described["model"]["vocab"]) + SPARE_ROWS
+    lines = bert_vocab()
+    write_bert(directory, lines)
+    return len(lines)
+
+
+def write_directory(case: str, directory: Path) -> torch.nn.Module:
+    """A model of the case with its tokenizer, as users fetch them."""
+    directory.mkdir(exist_ok=True)
+    size = write_tokenizer(case, directory)
+    model = random_model(case, vocab_size=size)
+    model.save_pretrained(directory)
+    return model
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    """Change fields of config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
