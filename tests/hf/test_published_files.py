@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, write_directory
-from support.tokenizer_files import bert_vocab
+from support.tokenizer_files import bert_vocab, write_bert
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.generate.open_run import open_run
@@ -84,7 +84,7 @@ def test_a_roberta_counts_positions_from_its_padding(tmp_path, pad):
     lines.insert(pad, "[PAD]")
     model = random_model("roberta", vocab_size=len(lines), pad_token_id=pad)
     model.save_pretrained(tmp_path / "original")
-    (tmp_path / "original/vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_bert(tmp_path / "original", lines)
     import_directory(tmp_path / "original", tmp_path / "run", TREE | OBJECTIVE["roberta"])
     assert open_run(tmp_path / "run").config.model.max_position == 160 - pad - 2
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())

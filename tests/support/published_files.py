@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from support.published import random_model
-from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, byte_bpe_json, roberta_vocab, write_bert, write_gpt2
+from support.tokenizer_files import (
+    BYTE_SYMBOLS,
+    bert_vocab,
+    byte_bpe_json,
+    roberta_vocab,
+    write_bert,
+    write_gpt2,
+)
 
 TREE: dict[str, Any] = {
     "training": {"steps": 6, "precision": "fp32", "seed": 7},
