@@ -5,6 +5,9 @@ The order is: configuration, data, context, model, engine, Trainer.fit.
 
 from __future__ import annotations
 
+import data_utils.base.entry  # noqa: F401
+
+# isort: split
 import argparse
 import logging
 import sys
@@ -13,9 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import data_utils.base.entry  # noqa: F401
-
-# isort: split
 import yaml
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command

@@ -13,14 +13,14 @@ one is damaged, 2 when there is none or the command is wrong.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from tqdm import tqdm
 

@@ -6,13 +6,13 @@ See docs/huggingface.md.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import re
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_new_directory

@@ -10,11 +10,11 @@ python scripts/dataset.py adopt megatron/books_text_document
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 if __name__ == "__main__":
     import entry  # noqa: F401
+
+import argparse
+import sys
 
 import numpy as np
 

@@ -3,11 +3,11 @@
 An installation imports the scripts as the package glm_scripts (pyproject.toml) and does not need this.
 """
 
+import os
 import sys
-from pathlib import Path
 
-_FOLDER = Path(__file__).resolve().parent
+_FOLDER = os.path.dirname(os.path.realpath(__file__))
 # Without the scripts themselves: some have the names of packages that others import (evaluate).
-sys.path[:] = [str(_FOLDER.parent), *(path for path in sys.path if Path(path).resolve() != _FOLDER)]
+sys.path[:] = [os.path.dirname(_FOLDER), *(path for path in sys.path if os.path.realpath(path) != _FOLDER)]
 
 import data_utils.base.entry  # noqa: E402, F401

@@ -9,14 +9,14 @@ takes the best checkpoint of each seed. Without --task it is the task that the r
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command

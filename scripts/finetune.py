@@ -10,15 +10,15 @@ and `torchrun` start it on several GPUs, as pretrain_glm.py. A call that was int
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import logging
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitStatus, run_command

@@ -7,15 +7,15 @@ mass writes a text on a text, as it has learnt: T5 the hidden spans, BART the wh
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory

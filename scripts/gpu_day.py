@@ -7,6 +7,9 @@ report.json. The exit status is 0 if everything passed, 1 if anything failed, 2 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import contextlib
 import json
 import os
@@ -19,9 +22,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from data_utils.base.files import require_writable

@@ -10,6 +10,9 @@ Needs lm_eval: pip install -r requirements-lm-eval.txt
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import difflib
 import importlib.util
@@ -17,9 +20,6 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command

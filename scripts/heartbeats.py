@@ -5,11 +5,11 @@ The ranks furthest behind come first: those are the ones that the others wait fo
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 if __name__ == "__main__":
     import entry  # noqa: F401
+
+import time
+from pathlib import Path
 
 from data_utils.base.errors import ArgumentParser, DataError, run_command
 from megatron_lite.train.heartbeats import heartbeat_directory, read_heartbeats

@@ -18,13 +18,13 @@ through a group.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 import numpy as np
 

@@ -9,12 +9,12 @@ RUN_DIRECTORY/unigram.json exists (scripts/quickstart/unigram_baseline.py).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 import matplotlib
 

@@ -8,6 +8,9 @@ The same command continues a build that was stopped. With --mpi, ranks share the
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import os
 import signal
@@ -15,9 +18,6 @@ import sys
 import traceback
 from dataclasses import fields
 from functools import partial
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import (
     INTERRUPTED_STATUS,

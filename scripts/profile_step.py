@@ -9,12 +9,12 @@ communication. Expected MFU is that of the longer of host and roofline.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import json
 from dataclasses import asdict
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_writable

@@ -8,12 +8,12 @@ The page is one file that loads nothing, so it can be mailed, archived or printe
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_writable, write_whole

@@ -9,14 +9,14 @@ own that writes one sentence a line. Sentences of more than --most-words words a
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import disk_errors, require_writable

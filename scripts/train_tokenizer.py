@@ -10,6 +10,9 @@ input twice: unless the library knows the alphabet in advance, it numbers charac
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
 import argparse
 import io
 import re
@@ -17,9 +20,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 import sentencepiece
 import tokenizers

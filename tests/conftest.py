@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 from support import gpus, package_index
 from support.project import small_run
 
+import data_utils.base.entry  # noqa: F401
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # Ctrl-C is pytest's, whatever entry points are imported
 gpus.hide()
 
 # A busy machine may take its time over one example.

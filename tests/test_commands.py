@@ -93,7 +93,7 @@ TABLE = [
     Row("bash scripts/test.sh", ".ci/run"),
     Row("bash .ci/run", "it is what runs this"),
     Row("make", ".ci/run has its commands"),
-    Row("docker", "tests/test_packaging.py reads the Dockerfile: needs Docker"),
+    Row("docker", "tests/outside/test_installation.py reads the Dockerfile: needs Docker"),
     Row("pip install", "requirements-dev.txt has these packages"),
     Row("wandb login", "asks for an account"),
 ]

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar, NoReturn
 
+from data_utils.base import interrupts
+from data_utils.base.interrupts import INTERRUPTED_STATUS
+
 MESSAGE_LENGTH = 4000  # longest message that is printed
-INTERRUPTED_STATUS = 130  # what shells report of a command that Ctrl-C ended
 
 
 class ExitStatus(IntEnum):
@@ -88,6 +90,7 @@ def run_command(
         report: called with the exit status before the process ends; not after a traceback.
     """
     status: int
+    interrupts.begin_work()
     try:
         status = main() or ExitStatus.FINISHED
     except UserError as error:
@@ -98,10 +101,16 @@ def run_command(
             print(f"error: {message}", file=sys.stderr)
         status = error.status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = INTERRUPTED_STATUS
+        status = _interrupted()
     except BrokenPipeError:  # the reader of the output has ended, for example `| head`
         sys.exit(1)
+    if interrupts.end_work() and status == ExitStatus.FINISHED:  # a library has swallowed the exception
+        status = _interrupted()
     if report is not None:
         report(status)
     sys.exit(status)
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED_STATUS

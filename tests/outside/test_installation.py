@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import venv
 from pathlib import Path
@@ -62,7 +64,7 @@ def installation(tmp_path_factory):
     (site / "outer.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(root / "bin/python"), "install", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
-    done = subprocess.run([*pip, *offline, str(source)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*pip, *offline, str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return root
 
@@ -74,7 +76,6 @@ def run(installation, command, *arguments):
         cwd=installation,
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 
@@ -110,6 +111,97 @@ def test_a_mistake_is_one_line(installation):
     done = run(installation, "glm-dataset", "inspect", "absent")
     assert done.returncode == 2
     assert done.stderr.startswith("error: dataset absent:") and done.stderr.count("\n") == 1
+
+
+UNKNOWN_USER = 54321
+
+
+@pytest.fixture
+def stranger(installation):
+    """Runs an installed command as `docker run --user` does with a user whom the image does not know.
+
+    The home directory is /, and neither it nor the installation can be written. Without root's rights it is another
+    directory that cannot be written, of the present user. The last attribute is where temporary files go.
+    """
+    is_root = os.geteuid() == 0
+    prefix, home = [], installation / "home"
+    if is_root:
+        # Reading is allowed everywhere, since Python itself may lie in root's home directory.
+        reads = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+        prefix = ["setpriv", f"--reuid={UNKNOWN_USER}", f"--regid={UNKNOWN_USER}", "--clear-groups", *reads]
+        home = Path("/")
+    else:
+        home.mkdir(exist_ok=True)
+        for path in (installation, *installation.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode & ~0o222)
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder)
+        temporary.chmod(0o777)
+
+        def run(*command):
+            environment = {
+                "PATH": os.environ["PATH"],
+                "HOME": str(home),
+                "TMPDIR": folder,
+                "OMP_NUM_THREADS": "1",
+            }
+            return subprocess.run(
+                [*prefix, *command], cwd=folder, env=environment, capture_output=True, text=True
+            )
+
+        if is_root and run("true").returncode:
+            pytest.skip("root may not become another user here")
+        run.temporary = temporary
+        yield run
+    if not is_root:
+        for path in (installation, *installation.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o200)
+
+
+def test_a_user_without_a_home_runs_commands(installation, stranger):
+    """numba ended in "cannot cache function ...: no locator available"."""
+    done = stranger(
+        installation / "bin/glm-inspect-batch", "--objective", "causal", "--text", "some text of words"
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "predicts" in done.stdout
+    tiny = installation / "share/megatron-lite-glm/configs/tiny.yaml"
+    done = stranger(installation / "bin/glm-pretrain", "--print-config", "--config", tiny)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert list(stranger.temporary.iterdir()) == [], "caches are removed at the end"
+
+
+CACHES = ("XDG_CACHE_HOME", "TRITON_HOME", "MPLCONFIGDIR")
+LOOK_AT_CACHES = f"""
+import data_utils.base.entry
+import os, stat, subprocess, sys
+(place,) = {{os.environ[name] for name in {CACHES}}}
+status = os.stat(place)
+code = "import data_utils.base.entry, os; print(os.environ['XDG_CACHE_HOME'])"
+child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+print(oct(stat.S_IMODE(status.st_mode)), status.st_uid == os.getuid(), child.stdout.strip() == place)
+print(place)
+"""
+
+
+def test_caches_of_a_user_without_a_home_are_private(installation, stranger):
+    """Owned by the user, and shared with processes that the first one starts."""
+    done = stranger(installation / "bin/python", "-c", LOOK_AT_CACHES)
+    assert done.returncode == 0, done.stderr
+    *checks, place = done.stdout.split()
+    assert checks == ["0o700", "True", "True"]
+    assert Path(place).parent == stranger.temporary and not Path(place).exists()
+
+
+def test_caches_of_a_user_with_a_home_stay_there(tmp_path):
+    code = f"import data_utils.base.entry, os; print([name for name in {CACHES} if name in os.environ])"
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "") and list(tmp_path.iterdir()) == []
 
 
 def test_every_script_has_a_command():
