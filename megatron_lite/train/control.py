@@ -140,7 +140,10 @@ class RunControl:
 
     def _answer(self, cause: str) -> None:
         if self._phase == Phase.TRAINING and self._is_main:
-            _say(f"{cause}: saving after this step, then ending; a later signal ends at once, without saving")
+            _say(
+                f"{cause}: finishing this step, however long it takes, then saving and ending; a second signal, "
+                f"{SAME_REQUEST_SECONDS:g} seconds later or more, ends at once without saving"
+            )
         if self._phase == Phase.STARTING:
             if self._is_main:
                 _say(f"{cause}: ending before the first step")

@@ -109,7 +109,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, m
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)  # the same request twice, as launchers do
         answer = process.stderr.readline()
-        assert answer.startswith("SIGTERM: saving after this step, then ending;")
+        assert answer.startswith("SIGTERM: finishing this step,")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(SAME_REQUEST_SECONDS + 0.5)
         process.send_signal(signal.SIGUSR1)
@@ -177,7 +177,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name):
         assert launcher.stdout.readline() == "training\n"
         launcher.kill()
         assert launcher.stdout.readline() == "asked\n"
-        assert "the launcher has ended: saving after this step" in launcher.stderr.read()
+        assert "the launcher has ended: finishing this step" in launcher.stderr.read()
 
 
 def test_a_run_that_was_started_by_hand_outlives_its_shell(monkeypatch):
