@@ -171,8 +171,8 @@ def _defaults(classes: Mapping[str, type]) -> dict[str, Any]:
     return {name: cls() for name, cls in classes.items()}
 
 
-def _keys(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
-    """Key of the section `cls` in a file -> its type and its field."""
+def keys_of(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Keys of a section in a file, in order -> type and field."""
     hints = typing.get_type_hints(cls)
     keys: dict[str, tuple[Any, dataclasses.Field]] = {}
     for field in dataclasses.fields(cls):
@@ -223,7 +223,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
     """
     root = root or cls
-    known = _keys(cls)
+    known = keys_of(cls)
     tree = _with_preset(cls, _with_todays_names(cls, tree, path))
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -253,8 +253,8 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
 
 def setting_names(cls: type, path: str = "") -> Iterator[str]:
     """The dotted key of every setting below `cls`."""
-    for key, (hint, _) in _keys(cls).items():
-        nested = _section_in(hint)
+    for key, (hint, _) in keys_of(cls).items():
+        nested = section_in(hint)
         if nested is None:
             yield f"{path}{key}"
         else:
@@ -345,8 +345,8 @@ def to_tree(config: Any) -> Any:
 
 def describe(cls: type, path: str = "") -> Iterator[str]:
     """One line for every setting below `cls`: dotted key, type, range, default and help."""
-    for key, (hint, field) in _keys(cls).items():
-        nested = _section_in(hint)
+    for key, (hint, field) in keys_of(cls).items():
+        nested = section_in(hint)
         if nested is not None:
             yield ""
             yield from describe(nested, f"{path}{key}.")
@@ -357,7 +357,7 @@ def describe(cls: type, path: str = "") -> Iterator[str]:
         yield f"      {field.metadata.get('help', '')}"
 
 
-def _section_in(hint: Any) -> type | None:
+def section_in(hint: Any) -> type | None:
     """The section class of a field that is a section or an optional section."""
     for candidate in (hint, *typing.get_args(hint)):
         if dataclasses.is_dataclass(candidate) and typing.get_origin(hint) is not tuple:

@@ -20,6 +20,13 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.described import (
+    CONFIG_JSON,
+    by_transformers,
+    check_fields,
+    check_sizes,
+    read_described,
+)
 from megatron_lite.hf.published import GLM4, OF_MODEL, PUBLISHED
 from megatron_lite.hf.published_form import SAME, Field, Form, System
 from megatron_lite.hf.published_heads import (
@@ -31,7 +38,7 @@ from megatron_lite.hf.published_heads import (
     head_settings,
     rows_of,
 )
-from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, open_safetensors, read_json
+from megatron_lite.hf.weights import WORDS, Weights, check_shapes, open_directory, open_safetensors
 from megatron_lite.model.counts import parameter_shapes
 
 _SENTENCE = "heads.sentence.classifier.weight"
@@ -177,10 +184,31 @@ def _todays_name(name: str) -> str:
 
 def is_published(path: Path) -> bool:
     """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
-    model_type = read_json(path / "config.json").get("model_type")
+    model_type = read_described(path).get("model_type")
     if model_type != GLM4.model_type:
         return model_type in PUBLISHED
     return any(name.endswith("embed_tokens.weight") for name in open_directory(path).shapes)
+
+
+def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
+    """The error for a directory of no layout that is read here."""
+    return CheckpointError(
+        f"{path / CONFIG_JSON}: model_type is {shown(described.get('model_type'))}, which cannot be imported; the "
+        f"types that can are {', '.join(PUBLISHED)}, and GLM as exported here or released."
+    )
+
+
+def _require_heads(
+    system: System, described: Mapping[str, Any], expected: Mapping[str, Any], theirs: Weights, path: Path
+) -> None:
+    """Raise CheckpointError for the weights of a base model that lack those of every class with a head."""
+    (name,) = (described.get("architectures") or [""])[:1]
+    known, lacking = (*system.classes, *architectures(system)), sorted(expected.keys() - theirs.shapes.keys())
+    if lacking and name and name not in known:
+        raise CheckpointError(
+            f"{path / CONFIG_JSON}: architectures names {name}, and the weights lack {lacking[0]}; only "
+            f"{', '.join(known)} can be imported. Load it as one of these in transformers, and save that."
+        )
 
 
 def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
@@ -193,7 +221,7 @@ def model_settings(
     system: System, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> dict[str, Any]:
     """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
-    config = _their_config(system, described)
+    config = _their_config(system, described, path)
     for name, value in system.required.items():
         actual = field_of(config, name, value)
         if actual != value:
@@ -230,8 +258,9 @@ def _architecture(system: System, config: PretrainedConfig) -> str:
     return found
 
 
-def _their_config(system: System, described: Mapping[str, Any]) -> PretrainedConfig:
-    return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+def _their_config(system: System, described: Mapping[str, Any], path: Path) -> PretrainedConfig:
+    with by_transformers(path):
+        return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
 
 
 def field_of(config: PretrainedConfig, name: str, default: Any = None) -> Any:
@@ -376,14 +405,16 @@ class PublishedSource:
 
 def open_published(path: Path) -> PublishedSource:
     """Read config.json and the names and shapes of the weights. Raises: CheckpointError."""
-    described = read_json(path / "config.json")
+    described = read_described(path)
     system = PUBLISHED[described["model_type"]]
-    config = _their_config(system, described)
+    check_fields(path, described, system)
+    config = _their_config(system, described, path)
     if isinstance(config.pad_token_id, int):  # if not, model_settings reports it
         system = system.padded_with(config.pad_token_id)
     is_tied = not system.may_untie or config.tie_word_embeddings
     theirs = normalized(open_directory(path), system, path, is_tied)
     settings = model_settings(system, described, theirs, path)
+    check_sizes(path, settings, theirs)
     others = Weights({}, theirs.read)
     if "task_head" in settings and (path / OTHER_HEADS).exists():
         others = open_safetensors(path / OTHER_HEADS)
@@ -396,5 +427,7 @@ def open_published(path: Path) -> PublishedSource:
     parts = parts_of(system, shapes, model)
     theirs = without_idle(theirs, parts)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
-    check_shapes(theirs, {name: shape for name, shape in expected.items() if name not in system.zeros}, path)
+    expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
+    _require_heads(system, described, expected, theirs, path)
+    check_shapes(theirs, expected, path, system.model_type)
     return PublishedSource(path, system, settings, theirs, parts, others)

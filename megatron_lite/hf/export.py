@@ -11,17 +11,14 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import checked, setting, to_tree
-from data_utils.objectives import OBJECTIVES
+from data_utils.base.settings import checked, setting
 from data_utils.tasks.readers import labels_of
 from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
@@ -32,6 +29,7 @@ from megatron_lite.hf.model_card import model_card, optimus_card
 from megatron_lite.hf.published import OF_MODEL
 from megatron_lite.hf.published_proof import compare_published
 from megatron_lite.hf.published_runs import trained_layout, write_published
+from megatron_lite.hf.recipe import FORMAT, recipe_of, tokenizer_options
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.weights import (
     DTYPES,
@@ -68,19 +66,6 @@ _PIPELINES = {
         "type": "text",
     }
 }
-
-# Sections of a run's configuration that describe the training and not the machine.
-_PORTABLE_SECTIONS = (
-    "model",
-    "training",
-    "batch",
-    "optimizer",
-    "schedule",
-    "objectives",
-    "objective_starts",
-    "task",
-    *OBJECTIVES,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,28 +274,18 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
 
 def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
     """Write training.json, which an import reads, and the model card."""
-    checkpoint, tree = run.checkpoint, to_tree(run.config)
-    sections = {name: tree[name] for name in _PORTABLE_SECTIONS}
-    sections["data"] = {name: tree["data"][name] for name in ("sequence_length", "row_length")}
+    checkpoint = run.checkpoint
     described = {
-        "format": "megatron-lite-export",
+        "format": FORMAT,
         "step": checkpoint.step,
-        "config": sections,
-        "tokenizer": _described_tokenizer(run.tokenizer),
+        "config": recipe_of(run.config),
+        "tokenizer": tokenizer_options(run.tokenizer),
         "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
     }
     if run.config.latent is not None:
-        sections["decoder"] = tree["decoder"]
-        sections["optimus"] = {**tree["optimus"], "encoder_from": None, "decoder_from": None}
-        described["decoder_tokenizer"] = _described_tokenizer(run.decoder_tokenizer or run.tokenizer)
+        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
     (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(card, encoding="utf-8")
-
-
-def _described_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Its options, without its place."""
-    options = {k: v for k, v in asdict(tokenizer.config).items() if k != "path"}
-    return {**options, "fingerprint": tokenizer.fingerprint}
 
 
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
@@ -27,10 +28,13 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.tree import Config, ModelConfig
 from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf import proof, released
-from megatron_lite.hf.conversion import is_published
+from megatron_lite.hf.configuration_glm import GLMConfig
+from megatron_lite.hf.conversion import is_published, unsupported
+from megatron_lite.hf.described import CONFIG_JSON, check_sizes, own_layout, read_described, released_layout
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.optimus import import_optimus, is_optimus
 from megatron_lite.hf.published_runs import import_published
+from megatron_lite.hf.recipe import read_recipe
 from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokenizer
 from megatron_lite.hf.weights import (
     METADATA,
@@ -43,9 +47,10 @@ from megatron_lite.hf.weights import (
     check_shapes,
     new_directory,
     open_directory,
-    read_json,
 )
 from megatron_lite.model.counts import parameter_shapes
+
+_GLM_TYPES = (None, "glm", GLMConfig.model_type)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def import_directory(
     """
     if is_optimus(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
-        return import_optimus(source, output, _recorded_stacks(source), tree, **options)
+        return import_optimus(source, output, read_recipe(source), tree, **options)
     if is_published(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_published(source, output, tree, **options)
@@ -91,50 +96,43 @@ def import_megatron(
 
 def open_source(path: Path) -> Source:
     """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
-    described = read_json(path / "config.json")
-    weights = open_directory(path)
+    described, weights = read_described(path), open_directory(path)
     if not any(name.endswith(WORDS) for name in weights.shapes):
-        return _released_source(path, [released.without_prefix(weights, path)], described)
+        if described.get("model_type") not in _GLM_TYPES and not released.is_released(weights):
+            raise unsupported(path, described)
+        shards = [released.without_prefix(weights, path)]
+        return _released_source(path, shards, released_layout(path, described))
     prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)
     tied = {"lm_head.weight"}
-    names = {_our_name(name, prefix): name for name in weights.shapes if name not in tied}
-    fields = ("num_layers", "hidden_size", "num_attention_heads", "max_position", "layernorm_epsilon", "gelu",
-              "embedding_dropout", "attention_dropout", "output_dropout")  # fmt: skip
-    settings = {name: described[name] for name in fields if name in described}
-    if "gelu" in settings:
-        settings["activation"] = f"gelu_{settings.pop('gelu')}"
-    return Source(path, weights.renamed(names), None, settings, _recorded_configuration(path))
+    weights = weights.renamed({_our_name(name, prefix): name for name in weights.shapes if name not in tied})
+    settings = own_layout(path, described)
+    check_sizes(path, settings, weights)
+    if settings.pop("vocab_size") != weights.shapes[WORDS][0]:
+        raise CheckpointError(
+            f"{path / CONFIG_JSON} says vocab_size {described['vocab_size']}, but the word embeddings have "
+            f"{weights.shapes[WORDS][0]} rows; fetch both again."
+        )
+    return Source(path, weights, None, settings, _recorded(path, settings, weights))
+
+
+def _recorded(path: Path, settings: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
+    """The configuration of training.json, with the tokenizer if its files are there."""
+    recorded = read_recipe(path)
+    model = recorded.config.get("model", {})
+    for name, value in settings.items():
+        if model.get(name, value) != value:
+            raise CheckpointError(
+                f"{path}: model.{name} is {shown(value)} in {CONFIG_JSON} and {shown(model[name])} in {TRAINING_JSON}; "
+                "fetch both again."
+            )
+    check_sizes(path, model, weights)
+    if (path / TRAINING_TOKENIZER).is_dir() and "tokenizer" in recorded.tokenizers:
+        return {**recorded.config, "tokenizer": recorded.tokenizers["tokenizer"]}
+    return recorded.config
 
 
 def _our_name(name: str, prefix: str) -> str:
     return TASK_CLASSIFIER + name.removeprefix(SCORE) if name.startswith(SCORE) else name.removeprefix(prefix)
-
-
-def _recorded_stacks(path: Path) -> dict[str, Any]:
-    """The configuration that an export of OPTIMUS records, with the options of its tokenizers."""
-    tree = _recorded_configuration(path)
-    for key in ("tokenizer", "decoder_tokenizer") if tree else ():
-        options = read_json(path / TRAINING_JSON).get(key)
-        if not isinstance(options, dict):
-            raise CheckpointError(f"{path / TRAINING_JSON} has no {key}; fetch it again, or remove it.")
-        tree = {**tree, key: {k: v for k, v in options.items() if k not in ("fingerprint", "path")}}
-    return tree
-
-
-def _recorded_configuration(path: Path) -> dict[str, Any]:
-    """The configuration that an export of ours records, {} if there is none."""
-    if not (path / TRAINING_JSON).exists():
-        return {}
-    recorded = read_json(path / TRAINING_JSON)
-    tree, tokenizer = recorded.get("config"), recorded.get("tokenizer")
-    if not isinstance(tree, dict) or not isinstance(tokenizer, dict):
-        raise CheckpointError(
-            f"{path / TRAINING_JSON} has no config and tokenizer; fetch it again, or remove it."
-        )
-    if (path / TRAINING_TOKENIZER).is_dir():
-        options = {key: value for key, value in tokenizer.items() if key not in ("fingerprint", "path")}
-        tree = {**tree, "tokenizer": options}
-    return tree
 
 
 def _released_source(path: Path, shards: list[Weights], described: Mapping[str, Any]) -> Source:

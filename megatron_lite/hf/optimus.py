@@ -142,7 +142,7 @@ class _Source:
 def import_optimus(
     path: Path,
     output: Path,
-    recorded: Mapping[str, Any],
+    recorded: Recorded,
     tree: Mapping[str, Any],
     *,
     verify: bool = True,
@@ -150,8 +150,8 @@ def import_optimus(
 ) -> proof.Proof | None:
     """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
 
-    Args: recorded: configuration that the directory was exported with, {} = not known. tree: goes over it; it must not
-        contradict the model.
+    Args: recorded: of the run that the directory was exported from. tree: goes over it; it must not contradict the
+        model.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
     with new_directory(output) as directory:
@@ -217,10 +217,10 @@ def _joined(source: _Source) -> Weights:
 
 
 def _config(
-    source: _Source, directory: Path, recorded: Mapping[str, Any], tree: Mapping[str, Any], verify: bool
+    source: _Source, directory: Path, recorded: Recorded, tree: Mapping[str, Any], verify: bool
 ) -> Config:
     """The configuration of the run in `directory`."""
-    whole = merge({"objectives": {"optimus": 1}, **recorded}, tree)
+    whole = merge({"objectives": {"optimus": 1}, **recorded.config, **recorded.tokenizers}, tree)
     given = tree.get("optimus") or {}
     for name, value in source.latent.items():
         check(

@@ -68,6 +68,11 @@ def without_prefix(weights: Weights, origin: Path) -> Weights:
     return weights.renamed({name.removeprefix(prefixes[0]): name for name in weights.shapes})
 
 
+def is_released(weights: Weights) -> bool:
+    """Whether tensors bear the names of a released GLM."""
+    return any(name.endswith("transformer.block_position_embeddings.weight") for name in weights.shapes)
+
+
 def open_model_parallel(directory: Path) -> list[Weights]:
     """The shards `mp_rank_00_model_states.pt`, `mp_rank_01_...`, memory-mapped. Raises: CheckpointError."""
     names = sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import require_new_directory
+from data_utils.base.foreign import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.tensor_files import write_tensors
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
@@ -77,18 +78,11 @@ class Weights:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a foreign file. Raises: CheckpointError."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{path} is larger than {MAX_JSON_BYTES} bytes; it is not a file of this kind."
-            )
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return conform(parse_json(read_bounded(path, MAX_JSON_BYTES)), dict[str, Any])
+    except FileNotFoundError as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not valid JSON; fetch it again.") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(tree).__name__}.")
-    return tree
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fetch it again.") from None
 
 
 def open_directory(directory: Path) -> Weights:
@@ -208,7 +202,9 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], origin: Path) -> None:
+def check_shapes(
+    weights: Weights, expected: Mapping[str, tuple[int, ...]], origin: Path, model: str = "GLM"
+) -> None:
     """Raise CheckpointError unless `weights` has exactly the tensors of `expected`."""
     for what, names in (
         ("lacks", expected.keys() - weights.shapes.keys()),
@@ -216,7 +212,9 @@ def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], orig
     ):
         if names:
             listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise CheckpointError(f"{origin} {what} {listed}; it does not hold a GLM of this configuration.")
+            raise CheckpointError(
+                f"{origin} {what} {listed}; it does not hold a {model} of this configuration."
+            )
     for name, shape in expected.items():
         if weights.shapes[name] != shape:
             raise CheckpointError(

@@ -1,0 +1,192 @@
+"""A downloaded training.json decides what is learnt. It decides nothing of how and where the new run works."""
+
+import dataclasses
+import json
+import logging
+import shutil
+
+import pytest
+import yaml
+from support.optimus_runs import write_run as write_optimus
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, keys_of, section_in, setting_names, to_tree
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.recipe import read_recipe
+
+CANARY = "/a/path/of/a/stranger"
+# What a stranger may decide, as a user would expect it. Sections of which he decides all, by name:
+RECIPES = ("model", "decoder", "batch", "schedule", "objectives", "objective_starts")
+# ... and settings of others. The objectives' sections are his but for their paths.
+SETTINGS = {
+    "training": "steps seed precision loss_normalization loss_weights label_smoothing",
+    "optimizer": "kind lr beta1 beta2 eps weight_decay clip_grad_norm",
+    "data": "sequence_length row_length",
+    "task": "name kind reader labels text_fields label_field form pattern template verbalizers scoring length_power "
+    "loss mask sequence_length target_length question_length answer_length stride bidirectional masked_ratio "
+    "target_mask_prob blank_ratio metrics",
+}
+PATHS = {"optimus.encoder_from", "optimus.decoder_from"}
+FREE_TEXT = {f"task.{key}" for key in ["name", "labels", "text_fields", "label_field", "template", "metrics"]}
+
+
+def may_decide(name):
+    section, _, key = name.partition(".")
+    if section in SETTINGS:
+        return key in SETTINGS[section].split()
+    objectives = keys_of(Config).keys() - {f.name for f in dataclasses.fields(Config)}
+    return section in RECIPES or (section in objectives and name not in PATHS)
+
+
+def edited(directory, change):
+    path = directory / "training.json"
+    described = json.loads(path.read_text())
+    change(described)
+    path.write_text(json.dumps(described))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(exports, tmp_path_factory):
+    """The files of an export that say what it is."""
+    found = tmp_path_factory.mktemp("stranger")
+    shutil.copyfile(exports / "huggingface/training.json", found / "training.json")
+    return found
+
+
+@pytest.mark.parametrize("name", list(setting_names(Config)))
+def test_every_setting_is_taken_left_out_by_name_or_refused_by_name(directory, tmp_path, caplog, name):
+    """A canary in place of the value: of settings that are taken, its type or range is refused."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    section, *rest = name.split(".")
+
+    def plant(described):
+        tree = described["tokenizer"] if section == "tokenizer" else described["config"]
+        if section == "decoder_tokenizer":
+            tree = described["decoder_tokenizer"] = dict(described["tokenizer"])
+        keys = rest if section.endswith("tokenizer") else [section, *rest]
+        for key in keys[:-1]:
+            if tree.get(key) is None:
+                tree[key] = {"name": "x", "kind": "cloze", "reader": "jsonl"} if key == "task" else {}
+            tree = tree[key]
+        tree[keys[-1]] = CANARY
+
+    edited(copy, plant)
+    caplog.set_level(logging.WARNING)
+    try:
+        found = read_recipe(copy)
+    except CheckpointError as error:
+        message = str(error)
+        assert "\n" not in message and "training.json" in message
+        assert rest[-1] in message if rest else section in message
+        is_taken = "is no part of an export" not in message
+    else:
+        is_taken = CANARY in json.dumps([found.config, found.tokenizers])
+        if not is_taken:
+            assert f"not taken, since they are for whoever runs the program to set: {name}" in caplog.text
+    if section in ("tokenizer", "decoder_tokenizer"):
+        assert is_taken == (rest != ["path"])
+    else:
+        assert is_taken == may_decide(name)
+
+
+def test_free_text_is_taken_of_a_task_only(directory):
+    """Text can be a path or an address. A new setting of text is no part of a recipe unless this list has it."""
+    free = set()
+    for name in setting_names(Config):
+        cls, keys = Config, name.split(".")
+        for key in keys[:-1]:
+            cls = section_in(keys_of(cls)[key][0])
+        hint, field = keys_of(cls)[keys[-1]]
+        limits = field.metadata.get("range")
+        if "str" in str(hint) and "dict" not in str(hint) and not (limits and limits.one_of):
+            free.add(name)
+    assert {name for name in free if may_decide(name)} == FREE_TEXT
+
+
+def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplog):
+    """The whole import, with all that former versions wrote."""
+    honest, strange = (
+        shutil.copytree(exports / "huggingface", tmp_path / name) for name in ("honest", "strange")
+    )
+    former = {
+        "training": {
+            "recompute": "full", "deterministic": True, "tf32": True, "layernorm": "apex", "max_nonfinite_steps": 10**9,
+            "replica_check_interval": 1, "gradient_norm_interval": 1, "eval_interval": 1, "eval_samples": 10**9,
+            "eval_fillings": 3, "stop_after_step": 1,
+        },
+        "optimizer": {"kernel": "apex"},
+        "optimus": {"encoder_from": CANARY, "decoder_from": CANARY},
+    }  # fmt: skip
+
+    def plant(described):
+        for section, values in former.items():
+            described["config"][section].update(values)
+
+    edited(strange, plant)
+    import_directory(honest, tmp_path / "expected", {}, verify=False)
+    import_directory(strange, tmp_path / "found", {}, verify=False)
+    expected, found = (
+        (tmp_path / name / "config.yaml").read_text().replace(str(tmp_path / name), "RUN")
+        for name in ("expected", "found")
+    )
+    assert found == expected and caplog.text.count("training.json: not taken") == 1
+    assert all(f"{section}.{key}" in caplog.text for section, values in former.items() for key in values)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"trackers": {"mlflow": {"uri": CANARY}}}, "config.trackers is no part of an export"),
+        ({"data": {"local_directory": CANARY}}, "config.data.local_directory is no part"),
+        ({"checkpoint": {"initialize_from": CANARY}}, "config.checkpoint is no part"),
+        ({"training": {"stepz": 3}}, "config.training.stepz is no part"),
+        ({"model": {"num_layers": "2"}}, "model.num_layers must be a whole number, not '2'"),
+        ({"objectives": {"masked_lm": True}}, "config.objectives says masked_lm True"),
+        ({"batch": [1]}, "config.batch says in all"),
+        (
+            {"model": {"num_attention_heads": 2}},
+            "num_attention_heads is 4 in config.json and 2 in training.json",
+        ),
+        ({"model": {"adapter_size": 10**12}}, "gives model.adapter_size 1000000000000, but no tensor"),
+    ],
+)
+def test_the_rest_is_refused_in_one_line(exports, tmp_path, section, message):
+    copy = shutil.copytree(exports / "huggingface", tmp_path / "copy")
+    (name,) = section
+
+    def plant(described):
+        former = described["config"].get(name)
+        both = isinstance(former, dict) and isinstance(section[name], dict)
+        described["config"][name] = {**former, **section[name]} if both else section[name]
+
+    edited(copy, plant)
+    with pytest.raises(CheckpointError) as raised:
+        import_directory(copy, tmp_path / "run", {}, verify=False)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_export_writes_what_an_import_takes(exports, caplog):
+    """So nothing is left out of an honest export, and a user's own settings go over it."""
+    recorded = read_recipe(exports / "huggingface")
+    written = json.loads((exports / "huggingface/training.json").read_text())["config"]
+    assert recorded.config == {name: section for name, section in written.items() if section is not None}
+    assert not caplog.records
+    assert to_tree(build(Config, {**recorded.config}))["training"]["steps"] == 6
+
+
+def test_stacks_of_a_stranger_are_held_to_the_same(tmp_path):
+    run, _ = write_optimus(tmp_path)
+    export_run(run, tmp_path / "export", ExportOptions(verify=False))
+    copy = shutil.copytree(tmp_path / "export", tmp_path / "copy")
+    edited(copy, lambda described: described["config"].update(run={"directory": CANARY}))
+    with pytest.raises(CheckpointError, match=r"config\.run is no part of an export"):
+        import_directory(copy, tmp_path / "again", {}, verify=False)
+    copy = shutil.copytree(tmp_path / "export", tmp_path / "other")
+    edited(copy, lambda described: described["config"]["optimus"].update(encoder_from=CANARY))
+    import_directory(copy, tmp_path / "again", {}, verify=False)
+    written = yaml.safe_load((tmp_path / "again/config.yaml").read_text())
+    assert written["optimus"]["encoder_from"] is None
