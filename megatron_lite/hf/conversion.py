@@ -376,7 +376,10 @@ def system_of(config: ModelConfig) -> System:
 def load_class(directory: Path, class_name: str) -> torch.nn.Module:
     """A model as its users load it, in fp32. Raises: CheckpointError for missing or unexpected tensors."""
     cls = getattr(transformers, class_name)
-    model, loading = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    with by_transformers(directory):
+        model, loading = cls.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[what]:
             names = ", ".join(map(str, list(loading[what])[:3]))

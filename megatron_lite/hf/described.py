@@ -24,6 +24,7 @@ from megatron_lite.hf.published_form import System
 from megatron_lite.hf.weights import Weights, read_json
 
 CONFIG_JSON = "config.json"
+MAX_POSITION = 1 << 24
 MAX_LABELS = 1 << 16  # transformers makes a name for each
 Size = Annotated[int, Limits(ge=1)]
 Rate = Annotated[float, Limits(ge=0, lt=1)]
@@ -130,6 +131,9 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> No
     Args: settings: of the section `model`, from config.json.
     """
     largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
+    most = {
+        "max_position": MAX_POSITION
+    }  # rotary positions have no table; the rows of tables are compared later
     blocks = (
         0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
     )  # whose blocks are one
@@ -139,10 +143,11 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> No
             f"{len(weights.shapes)} tensors in all; fetch both again."
         )
     for name, value in settings.items():
-        if isinstance(value, int) and value > max(largest, len(weights.shapes)):
+        limit = most.get(name, max(largest, len(weights.shapes)))
+        if isinstance(value, int) and value > limit:
             raise CheckpointError(
-                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}, but no tensor of the weights has more than "
-                f"{largest} rows or columns; fetch both again."
+                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}; with these weights it can be {limit} at most. "
+                "Fetch both again."
             )
 
 

@@ -27,6 +27,7 @@ from data_utils.objectives.planes import (
     WEIGHTS,
 )
 from megatron_lite.config.tree import ModelConfig
+from megatron_lite.hf.described import by_transformers
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.released import reference_logits
 from megatron_lite.hf.weights import Weights
@@ -143,8 +144,9 @@ def exported_logits(directory: Path, batch: np.ndarray) -> torch.Tensor:
     """The same of a Hugging Face directory, loaded as its users load it, computed in fp32."""
     if not sys.stderr.isatty():  # our own progress bars are off, too
         transformers_logging.disable_progress_bar()
-    model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(**_inputs(batch), use_cache=False).logits
+    with by_transformers(directory):
+        model = GLMForBlankInfilling.from_pretrained(directory, dtype=torch.float32).eval()
+        return model(**_inputs(batch), use_cache=False).logits
 
 
 @torch.no_grad()
@@ -158,8 +160,9 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def exported_classes(directory: Path, batch: np.ndarray) -> torch.Tensor:
     """The same of a Hugging Face directory."""
-    model = GLMForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(**_inputs(batch)).logits
+    with by_transformers(directory):
+        model = GLMForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+        return model(**_inputs(batch)).logits
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ def _portable(name: str, cls: type) -> tuple[str, ...]:
 def _numbers_and_choices(cls: type) -> Iterator[str]:
     for key, (hint, field) in keys_of(cls).items():
         allowed = field.metadata.get("range")
-        kinds = {hint, *typing.get_args(hint)} - {type(None)}
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
         if kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
             yield key
 

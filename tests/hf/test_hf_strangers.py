@@ -150,7 +150,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
             {"model": {"num_attention_heads": 2}},
             "num_attention_heads is 4 in config.json and 2 in training.json",
         ),
-        ({"model": {"adapter_size": 10**12}}, "gives model.adapter_size 1000000000000, but no tensor"),
+        ({"model": {"adapter_size": 10**12}}, "gives model.adapter_size 1000000000000; with these weights"),
     ],
 )
 def test_the_rest_is_refused_in_one_line(exports, tmp_path, section, message):
