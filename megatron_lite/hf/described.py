@@ -146,8 +146,8 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> No
         limit = most.get(name, max(largest, len(weights.shapes)))
         if isinstance(value, int) and value > limit:
             raise CheckpointError(
-                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}; with these weights it can be {limit} at most. "
-                "Fetch both again."
+                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
+                "most. Fetch both again."
             )
 
 
