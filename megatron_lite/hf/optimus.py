@@ -53,6 +53,7 @@ from megatron_lite.hf.published_runs import (
     write_stack,
 )
 from megatron_lite.hf.published_tokenizers import brought_tokenizer, require_same_ids
+from megatron_lite.hf.recipe import Recorded
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
