@@ -52,6 +52,15 @@ def quotas(weights: Sequence[float], block_size: int = BLOCK_SIZE) -> np.ndarray
     return places
 
 
+def samples_of_corpora(seed: int, weights: Sequence[float], count: int) -> np.ndarray:
+    """How many of the first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
+    places = quotas(weights)
+    blocks, rest = divmod(count, BLOCK_SIZE)
+    key = np.uint64(derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, blocks))
+    corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, key)
+    return blocks * places + np.bincount(corpora[:rest], minlength=len(places))
+
+
 class Mixture:
     """Corpora mixed by weight (samples, not tokens), without end.
 

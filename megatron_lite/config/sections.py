@@ -267,6 +267,11 @@ class CheckpointConfig:
         "has one",
         one_of=("auto", "never"),
     )
+    accept_changed_data: bool = setting(
+        False,
+        "go on although data.train differs from that of the checkpoint, by which samples come again or are left out "
+        "(an event says how many); false = refuse",
+    )
     initialize_from: str | None = setting(
         None,
         "run directory or step_... directory to begin with where the run directory has no checkpoint yet; "

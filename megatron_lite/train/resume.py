@@ -32,6 +32,7 @@ from megatron_lite.model.build import model_shapes
 from megatron_lite.model.optimus import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import stacks, version
+from megatron_lite.train.changed_corpora import changed_corpora, require_same_corpora
 from megatron_lite.train.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def check_beginning(config: Config) -> None:
             new_parameters(_for_model(initial, config), model_shapes(config))
         else:
             checkpoint = initial
+            require_same_corpora(config, initial.path, initial.trainer_state())
     elif config.latent is not None:
         stacks.check(config)
     if checkpoint is not None:
@@ -104,6 +106,7 @@ def check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
             f"another seed would repeat some and leave out others. Set training.seed={old}, or begin another "
             f"run.directory with checkpoint.initialize_from={checkpoint.path}."
         )
+    require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
 
 
 def load_beginning(
@@ -115,7 +118,7 @@ def load_beginning(
 ) -> Beginning:
     """Load the run's newest checkpoint, else what `checkpoint.initialize_from` names, if anything.
 
-    Args: data: fingerprints of the training corpora; program: of `version.program`, on the main rank.
+    Args: data: fingerprints of the training corpora or records; program: of `version.program`, on the main rank.
     """
     settings, directory = config.checkpoint, checkpoint_directory(config)
     own = newest_valid(directory, context)
@@ -125,14 +128,12 @@ def load_beginning(
             state = _initialize(config, engine, context, data)
         elif config.latent is not None:
             stacks.load(config, engine, context)
-        return Beginning(state, events=_rewinds(directory, [], context))
+        events = [] if state is None else _changed(corpora_changes(config, state))
+        return Beginning(state, events=events + _rewinds(directory, [], context))
     check_may_continue(config, own)
-    state = _load(own, engine, context, data)
+    state = _load(own, config, engine, context, data)
     new = to_tree(config)
-    events = [
-        f"changed, so that its samples are not those of an unbroken run: {change}"
-        for change in changed_samples(state.config, new)
-    ]
+    events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
     known = [entry["event"] for entry in state.events.get("history", [])]
     if context.is_main:
         for change in config_changes(state.config, new):
@@ -149,7 +150,7 @@ def _initialize(
     assert config.checkpoint.initialize_from is not None
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
-        return _load(checkpoint, engine, context, data)
+        return _load(checkpoint, config, engine, context, data)
     checkpoint = _for_model(checkpoint, config)
     new = new_parameters(checkpoint, model_shapes(config))
     load_weights_only(checkpoint, engine, context, new)
@@ -167,7 +168,11 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
 
 
 def _load(
-    checkpoint: Checkpoint, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
+    checkpoint: Checkpoint,
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
 ) -> TrainerState:
     state = checkpoint.trainer_state()
     load_checkpoint(checkpoint, engine, context)
@@ -178,9 +183,9 @@ def _load(
             state.step,
             state.consumed_samples,
         )
-        if state.data != data:
+        if config.task is not None and state.data != data:
             log.warning(
-                "the training corpora are not those of the checkpoint: its samples are not those of an unbroken run"
+                "the training records are not those of the checkpoint: its samples are not those of an unbroken run"
             )
     return state
 
@@ -192,6 +197,16 @@ def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> lis
         for path, last in (rewinds(directory) if context.is_main else ())
     ]
     return [event for event in events if event not in known]
+
+
+def _changed(changes: list[str]) -> list[str]:
+    return [f"changed, so that its samples are not those of an unbroken run: {change}" for change in changes]
+
+
+def corpora_changes(config: Config, state: TrainerState) -> list[str]:
+    """Accepted changes of the corpora. `check_beginning` has refused the others."""
+    change = changed_corpora(config, state)
+    return [] if change is None else [f"data.train: {change}"]
 
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

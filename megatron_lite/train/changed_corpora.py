@@ -1,0 +1,91 @@
+"""What another `data.train` makes of a run's samples, told before it happens.
+
+A sample's place in its corpus follows from its number and the weights of now (data_utils/samples/mixture.py), as if
+they had always held. So after a change of weights a corpus goes on before or after the place that it had reached: it
+reads samples again, or leaves some out. Its place in the list is the key of its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.checksums import identity
+from data_utils.base.errors import CheckpointError
+from data_utils.base.random_streams import derive_seed
+from data_utils.dataset.manifest import read_manifest
+from data_utils.samples.config import CorpusConfig
+from data_utils.samples.mixture import quotas, samples_of_corpora
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.tree import Config
+
+_SHOWN = 4  # corpora in a message
+
+
+def require_same_corpora(config: Config, path: Path, state: TrainerState) -> None:
+    """Raise CheckpointError if `data.train` is not that of the checkpoint at `path`, unless that is accepted."""
+    change = changed_corpora(config, state)
+    if change is None or config.checkpoint.accept_changed_data:
+        return
+    raise CheckpointError(
+        f"data.train is not that of {path}, by which its {state.consumed_samples:,} samples were numbered: {change}. "
+        "Set corpora and weights as they were; or begin at step 0 in another run.directory with "
+        f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
+    )
+
+
+def changed_corpora(config: Config, state: TrainerState) -> str | None:
+    """What differs between the corpora of a checkpoint and those of `config`, and its effect; None: the same samples.
+
+    Raises: DataError for a corpus without a manifest.
+    """
+    before = state.data or []
+    if config.task is not None or not before or any("weight" not in entry for entry in before):
+        return None  # not trained here, or on a task
+    after = config.data.train
+    old, new = [_identity_there(entry) for entry in before], [_identity_here(corpus) for corpus in after]
+    weights = [entry["weight"] for entry in before], [corpus.weight for corpus in after]
+    if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
+        return None
+    seed = derive_seed(config.training.seed, "train")
+    read, begin = (samples_of_corpora(seed, its, state.consumed_samples).tolist() for its in weights)
+    changes = []
+    for place, corpus in enumerate(after):
+        name, start = corpus.prefix, begin[place]
+        if old[place : place + 1] == [new[place]]:
+            was, now = (f"{its[place]:g} of {sum(its):g}" for its in weights)
+            name += f" (weight {was} -> {now})"
+            if start < read[place]:
+                changes.append(f"{name} would read {read[place] - start:,} samples again")
+            elif start > read[place]:
+                changes.append(f"{name} would leave out {start - read[place]:,} samples")
+        elif new[place] in old:
+            count = f"{read[old.index(new[place])]:,}"
+            changes.append(
+                f"{name} has another place, which orders it anew: its {count} samples may come again"
+            )
+        else:
+            changes.append(f"{name} is new and would leave out its first {start:,} samples")
+    changes += [f"{name} is gone" for name in _missing(state, old, new)]
+    more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
+    return "; ".join(changes[:_SHOWN] + more) if changes else None
+
+
+def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:
+    """The corpora of the checkpoint that are in the list no more, by their names then."""
+    named = state.config.get("data", {}).get("train") or []
+    names = [corpus.get("prefix") for corpus in named] if len(named) == len(old) else old
+    return [str(name) for name, its in zip(names, old, strict=True) if its not in new]
+
+
+def _identity_there(entry: dict[str, Any]) -> tuple[Any, Any]:
+    return entry.get("sha256"), entry.get("decoder_sha256")
+
+
+def _identity_here(corpus: CorpusConfig) -> tuple[Any, Any]:
+    prefixes = (corpus.prefix, corpus.decoder_prefix)
+    tokens, decoders = (name and identity(read_manifest(name)["files"][".bin"]) for name in prefixes)
+    return tokens, decoders

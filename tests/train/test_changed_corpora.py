@@ -1,0 +1,176 @@
+"""A run that is continued with other corpora, another order of them or other weights is refused, with exact numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.commands import assert_refused, pretrain
+from support.distributed import run_ranks
+from support.project import small_run
+from support.training import fit
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.random_streams import derive_seed
+from data_utils.base.settings import build, merge, to_tree
+from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.samples.loader import SampleLoader
+from data_utils.samples.mixture import Mixture, samples_of_corpora
+from data_utils.samples.sampler import WindowIndex
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.tree import Config
+from megatron_lite.train.changed_corpora import changed_corpora, require_same_corpora
+
+LENGTH = 16  # of a window; a document of 12 tokens fills one
+CONSUMED, NEXT = 200_000, 40_000
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """The prefixes of three datasets, with 200,034, 300,000 and 50,000 windows."""
+    directory = tmp_path_factory.mktemp("corpora")
+    for number, (name, documents) in enumerate({"a": 200_034, "b": 300_000, "c": 50_000}.items()):
+        with IndexedDatasetWriter(directory / name, 100) as writer:
+            tokens = LENGTH - DOCUMENT_OVERHEAD
+            writer.add(np.full(documents * tokens, number), np.full(documents, tokens))
+            writer.finish({"eos": 0})
+    return {name: str(directory / name) for name in "abc"}
+
+
+def mixture(corpora, weights, seed=7):
+    parts = [
+        (WindowIndex(IndexedDataset(corpora[name]), LENGTH, DOCUMENT_OVERHEAD), weight)
+        for name, weight in weights
+    ]
+    return Mixture(parts, derive_seed(seed, "train"))
+
+
+def config_of(corpora, weights, **checkpoint):
+    tree = {
+        "data": {
+            "train": [{"prefix": corpora[name], "weight": weight} for name, weight in weights],
+            "sequence_length": LENGTH,
+        },
+        "checkpoint": checkpoint,
+    }
+    return build(Config, merge(small_run(Path("absent"), Path("run")), tree))
+
+
+def state_of(corpora, weights, consumed=CONSUMED):
+    """As a checkpoint of a run on these corpora has it."""
+    numbers = dict.fromkeys(("step", "consumed_tokens", "skipped_steps", "skipped_in_a_row"), 0)
+    return TrainerState(
+        **numbers,
+        consumed_samples=consumed,
+        config=to_tree(config_of(corpora, weights)),
+        data=json.loads(json.dumps(SampleLoader(mixture(corpora, weights), None).fingerprint())),
+    )
+
+
+def counted(corpora, before, after, name):
+    """By reading: of the next samples of a corpus, those read before; of its unread windows, those passed over."""
+    places = [[name for name, _ in weights].index(name) for weights in (before, after)]
+    corpus, epoch, window = mixture(corpora, before).locate(np.arange(CONSUMED))
+    read = set(zip(epoch[corpus == places[0]], window[corpus == places[0]], strict=True))
+    first = mixture(corpora, after).locate(np.arange(CONSUMED + 10 * NEXT))
+    corpus, epoch, window = (array[CONSUMED:] for array in first)
+    coming = list(zip(epoch[corpus == places[1]], window[corpus == places[1]], strict=True))
+    soon = int((corpus[:NEXT] == places[1]).sum())
+    again = [pair in read for pair in coming]
+    mine = first[0][:CONSUMED] == places[1]
+    passed = set(zip(first[1][:CONSUMED][mine], first[2][:CONSUMED][mine], strict=True)) - read
+    return sum(again), sum(again[:soon]), soon, len(passed)
+
+
+def test_other_weights_make_samples_come_again_and_leave_others_out(corpora):
+    before, after = [("a", 0.9), ("b", 0.1)], [("a", 0.3), ("b", 0.7)]
+    again, again_soon, soon, _ = counted(corpora, before, after, "a")
+    *_, passed = counted(corpora, before, after, "b")
+    assert again_soon == soon == 12_014  # of A, while 20,034 of its windows are unread
+    assert again == 119_976 and passed == 119_976
+    assert changed_corpora(config_of(corpora, after), state_of(corpora, before)) == (
+        f"{corpora['a']} (weight 0.9 of 1 -> 0.3 of 1) would read {again:,} samples again; "
+        f"{corpora['b']} (weight 0.1 of 1 -> 0.7 of 1) would leave out {passed:,} samples"
+    )
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 4095, 4096, 100_001])
+def test_the_samples_of_each_corpus_are_counted_as_they_are_dealt(corpora, consumed):
+    weights = [("a", 0.5), ("b", 0.3), ("c", 0.2)]
+    corpus, _, _ = mixture(corpora, weights).locate(np.arange(consumed))
+    counts = samples_of_corpora(derive_seed(7, "train"), [weight for _, weight in weights], consumed)
+    assert counts.tolist() == np.bincount(corpus, minlength=3).tolist()
+
+
+def test_what_leaves_the_samples_as_they_are_is_no_change(corpora, tmp_path):
+    before = [("a", 0.9), ("b", 0.1)]
+    state = state_of(corpora, before)
+    copied = {**corpora, "a": str(tmp_path / "elsewhere")}
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"elsewhere{suffix}").symlink_to(corpora["a"] + suffix)
+    for names, weights in ((corpora, before), (corpora, [("a", 9.0), ("b", 1.0)]), (copied, before)):
+        assert changed_corpora(config_of(names, weights), state) is None
+    assert changed_corpora(config_of(corpora, [("a", 0.5)]), TrainerState.beginning({})) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ([("b", 0.1), ("a", 0.9)], ["b has another place", "its 20,019 samples may come again"]),
+        ([("c", 0.9), ("b", 0.1)], ["c is new and would leave out its first 179,981", "a is gone"]),
+        ([("a", 0.9), ("b", 0.1), ("c", 1.0)], ["a (weight 0.9 of 1 -> 0.9 of 2) would read", "c is new"]),
+        ([("a", 0.9)], ["a (weight 0.9 of 1 -> 0.9 of 0.9) would leave out 20,019 samples", "b is gone"]),
+    ],
+)
+def test_other_corpora_and_another_order_are_named(corpora, after, words):
+    change = changed_corpora(config_of(corpora, after), state_of(corpora, [("a", 0.9), ("b", 0.1)]))
+    assert all(word in change for word in words), change
+
+
+def test_the_refusal_is_a_line_with_the_remedies(corpora, tmp_path):
+    after = [("a", 0.3), ("b", 0.7)]
+    state = state_of(corpora, [("a", 0.9), ("b", 0.1)])
+    with pytest.raises(CheckpointError) as error:
+        require_same_corpora(config_of(corpora, after), tmp_path, state)
+    assert str(error.value).startswith(f"data.train is not that of {tmp_path}, by which its 200,000 samples")
+    for remedy in ("as they were", f"initialize_from={tmp_path}", "accept_changed_data=true"):
+        assert remedy in str(error.value)
+    assert "\n" not in str(error.value)
+    require_same_corpora(config_of(corpora, after, accept_changed_data=True), tmp_path, state)
+
+
+# Runs
+
+
+def test_a_run_goes_on_with_other_weights_only_if_told_so(corpus, tmp_path):
+    def tree(run, weights, **checkpoint):
+        train = [
+            {"prefix": str(corpus / f"corpus_{name}"), "weight": weight}
+            for name, weight in zip(("train", "validation"), weights, strict=True)
+        ]
+        changes = {"data": {"train": train, "validation": []}, "training": {"steps": 3 if run == "a" else 4}}
+        return merge(small_run(corpus, tmp_path / run), {**changes, "checkpoint": checkpoint})
+
+    def refused(tree):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+        assert_refused(pretrain("--config", str(tmp_path / "config.yaml")), "accept_changed_data=true")
+
+    run_ranks(fit, 1, tree("a", [0.9, 0.1]))
+    first = list_checkpoints(tmp_path / "a/checkpoints")[-1]
+    longer = {"training": {"steps": 4}}
+    refused(merge(tree("a", [0.1, 0.9]), longer))
+    branch = {"initialize_from": str(first), "initialize": "all"}
+    refused(tree("b", [0.1, 0.9], **branch))
+    assert not (tmp_path / "b").exists()
+    for run, more in (("a", {}), ("b", branch)):
+        run_ranks(fit, 1, merge(tree(run, [0.1, 0.9], accept_changed_data=True, **more), longer))
+        last = read_checkpoint(list_checkpoints(tmp_path / run / "checkpoints")[-1]).trainer_state()
+        events = [entry["event"] for entry in last.events["history"]]
+        assert any(
+            "data.train: " in event and "(weight 0.9 of 1 -> 0.1 of 1) would read" in event
+            for event in events
+        )
+        assert "(weight 0.9 of 1 -> 0.1 of 1)" in (tmp_path / run / "metrics.jsonl").read_text()
