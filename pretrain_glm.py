@@ -21,6 +21,7 @@ import yaml
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import describe, to_tree
+from data_utils.samples.extent import extent, extent_if_here, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import newest_readable
@@ -89,7 +90,11 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
     found = profile(Request.of(config, processes, gpu))
-    print(dry_run_report(config, processes, gpu, found), flush=True)
+    print(dry_run_report(config, processes, gpu, found))
+    batch_size = config.batch.global_batch_size
+    samples = config.training.steps * batch_size
+    for line in extent_if_here(config.data, config.training.seed, samples, batch_size):
+        print(f"text              {line}", flush=True)
     advised = advise(config, processes, gpu)
     if advised is None:
         print(
@@ -175,8 +180,11 @@ def train_with(
     data = open_datasets(
         config.data, config.objective_choices, tokenizer, config.training.seed, decoder_tokenizer
     )
-    for note in data.notes if launch.rank == 0 else ():
-        log.info("%s", note)
+    if launch.rank == 0:
+        batch_size = config.batch.global_batch_size
+        reading = extent(data.train.mixture, config.training.steps * batch_size, batch_size)
+        for note in (*data.notes, *reading, *overlap(data)):
+            log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:
         watchdog.at("building the model")

@@ -201,8 +201,9 @@ def stock(corpus, tmp_path_factory):
         (stock / folder / "words.jsonl").write_bytes(lines)
     (stock / "raw/words.jsonl.zst").write_bytes(zstandard.compress(lines))
     parquet.write_table(pa.table({"text": list(pages.values())}), stock / "raw/books.parquet")
-    for name, text in pages.items():
-        (stock / f"raw/{name}.txt").write_text(text, encoding="utf-8")
+    for name, text in pages.items():  # enough files for a split of 5 % to get some
+        for number, section in enumerate(text.split("\n## ")):
+            (stock / f"raw/{name}-{number}.txt").write_text(section, encoding="utf-8")
     shutil.copy(corpus / "vocab.txt", stock)
     (stock / "data").mkdir()
     (stock / "megatron").mkdir()

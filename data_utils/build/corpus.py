@@ -15,7 +15,7 @@ The price of shards: every token is written twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,63 +27,18 @@ from tqdm import tqdm
 from data_utils.base.errors import DataError
 from data_utils.base.memory import return_freed_memory
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
-from data_utils.build.contamination import NGRAM_WORDS, EvaluationTexts, read_evaluation_texts
+from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
+from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.dataset.manifest import dataset_path, existing_files, read_manifest
-from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, plan_pieces
+from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, is_whole, plan_pieces
 from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
 _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
-
-
-@dataclass(frozen=True, slots=True)
-class BuildReport:
-    """The result of a build, for the summary."""
-
-    documents: dict[str, int]  # prefix -> number
-    tokens: dict[str, int]
-    counts: RecordCounts
-    text_bytes: int
-    seconds: float
-    shards: int
-    finished_before: int  # shards that an earlier, stopped run had finished
-    built_text_bytes: int  # text of the others
-    duplicates: int | None  # documents left out; None: not looked for
-    contamination: dict[str, Any] | None  # as in the manifest
-
-    def lines(self) -> Iterator[str]:
-        speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
-        work = f"from {self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
-        if not self.shards:
-            work = "already built; what the stopped build had left over is removed"
-        yield f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens {work}"
-        if self.finished_before:
-            yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
-        for prefix, documents in self.documents.items():
-            yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
-        if self.counts.empty_documents or self.counts.blank_lines:
-            empty, blank = self.counts.empty_documents, self.counts.blank_lines
-            yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
-        if self.duplicates is not None:
-            yield f"  left out: {self.duplicates:,} exact duplicates"
-        for kind, count in sorted(self.counts.bad.items()):
-            yield f"  skipped: {count:,} bad records of kind {kind}"
-        for example in self.counts.examples:
-            yield f"    {example}"
-        if self.contamination:
-            matched = self.contamination["evaluation_texts_found"]
-            yield (
-                f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
-                f"{matched:,} of {self.contamination['evaluation_texts']:,} evaluation texts"
-            )
-            if short := self.contamination["evaluation_texts_too_short"]:
-                yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
-            for example in self.contamination["examples"]:
-                yield f"    {example}"
 
 
 def build_corpus(
@@ -239,7 +194,8 @@ def _finish(
     paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
         directory.open(_plan(config, tokenizer, paths, job.evaluation), restart=False)
-    duplicates = _join(job, records, writers)
+    statistics = DocumentStatistics()
+    duplicates = _join(job, records, writers, statistics)
     contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
     try:
         _require_documents(writers, counts)
@@ -261,6 +217,8 @@ def _finish(
         built_text_bytes=sum(records[number].text_bytes for number in job.todo),
         duplicates=duplicates,
         contamination=contamination,
+        shape=statistics.shape(),
+        whole_files=sum(is_whole(path, config.text_split) for path in paths),
     )
 
 
@@ -282,7 +240,12 @@ def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Pl
     return counts, contaminated
 
 
-def _join(job: Job, records: Sequence[ShardRecord], writers: Sequence[IndexedDatasetWriter]) -> int | None:
+def _join(
+    job: Job,
+    records: Sequence[ShardRecord],
+    writers: Sequence[IndexedDatasetWriter],
+    statistics: DocumentStatistics,
+) -> int | None:
     """Append all shards to the writers. Returns how many duplicates were left out; None: not asked for."""
     duplicates = 0
     total = sum(sum(record.tokens) for record in records)
@@ -294,7 +257,7 @@ def _join(job: Job, records: Sequence[ShardRecord], writers: Sequence[IndexedDat
                 documents, tokens = record.documents[split], record.tokens[split]
                 shard = job.directory.read(number, split, job.dtype, documents, tokens)
                 kept = None if keep is None else keep[first : first + documents]
-                _append(writer, *shard, kept)
+                _append(writer, statistics, *shard, kept)
                 first += documents
                 bar.update(tokens)
             duplicates += first - writer.num_documents
@@ -302,7 +265,11 @@ def _join(job: Job, records: Sequence[ShardRecord], writers: Sequence[IndexedDat
 
 
 def _append(
-    writer: IndexedDatasetWriter, tokens: np.ndarray, lengths: np.ndarray, keep: np.ndarray | None
+    writer: IndexedDatasetWriter,
+    statistics: DocumentStatistics,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    keep: np.ndarray | None,
 ) -> None:
     start = 0
     for first in range(0, len(lengths), _MERGE_DOCUMENTS):
@@ -312,6 +279,7 @@ def _append(
         if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
             chunk, some = chunk[np.repeat(kept, some)], some[kept]
         writer.add(chunk, some)
+        statistics.add(chunk, some)
         start = stop
 
 

@@ -1,0 +1,182 @@
+"""What a corpus build tells at its end: what was made, what was left out, and what is wrong with many corpora."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.build.contamination import NGRAM_WORDS
+from data_utils.text.documents import RecordCounts
+
+SHORT_DOCUMENT = 64  # tokens; a median below it is worth a warning
+MANY_DUPLICATES = 0.05
+_MAX_HASHES = 1 << 20  # distinct documents that are compared; of more, a sample
+_MAX_PENDING = 1 << 18
+_MAX_LENGTH = 1 << 16  # longer documents are not told apart
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _hashes(tokens, lengths):
+    """A hash of the tokens of each document, uint64 [documents]."""
+    found = np.empty(lengths.shape[0], np.uint64)
+    start = 0
+    for document in range(lengths.shape[0]):
+        value = np.uint64(lengths[document] + 1) * _MULTIPLIER  # spread: tokens are small numbers
+        for place in range(start, start + lengths[document]):
+            value = (value ^ np.uint64(tokens[place])) * _MULTIPLIER
+            value ^= value >> _SHIFT
+        start += lengths[document]
+        found[document] = value * _MULTIPLIER
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The documents of a build in figures."""
+
+    median_tokens: int  # of a document; the lower of two
+    duplicates: float  # share of the documents that equal an earlier one
+    compared: int  # documents among which they were looked for: all, or a sample
+
+
+class DocumentStatistics:
+    """Lengths and duplicates of documents as they pass; memory does not grow with their number.
+
+    Duplicates are compared by 64-bit hashes. Beyond `max_hashes` distinct documents only those whose hash begins with a
+    zero bit stay, then with two, ...: a sample that holds every copy of the documents in it.
+    """
+
+    def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
+        self._max_hashes = max_hashes
+        self._lengths = np.zeros(_MAX_LENGTH + 1, np.int64)
+        self._hashes, self._counts = np.empty(0, np.uint64), np.empty(0, np.int64)  # distinct, and how often
+        self._pending: list[np.ndarray] = []
+        self._num_pending = 0
+        self._zero_bits = 0
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Take documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
+        self._lengths += np.bincount(np.minimum(lengths, _MAX_LENGTH), minlength=_MAX_LENGTH + 1)
+        hashes = _hashes(tokens, lengths)
+        self._pending.append(hashes[self._in_sample(hashes)])
+        self._num_pending += len(self._pending[-1])
+        if self._num_pending > _MAX_PENDING:
+            self._compact()
+
+    def shape(self) -> Shape:
+        """Of at least one document."""
+        self._compact()
+        middle = (int(self._lengths.sum()) + 1) // 2
+        compared = int(self._counts.sum())
+        return Shape(
+            median_tokens=int(np.searchsorted(np.cumsum(self._lengths), middle)),
+            duplicates=1 - len(self._hashes) / compared if compared else 0.0,
+            compared=compared,
+        )
+
+    def _in_sample(self, hashes: np.ndarray) -> np.ndarray:
+        return hashes <= np.uint64((1 << (64 - self._zero_bits)) - 1)
+
+    def _compact(self) -> None:
+        hashes = np.concatenate([self._hashes, *self._pending])
+        ones = np.ones(len(hashes) - len(self._hashes), np.int64)
+        self._hashes, places = np.unique(hashes, return_inverse=True)
+        counts = np.concatenate([self._counts, ones])
+        self._counts = np.zeros(len(self._hashes), np.int64)
+        np.add.at(self._counts, places, counts)
+        self._pending, self._num_pending = [], 0
+        while len(self._hashes) > self._max_hashes:
+            self._zero_bits += 1
+            kept = self._in_sample(self._hashes)
+            self._hashes, self._counts = self._hashes[kept], self._counts[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """The result of a build, for the summary."""
+
+    documents: dict[str, int]  # prefix -> number
+    tokens: dict[str, int]
+    counts: RecordCounts
+    text_bytes: int
+    seconds: float
+    shards: int  # 0: the datasets were in place before
+    finished_before: int  # shards that an earlier, stopped run had finished
+    built_text_bytes: int  # text of the others
+    duplicates: int | None  # documents left out; None: not looked for
+    contamination: dict[str, Any] | None  # as in the manifest
+    shape: Shape | None = None  # None: nothing was joined
+    whole_files: int = 0  # .txt files that became one document each
+
+    def lines(self) -> Iterator[str]:
+        speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
+        work = f"from {self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
+        if not self.shards:
+            work = "already built; what the stopped build had left over is removed"
+        yield f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens {work}"
+        if self.finished_before:
+            yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
+        for prefix, documents in self.documents.items():
+            yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
+        yield from self._shape_lines()
+        yield from self._left_out_lines()
+        yield from self._contamination_lines()
+        yield from self.warnings()
+
+    def _shape_lines(self) -> Iterator[str]:
+        if self.whole_files:
+            yield f"  each .txt file ({self.whole_files:,}) is one document; --text-split cuts them"
+        if self.shape is None:
+            return
+        among = sum(self.documents.values())
+        sample = "" if self.shape.compared == among else f" (of a sample of {self.shape.compared:,})"
+        yield (
+            f"  a document has {self.shape.median_tokens:,} tokens in the median, "
+            f"{sum(self.tokens.values()) / among:,.0f} in the mean; "
+            f"{100 * self.shape.duplicates:.1f} % are exact duplicates of another{sample}"
+        )
+
+    def _left_out_lines(self) -> Iterator[str]:
+        if self.counts.empty_documents or self.counts.blank_lines:
+            empty, blank = self.counts.empty_documents, self.counts.blank_lines
+            yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
+        if self.duplicates is not None:
+            yield f"  left out: {self.duplicates:,} exact duplicates"
+        for kind, count in sorted(self.counts.bad.items()):
+            yield f"  skipped: {count:,} bad records of kind {kind}"
+        for example in self.counts.examples:
+            yield f"    {example}"
+
+    def _contamination_lines(self) -> Iterator[str]:
+        if not self.contamination:
+            return
+        matched = self.contamination["evaluation_texts_found"]
+        yield (
+            f"  contamination: {self.contamination['documents']:,} documents share word sequences with "
+            f"{matched:,} of {self.contamination['evaluation_texts']:,} evaluation texts"
+        )
+        if short := self.contamination["evaluation_texts_too_short"]:
+            yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
+        for example in self.contamination["examples"]:
+            yield f"    {example}"
+
+    def warnings(self) -> Iterator[str]:
+        if self.shape is None:
+            return
+        if self.shape.median_tokens < SHORT_DOCUMENT:
+            yield (
+                f"warning: half of the documents have {self.shape.median_tokens} tokens or fewer, so that a sample is "
+                "many texts without connection. Is each record a whole document? --text-split blank_lines and lines "
+                "make one of each paragraph or line. (For the objective optimus, sentences are right.)"
+            )
+        if self.shape.duplicates > MANY_DUPLICATES:
+            yield (
+                f"warning: {100 * self.shape.duplicates:.0f} % of the documents equal another one, and a model learns "
+                "them by heart; --deduplicate keeps the first of each."
+            )

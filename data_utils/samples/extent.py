@@ -1,0 +1,77 @@
+"""How much of its corpora a whole run reads, in words, and warnings of what is rarely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from data_utils.base.random_streams import derive_seed
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import dataset_path
+from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.samples.config import DataConfig
+from data_utils.samples.loader import Datasets, SampleLoader
+from data_utils.samples.mixture import Mixture, samples_of_corpora
+from data_utils.samples.sampler import WindowIndex
+
+# BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
+MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
+_SHOWN = 8  # corpora in a line
+
+
+def extent(mixture: Mixture, samples: int, batch_size: int) -> Iterator[str]:
+    """What a run of so many samples in all reads, one line, then warnings, one line each."""
+    counts = samples_of_corpora(mixture.seed, [weight for _, weight in mixture.corpora], samples).tolist()
+    corpora = [
+        (str(index.dataset.prefix), index.dataset.num_tokens, count / index.num_windows, index.num_windows)
+        for index, count in zip(mixture.indexes, counts, strict=True)
+    ]
+    parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
+    more = [f"and {len(corpora) - _SHOWN} more corpora"] if len(corpora) > _SHOWN else []
+    total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
+    yield f"the whole run reads {total:,.0f} tokens of text: {', '.join(parts + more)}"
+    for name, tokens, epochs, windows in corpora:
+        if epochs > MANY_EPOCHS:
+            yield (
+                f"warning: {name} is read {_times(epochs)}; from {USEFUL_EPOCHS} times on text teaches ever less, and "
+                f"beyond {MANY_EPOCHS} a model learns it by heart. Give more text, fewer training.steps, or this "
+                "corpus a smaller weight."
+            )
+        if windows < batch_size:
+            yield (
+                f"warning: {name} has {tokens:,} tokens, {windows:,} samples, less than a batch "
+                f"({batch_size:,}): a step reads text more than once."
+            )
+
+
+def extent_if_here(data: DataConfig, seed: int, samples: int, batch_size: int) -> Iterator[str]:
+    """`extent` of a run with windows; a line that says so where its corpora are elsewhere. Args: seed: the run's."""
+    absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
+    if absent or not data.train:
+        yield f"{absent[0] if absent else 'data.train'} is not here, so that epochs are not known"
+        return
+    corpora = [
+        (WindowIndex(IndexedDataset(corpus.prefix), data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight)
+        for corpus in data.train
+    ]
+    yield from extent(Mixture(corpora, derive_seed(seed, "train")), samples, batch_size)
+
+
+def overlap(data: Datasets) -> Iterator[str]:
+    """Warnings of validation corpora that are trained on."""
+    trained = _by_content(data.train)
+    for content, name in _by_content(data.validation).items() if data.validation else ():
+        if content in trained:
+            yield (
+                f"warning: the validation corpus {name} has the same tokens as the training corpus {trained[content]}, "
+                "so that its loss says nothing of text that the model has not seen; build both with --split."
+            )
+
+
+def _by_content(loader: SampleLoader) -> dict[str, str]:
+    """Names of corpora by what identifies their tokens."""
+    prefixes = [str(index.dataset.prefix) for index in loader.mixture.indexes]
+    return {str(entry["sha256"]): name for entry, name in zip(loader.fingerprint(), prefixes, strict=True)}
+
+
+def _times(epochs: float) -> str:
+    return f"{epochs:,.0f} times" if epochs >= 10 else f"{epochs:.2g} times"

@@ -1,0 +1,76 @@
+"""How much of its corpora a run reads, against the samples themselves."""
+
+import numpy as np
+import pytest
+import yaml
+from support.commands import pretrain
+from support.corpora import build
+from support.project import small_run
+
+from data_utils.base.settings import merge
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.samples.config import CorpusConfig, DataConfig
+from data_utils.samples.extent import extent, extent_if_here
+from data_utils.samples.mixture import Mixture
+from data_utils.samples.sampler import WindowIndex
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("corpora")
+    for name, documents in (("a", 300), ("b", 40), ("one", 1)):
+        build(directory / name, [[1] * 12] * documents, 100, eos=1)
+    return directory
+
+
+def mixture(corpora, *names):
+    datasets = [(WindowIndex(IndexedDataset(corpora / name), 16, 4), 1.0) for name in names]
+    return Mixture(datasets, seed=7)
+
+
+def test_tokens_and_epochs_are_those_of_the_samples(corpora):
+    mixed = mixture(corpora, "a", "b")
+    corpus, _, windows = mixed.locate(np.arange(5000))
+    tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
+    line, *warnings = extent(mixed, 5000, 8)
+    count = np.bincount(corpus)
+    assert line == (
+        f"the whole run reads {tokens:,} tokens of text: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
+        f"{corpora}/b (480 tokens) {count[1] / 40:.0f} times"
+    )
+    assert len(warnings) == 1 and warnings[0].startswith(
+        f"warning: {corpora}/b is read {count[1] / 40:.0f} times; "
+    )
+
+
+def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
+    _, *warnings = extent(mixture(corpora, "one"), 96_000, 8)
+    assert [warning.partition(";")[0] for warning in warnings] == [
+        f"warning: {corpora}/one is read 96,000 times",
+        f"warning: {corpora}/one has 12 tokens, 1 samples, less than a batch (8): a step reads text more than once.",
+    ]
+
+
+def test_few_epochs_are_not_warned_of(corpora):
+    assert len(list(extent(mixture(corpora, "a"), 300 * 40, 8))) == 1
+
+
+def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_path):
+    tree = small_run(corpus, tmp_path / "run")
+    tree = merge(tree, {"data": {"validation": tree["data"]["train"]}, "training": {"steps": 3}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = pretrain("--config", str(tmp_path / "config.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert "the whole run reads " in done.stdout and f"tokens of text: {corpus}/corpus_train (" in done.stdout
+    same = f"warning: the validation corpus {corpus}/corpus_train has the same tokens as the training corpus"
+    assert same in done.stdout
+
+
+def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
+    data = DataConfig(train=(CorpusConfig(prefix=str(corpora / "a")),), sequence_length=16)
+    line, warning = extent_if_here(data, 7, 24_000, 8)
+    assert line == f"the whole run reads 288,000 tokens of text: {corpora}/a (3,600 tokens) 80 times"
+    assert warning.startswith(f"warning: {corpora}/a is read 80 times")
+    for missing in ((CorpusConfig(prefix="absent"),), ()):
+        (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
+        assert line.endswith("is not here, so that epochs are not known")
