@@ -18,7 +18,7 @@ import sys
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import (
     adopt_dataset,
@@ -72,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if getattr(arguments, "documents", 0) < 0:
+        raise ConfigError(f"--documents is {arguments.documents}; it must be 0 or more.")
     COMMANDS[arguments.command](arguments)
 
 
@@ -92,7 +94,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         if manifest.get(key):
             text = str(manifest[key])
             print(f"  {key}: {text if len(text) <= TEXT_CHARACTERS else text[:TEXT_CHARACTERS] + ' ...'}")
-    count = min(max(arguments.documents, 0), len(dataset))
+    count = min(arguments.documents, len(dataset))
     numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
     tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
     for number in numbers:

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse_arguments(arguments)
     output = Path(args.output)
     partial = output.with_name(f"{output.name}.partial")
+    with disk_errors(args.output):
+        output.parent.mkdir(parents=True, exist_ok=True)
     try:
         written, left_out = _write(args, partial)
         os.replace(partial, output)

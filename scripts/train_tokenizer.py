@@ -56,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse_arguments(arguments)
     file_name, train = TRAINERS[args.kind]
     path = Path(args.output) / file_name
+    if Path(args.output).suffix in (".json", ".txt", ".model"):
+        raise ConfigError(
+            f"--output {args.output} would be a directory, and the file in it {file_name}; give a name without suffix."
+        )
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another --output.")
     require_writable(path, "--output")
@@ -73,7 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.kind == "wordpiece":
         lines["lowercase"] = config.lowercase
     print(yaml.safe_dump({"tokenizer": lines}, sort_keys=False, allow_unicode=True), end="")
+    if args.kind != "sentencepiece" and (found := _tokens_of(path)) < args.vocab_size:
+        print(
+            f"warning: the text gave {found:,} tokens, not --vocab-size {args.vocab_size:,}: no other pair "
+            f"occurs {MIN_FREQUENCY} times; give more text, or keep the smaller vocabulary.",
+            file=sys.stderr,
+        )
     print(f"# {tokenizer.vocab_size} tokens with GLM's special tokens, fingerprint {tokenizer.fingerprint}")
+
+
+def _tokens_of(path: Path) -> int:
+    """The tokens of a file that was written here."""
+    if path.suffix == ".txt":
+        return path.read_bytes().count(b"\n")
+    return tokenizers.Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
+import sysconfig
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +81,8 @@ def read_text(path: str | Path, name: str) -> str:
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
+    if not os.path.lexists(path):
+        raise ConfigError(f"configuration file {path}: No such file or directory; {_other_file(Path(path))}.")
     text = read_text(path, "configuration file")
     try:
         tree = parse_yaml(text)
@@ -89,6 +95,25 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
             f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
         )
     return tree
+
+
+def _other_file(path: Path) -> str:
+    """The remedy for a file that is not there: one of this name may come with the project."""
+    directories = [path for path in _own_configurations() if path.is_dir()]
+    name = path.name.removesuffix(".yaml") + ".yaml"
+    for directory in directories:
+        found = sorted(directory.rglob(glob.escape(name)))
+        if found:
+            return f"there is {' and '.join(map(str, found))}"
+    own = f", or give one of {directories[0]}" if directories else ""
+    return f"check the path{own}"
+
+
+def _own_configurations() -> Iterator[Path]:
+    """Where the project's configurations may be: in a checkout, or where pip puts them (pyproject.toml)."""
+    yield Path(__file__).resolve().parents[2] / "configs"
+    for scheme in (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")):
+        yield Path(sysconfig.get_path("data", scheme)) / "share/megatron-lite-glm/configs"
 
 
 def load_json(path: str | Path, name: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import json
 import logging
 import mmap
 import os
@@ -47,6 +46,7 @@ from data_utils.dataset.manifest import (
     manifest_bytes,
     read_manifest,
     require_finished,
+    tokenizer_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ def _other_prefix(prefix: Path) -> str:
     splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
     if splits:
         return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of them"
-    return "check the prefix or build the dataset"
+    where = "" if prefix.is_absolute() else f" (relative to {Path.cwd()})"
+    return f"check the prefix{where} or build the dataset"
 
 
 def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
@@ -378,9 +379,9 @@ class IndexedDataset:
         recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))
         if recorded != (fingerprint, vocab_size, eos):
             raise DataError(
-                f"dataset {self.prefix} was built with tokenizer {json.dumps(tokenizer.get('config'))} "
-                f"(fingerprint {recorded[0]}, {recorded[1]} ids, eos {recorded[2]}), but the model's has "
-                f"fingerprint {fingerprint}, {vocab_size} ids, eos {eos}; rebuild it, or use its own."
+                f"dataset {self.prefix} was built with another tokenizer ({tokenizer_name(tokenizer)}, "
+                f"{recorded[1]} ids, eos {recorded[2]}) than this one ({fingerprint[:12]}, {vocab_size} ids, "
+                f"eos {eos}); set the section tokenizer to that of {self.prefix}.json, or rebuild the dataset."
             )
 
     def verify(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from data_utils.base.checksums import check_entry
 from data_utils.base.errors import DataError
+from data_utils.base.setting_files import shorten
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -110,6 +111,14 @@ def require_finished(prefix: str | Path) -> None:
             f"dataset {prefix} is not complete: its build was stopped or still runs; wait for it, or run the same "
             f"command again."
         )
+
+
+def tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
+    """A tokenizer of a manifest in a few words; its whole configuration has hundreds of columns."""
+    config = tokenizer.get("config")
+    config = config if isinstance(config, dict) else {}
+    words = (config.get("kind"), config.get("path"), str(tokenizer.get("fingerprint"))[:12])
+    return ", ".join(shorten(str(word), 80) for word in words if word)
 
 
 def _parse(prefix: str | Path) -> dict[str, Any]:

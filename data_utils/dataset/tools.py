@@ -104,6 +104,12 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
         raise DataError(f"output {output} is also an input; choose another --output.")
     if existing and not overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
+    places = [dataset_path(prefix, ".bin").resolve() for prefix in prefixes]
+    again = next((prefix for i, prefix in enumerate(prefixes) if places[i] in places[:i]), None)
+    if again is not None:
+        raise DataError(
+            f"dataset {again} is given twice; give each once (a weight in data.train repeats a corpus)."
+        )
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
         IndexedDatasetWriter(output, first["vocab_size"]) as writer,

@@ -158,7 +158,7 @@ def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
         elif glob.has_magic(pattern):
             matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
         else:
-            raise DataError(f"input {pattern} does not exist; check the path.")
+            raise DataError(f"input {pattern} does not exist; {_other_input(pattern)}.")
         if not matches:
             raise DataError(f"input pattern {pattern} matches no file; check it (and quote it in the shell).")
         for match in matches:
@@ -167,6 +167,18 @@ def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
     if not files:
         raise DataError("no input was given; name at least one file or pattern.")
     return list(files)
+
+
+def _other_input(pattern: str) -> str:
+    """The remedy for an input that is not there."""
+    if "://" in pattern:
+        return "only files are read: copy it here first, for example with curl -LO, aws s3 cp or hf download"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are
+        return (
+            f"check the path (relative to {Path.cwd()}); a data set of the Hugging Face hub becomes a directory with "
+            f"datasets.load_dataset('{pattern}', split='train').save_to_disk('DIRECTORY')"
+        )
+    return "check the path" if Path(pattern).is_absolute() else f"check the path (relative to {Path.cwd()})"
 
 
 def read_documents(
@@ -241,6 +253,11 @@ def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> lis
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
     return path.suffix not in COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
+
+
+def is_whole(path: Path, text_split: str) -> bool:
+    """Whether all of a text file is one document."""
+    return _layout(path, text_split) == "file"
 
 
 def lines_before(piece: Piece, text_split: str) -> int:
@@ -462,6 +479,9 @@ def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | Non
         raise not_utf8(error) from None
     if layout == "rows":
         return text
+    if "\0" in text:
+        problem = "a NUL byte, which no text file has: a binary file, or UTF-16 (iconv -f UTF-16LE -t UTF-8)"
+        raise UnusableRecord("nul_byte", problem)
     if layout == "lines" and not text.strip():
         return None
     return text.replace("\r\n", "\n").removesuffix("\r")

@@ -10,6 +10,9 @@ import orjson
 from data_utils.text.stored_files import raise_if_out_of_memory
 
 UTF8_BOM = b"\xef\xbb\xbf"
+_OBJECT_REMEDY = "each object needs a line of its own: jq -c . FILE > NEW.jsonl"
+_ARRAY_REMEDY = "each object needs a line of its own: jq -c '.[]' FILE > NEW.jsonl"
+_NESTED_REMEDY = "fields within fields are not read: jq -c '{{text: .{}}}' FILE > NEW.jsonl"
 _LARGE_RECORD_BYTES = 1 << 20
 _JSON_MEMORY = 16  # memory that orjson needs per byte of JSON, at most: a buffer of 12, and 4 for the text
 
@@ -32,7 +35,8 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
         raise_if_out_of_memory(error)
         raise _why_not_json(line, error) from None
     if not isinstance(tree, dict):
-        raise UnusableRecord("not_an_object", f"the line holds {json_type(tree)}, not an object")
+        hint = f" ({_ARRAY_REMEDY})" if isinstance(tree, list) else ""
+        raise UnusableRecord("not_an_object", f"the line holds {json_type(tree)}, not an object{hint}")
     return tree
 
 
@@ -44,10 +48,15 @@ def parse_json_line(line: bytes, text_key: str) -> str:
         problem = (
             f"there is no field {text_key!r} (fields: {fields[:200]}; --text-key names the one with the text)"
         )
+        if text_key.partition(".")[0] in tree:
+            problem += f"; {_NESTED_REMEDY.format(text_key)}"
         raise UnusableRecord("missing_field", problem)
     text = tree[text_key]
     if not isinstance(text, str):
-        raise UnusableRecord("field_not_text", f"field {text_key!r} holds {json_type(text)}, not text")
+        problem = f"field {text_key!r} holds {json_type(text)}, not text"
+        if isinstance(text, dict) and text:
+            problem += f"; {_NESTED_REMEDY.format(f'{text_key}.{next(iter(text))}'[:80])}"
+        raise UnusableRecord("field_not_text", problem)
     return text
 
 
@@ -67,7 +76,13 @@ def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> UnusableRecord:
             pass
         else:
             return UnusableRecord("lone_surrogate", f"half of a surrogate pair: {error.msg}")
-    return UnusableRecord("malformed_json", f"malformed JSON: {error.msg} at character {error.pos + 1}")
+    problem = f"malformed JSON: {error.msg} at character {error.pos + 1}"
+    opening = line.strip()
+    if (
+        opening.startswith(b"[") or opening == b"{"
+    ):  # the first line of an array, or of one object on many lines
+        problem += f" ({_ARRAY_REMEDY if opening.startswith(b'[') else _OBJECT_REMEDY})"
+    return UnusableRecord("malformed_json", problem)
 
 
 def not_utf8(error: UnicodeDecodeError) -> UnusableRecord:

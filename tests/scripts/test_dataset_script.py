@@ -65,3 +65,17 @@ def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):
     done = run(*done.stderr.split("python scripts/dataset.py ")[1].split())
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "old.json").read_bytes() == Path(f"{corpus}/corpus_train.json").read_bytes()
+
+
+def test_what_is_surely_a_mistake_is_refused(corpus, tmp_path):
+    prefix = corpus / "corpus_train"
+    for arguments, message in (
+        (["merge", prefix, prefix, "--output", tmp_path / "all"], f"{prefix} is given twice; give each once"),
+        (["inspect", prefix, "--documents", "-5"], "--documents is -5; it must be 0 or more."),
+        (["inspect", "absent"], f"check the prefix (relative to {Path.cwd()}) or build the dataset"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr, (
+            done.stderr
+        )
+        assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

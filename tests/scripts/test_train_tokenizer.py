@@ -218,3 +218,30 @@ def test_memory_that_runs_out_is_one_error(corpus, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(train_tokenizer, "read_texts", texts)
     with pytest.raises(DataError, match="does not fit in memory; give a sample of it"):
         main(arguments(kind, corpus, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "wordpiece"])
+def test_a_vocabulary_smaller_than_asked_for_is_told(kind, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello world again world")
+    args = ["--kind", kind, "--input", str(tmp_path / "a.txt"), "--vocab-size", "32000", "--output"]
+    main([*args, str(tmp_path / "out")])
+    warning = capsys.readouterr().err
+    made = next((tmp_path / "out").iterdir())
+    count = (
+        len(json.loads(made.read_text())["model"]["vocab"])
+        if kind == "byte_bpe"
+        else len(made.read_text().split())
+    )
+    assert warning.startswith(f"warning: the text gave {count:,} tokens, not --vocab-size 32,000: ")
+    if kind == "byte_bpe":  # of a smaller WordPiece vocabulary characters are only a half
+        main([*args[:4], "--vocab-size", str(count), "--output", str(tmp_path / "as asked")])
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "a.model"])
+def test_an_output_with_the_name_of_a_file_is_refused(corpus, tmp_path, name):
+    with pytest.raises(
+        ConfigError, match=rf"{name} would be a directory, and the file in it tokenizer\.json"
+    ):
+        main(arguments("byte_bpe", corpus, tmp_path / name))
+    assert not (tmp_path / name).exists()

@@ -348,7 +348,10 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
     dataset = build(tmp_path / "d", [[1]], eos=9, tokenizer=tokenizer)
     dataset.require_tokenizer("abc", 1000, 9)
     for other in (("xyz", 1000, 9), ("abc", 1001, 9), ("abc", 1000, 8)):
-        with pytest.raises(DataError, match=r"bert_wordpiece.*abc.*but the model's has"):
+        with pytest.raises(
+            DataError,
+            match=r"bert_wordpiece.*abc.*than this one.*; set the section tokenizer to that of .*\.json",
+        ):
             dataset.require_tokenizer(*other)
 
 

@@ -279,3 +279,46 @@ def test_options_are_checked():
     for options in ({"text_split": "words"}, {"on_bad_record": "ignore"}, {"max_bad_records": -1}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             list(read_documents(["x.txt"], **options))
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "remedy"),
+    [
+        ('[\n{"text": "a"}\n]\n', "text", "each object needs a line of its own: jq -c '.[]' FILE"),
+        ('[{"text": "a"}, {"text": "b"}]\n', "text", "jq -c '.[]' FILE"),
+        ('{\n "text": "a"\n}\n', "text", "each object needs a line of its own: jq -c . FILE"),
+        ('{"meta": {"body": "a"}}\n', "meta.body", "jq -c '{text: .meta.body}' FILE"),
+        ('{"meta": {"body": "a"}}\n', "meta", "jq -c '{text: .meta.body}' FILE"),
+    ],
+)
+def test_json_in_another_shape_has_its_remedy(tmp_path, content, key, remedy):
+    path = write(tmp_path / "a.json", content.encode())
+    with pytest.raises(DataError) as error:
+        texts_of(path, text_key=key)
+    assert str(error.value).startswith(f"{path}:1: ") and remedy in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["file", "lines", "blank_lines"])
+@pytest.mark.parametrize("content", [b"fine\x00 text\n", "two bytes a character".encode("utf-16-le")])
+def test_a_nul_byte_is_no_text(tmp_path, split, content):
+    path = write(tmp_path / "a.txt", content)
+    with pytest.raises(DataError, match=r"a\.txt:1: a NUL byte, .*or UTF-16 \(iconv"):
+        texts_of(path, text_split=split)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("s3://bucket/a.jsonl", "only files are read: copy it here first"),
+        ("https://example.org/a.txt", "only files are read: copy it here first"),
+        (
+            "Salesforce/wikitext",
+            r"datasets\.load_dataset\('Salesforce/wikitext', split='train'\)\.save_to_disk",
+        ),
+        ("raw/absent.txt", r"check the path \(relative to /"),
+        ("/absent.txt", r"does not exist; check the path\.$"),
+    ],
+)
+def test_an_input_that_is_not_there_has_its_remedy(name, remedy):
+    with pytest.raises(DataError, match=remedy):
+        expand_inputs([name])
