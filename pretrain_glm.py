@@ -89,19 +89,27 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
-    found = profile(Request.of(config, processes, gpu))
-    print(dry_run_report(config, processes, gpu, found))
+
+    def say(text: str) -> None:
+        print(f"{text} ...", file=sys.stderr, flush=True)
+
+    say("tracing a step of the given layout on fake devices, which takes up to a minute")
+    given = profile(Request.of(config, processes, gpu))
+    print(dry_run_report(config, processes, gpu, given))
     batch_size = config.batch.global_batch_size
     samples = config.training.steps * batch_size
     for line in extent_if_here(config.data, config.training.seed, samples, batch_size):
         print(f"text              {line}", flush=True)
-    advised = advise(config, processes, gpu)
+    advised = advise(config, processes, gpu, given, say)
     if advised is None:
         print(
             f"\nadvice            none of the layouts that were traced fits {processes} x {gpu.name}; use more GPUs."
         )
         return
     layout, found = advised
+    if layout is None:
+        print("\nadvice            keep this layout: none of those that were traced is faster and fits.")
+        return
     print(f"\nadvice            {layout.settings()}\n")
     print(dry_run_report(layout.applied(config), processes, gpu, found))
 

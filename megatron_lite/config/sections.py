@@ -120,6 +120,12 @@ class TrainingConfig:
         False,
         "on GPUs, multiply fp32 numbers as TF32, which keeps 10 bits of them: faster, but not what a CPU computes",
     )
+    kernels: str = setting(
+        "fused",
+        "on GPUs, what computes norms, activations, dropout and cross entropy: fused (kernels of this project) or torch"
+        " (torch's operators: slower, to find out whether a kernel is at fault)",
+        one_of=("fused", "torch"),
+    )
     layernorm: str = setting(
         "torch",
         "whose LayerNorm kernel: torch's or that of NVIDIA apex, which must be installed",

@@ -18,6 +18,7 @@ from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, TokenizerConfi
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.model.fused import choose_kernels
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.tensor_parallel import local_shard, partition_of
 from megatron_lite.parallel.context import ParallelContext
@@ -71,6 +72,7 @@ class OpenRun:
     def with_model(self, device: torch.device | None = None) -> Run:
         """Load the weights, onto a GPU if there is one."""
         self.require_one_transformer()
+        choose_kernels(self.config.training.kernels)
         model = load_model(self.checkpoint, self.config.model).to(device or usual_device())
         return Run(self.config, self.tokenizer, self.checkpoint, model=model)
 

@@ -23,6 +23,7 @@ from megatron_lite.generate.open_run import OpenRun, open_run, usual_device, wit
 from megatron_lite.generate.search import Search
 from megatron_lite.latent.interface import Sentence
 from megatron_lite.model.build import build_model
+from megatron_lite.model.fused import choose_kernels
 from megatron_lite.model.latent_batch import LatentBatch
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.optimus import Optimus
@@ -187,6 +188,7 @@ def latent_run(
     if config.latent is None or config.decoder is None:
         names = ", ".join(choice.name for choice in config.objective_choices)
         raise ConfigError(f"{run.checkpoint.path} is a run of {names}; give a run of the objective optimus.")
+    choose_kernels(config.training.kernels)
     with torch.device("meta"):
         model = Optimus(config.model, config.decoder, config.latent, num_losses=len(LOSS_NAMES))
     model = with_weights(model, run.checkpoint, change).to(device)

@@ -56,6 +56,7 @@ ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
 NEVER = np.int64(1) << 31  # key_time of a query-stream token
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
 
+LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
 BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512
 KERNEL_KEYS = 512  # torch's CPU kernel skips hidden keys of a causal call in blocks of so many
 JOINED_ROWS = (

@@ -153,7 +153,7 @@ class FeatureDropout(NamedTuple):
 
 
 def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout | None) -> torch.Tensor:
-    """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p. On CPU."""
+    """`residual` plus x [T, D] with elements dropped with probability p and the others divided by 1 - p, by torch."""
     if dropout is None:
         return x if residual is None else residual + x
     mask = keep_features(dropout.keys, dropout.salt, x.shape[1], dropout.p)
@@ -212,8 +212,16 @@ def pairs_formula(
     return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
+def features_formula(keys: torch.Tensor, salt: int, width: int) -> torch.Tensor:
+    """The hash of features, int32 [T, width], by torch's operators: several passes, for `training.kernels=torch`."""
+    features = torch.arange(width, dtype=torch.int32, device=keys.device)
+    return hashed((keys ^ salt)[:, None] + features * _SIGNED_GOLDEN)
+
+
 def keep_features(keys: torch.Tensor, salt: int, width: int, p: float) -> torch.Tensor:
-    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 salt; on CPU."""
+    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 salt."""
+    if keys.device.type != "cpu":
+        return stays(features_formula(keys, salt, width), p)
     kept = np.empty((len(keys), width), np.bool_)
     _keep_features(_bits(keys), np.int32(salt).view(np.uint32), np.uint32(threshold_of(p)), kept)
     return torch.from_numpy(kept)

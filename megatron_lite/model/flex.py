@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from data_utils.objectives.planes import PADDING_DOC
-from megatron_lite.model.batch import Layout, may_see, padded_order
+from megatron_lite.model.batch import LENGTHS, Layout, may_see, padded_order
 from megatron_lite.model.dropout import AttentionDropout, pairs_formula, stays
 
 BLOCK = 128  # rows and keys; FlexAttention's own default
@@ -84,9 +84,20 @@ def _as_lists(pairs: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     return counts, lists
 
 
+# Graphs of one kernel: without dropout one, with dropout two, with gradients and without, for each padded length.
+_GRAPHS = 4 * 2 * LENGTHS
+
+
 @functools.cache
-def _kernel(compiled: bool) -> Any:
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+def _kernel(compiled: bool, backend: Any = "inductor") -> Any:
+    """FlexAttention compiled for each length. One graph too many is an error: torch's own answer is to compute all
+    pairs without a word, from the eighth graph on.
+    """
+    if not compiled:
+        return flex_attention
+    return torch.compile(  # type: ignore[call-overload]
+        flex_attention, dynamic=False, fullgraph=True, recompile_limit=_GRAPHS, backend=backend
+    )
 
 
 class FlexPlan:

@@ -1,5 +1,6 @@
 """What lies between matrix products, with few passes through memory on a GPU: there each function is one kernel in each
-direction (kernels.py), and one more that ends the sums over tokens. On CPU they are torch's own operators.
+direction (kernels.py), and one more that ends the sums over tokens. On CPU, and with `training.kernels=torch`, they are
+torch's own operators.
 
 A product leaves its bias to the function that takes its output, where adding it costs nothing, and so does summing its
 gradient. Kernels draw dropout's masks anew in the backward pass instead of keeping them.
@@ -20,13 +21,20 @@ from megatron_lite.model.compat import is_watched
 from megatron_lite.model.dropout import FeatureDropout, drop
 
 DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
+_is_wanted = True  # False: torch's operators everywhere
 # Most programs that sum over tokens: enough for a GPU, few enough to add up soon.
 _NORM_PROGRAMS, _GELU_PROGRAMS, _JOIN_PROGRAMS = 256, 64, 256
 
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether the tensor is where kernels run."""
-    return x.device.type in DEVICES
+    return _is_wanted and x.device.type in DEVICES
+
+
+def choose_kernels(kernels: str) -> None:
+    """Apply `training.kernels`, once per process: "fused" are those of this file, "torch" torch's operators."""
+    global _is_wanted
+    _is_wanted = kernels == "fused"
 
 
 def operator(allocate: Callable[..., Any], overwrites: tuple[str, ...] = ()) -> Callable[..., Any]:

@@ -315,13 +315,13 @@ class Heads(nn.Module):
 # Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
 # largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
 # and a gradient: 12 bytes per logit beside the logits. Here only the log-sum-exp is kept, and the backward pass turns
-# the saved logits into their gradient in place. On a GPU a kernel does each (fused.py); on CPU chunks of rows are
-# converted to fp32.
+# the saved logits into their gradient in place. On a GPU a kernel does each (fused.py); torch's operators convert
+# chunks of rows to fp32.
 
 _CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk: what a core's L2 cache holds
 
 
-def _sums_on_cpu(
+def _sums_by_torch(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     real = logits[:, :valid]
@@ -333,7 +333,7 @@ def _sums_on_cpu(
     return log_sums, picked
 
 
-def _gradient_on_cpu(
+def _gradient_by_torch(
     logits: torch.Tensor,
     targets: torch.Tensor,
     log_sums: torch.Tensor,
@@ -349,7 +349,9 @@ def _gradient_on_cpu(
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         probabilities = (logits[part, :valid].float() - log_sums[part, None]).exp_()
-        probabilities[torch.arange(len(probabilities)), local[part]] -= is_here[part].float()
+        probabilities[torch.arange(len(probabilities), device=logits.device), local[part]] -= is_here[
+            part
+        ].float()
         logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
 
 
@@ -395,7 +397,7 @@ def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor,
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first, valid, smoothing):  # type: ignore[no-untyped-def]
-        sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_on_cpu
+        sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_by_torch
         log_sums, picked = sums_of(logits, targets, first, valid)
         if group.size > 1:
             most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
@@ -415,7 +417,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         logits, targets, log_sums = ctx.saved_tensors
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
-        write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_on_cpu
+        write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_by_torch
         write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
         if ctx.smoothing is not None:
             _smooth(logits.detach(), targets, grad, ctx.smoothing, *ctx.columns)

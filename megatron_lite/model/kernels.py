@@ -320,13 +320,13 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
     d_total, d_normed, total, weight, stats, keys, salt, p, has_x_bias, d_hidden, d_x, sums
 ):
     rows, width = (d_total if d_normed is None else d_normed).shape
-    programs = sums.shape[0]
-    block, warps = _block(width)
-    is_there = d_total is not None, d_normed is not None, has_x_bias
-    _add_norm_backward(
-        (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
-        (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
-    )  # fmt: skip
+    if programs := sums.shape[0]:  # no rows, no programs; `finish_sums` then adds up nothing
+        block, warps = _block(width)
+        is_there = d_total is not None, d_normed is not None, has_x_bias
+        _add_norm_backward(
+            (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
+            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
+        )  # fmt: skip
 
 
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
@@ -347,22 +347,23 @@ def bias_gelu(x, bias, tanh, out):  # type: ignore[no-untyped-def]
 
 def bias_gelu_backward(x, bias, grad, tanh, d_x, sums):  # type: ignore[no-untyped-def]
     rows, width = x.shape
-    programs = sums.shape[0]
-    _gelu_backward(
-        (programs, -(-width // COLUMNS)), (x, bias, grad, d_x, sums), (rows, -(-rows // programs)),
-        (tanh, bias is not None, width, TILE_ROWS, COLUMNS),
-    )  # fmt: skip
+    if programs := sums.shape[0]:
+        _gelu_backward(
+            (programs, -(-width // COLUMNS)), (x, bias, grad, d_x, sums), (rows, -(-rows // programs)),
+            (tanh, bias is not None, width, TILE_ROWS, COLUMNS),
+        )  # fmt: skip
 
 
 def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out, sums):  # type: ignore[no-untyped-def]
     queries, heads, size = dq_0.shape
-    tokens, programs = place.shape[0], sums.shape[0]
-    block, warps = _block(heads * size)
-    counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
-    _join_pair(
-        (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
-        (tokens, -(-tokens // programs), *counts), (heads * size, block), warps,
-    )  # fmt: skip
+    tokens = place.shape[0]
+    if programs := sums.shape[0]:
+        block, warps = _block(heads * size)
+        counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
+        _join_pair(
+            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
+            (tokens, -(-tokens // programs), *counts), (heads * size, block), warps,
+        )  # fmt: skip
 
 
 def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]

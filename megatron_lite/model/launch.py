@@ -42,7 +42,12 @@ class Kernel:
         constants: tuple[Any, ...],
         num_warps: int = 4,
     ) -> None:
-        """Launch. Args: grid: of programs. numbers: int32 or fp32. num_warps: a function of the constants."""
+        """Launch. Args: grid: of programs. numbers: int32 or fp32. num_warps: a function of the constants.
+
+        Raises: ValueError for a tensor with gaps between its rows, which the kernels' addresses leave out.
+        """
+        if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+            raise ValueError(f"{self._function} needs contiguous tensors; call .contiguous() before it.")
         if self._is_interpreted:
             self._function[grid](*tensors, *numbers, *constants)
             return

@@ -24,7 +24,7 @@ from data_utils.objectives.planes import (
 )
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
-from megatron_lite.model.batch import ID_PLANES, Batch
+from megatron_lite.model.batch import ID_PLANES, LENGTHS, Batch
 from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
@@ -33,7 +33,6 @@ from megatron_lite.model.latent_batch import HostSentences, LatentBatch, Sentenc
 from megatron_lite.model.task_batch import HostParts, TaskBatch
 from megatron_lite.model.task_losses import Parts
 
-LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
 
 

@@ -7,7 +7,7 @@ an estimate of time. The trace decides. Nothing is computed, so the answer needs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build, merge, to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.model.counts import parameter_count, step_flops
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.gpus import GPUS_OF_A_NODE, Gpu
 from megatron_lite.profile.request import Profile, Request, profiles
 
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no trace shows
@@ -120,13 +120,19 @@ def guess(config: Config, layout: Layout, processes: int, gpu: Gpu) -> tuple[flo
         4 * again * layers * micro_batches * 2 * (1 - 1 / layout.tensor) * activation / gpu.link_gbs / 1e6
     )
     pipe = 2 * micro_batches * activation / layout.tensor / gpu.network_gbs / 1e6 * (layout.pipeline > 1)
-    sums = (4 * (micro_batches if layout.zero == 2 else 1) + 2) * owned * (1 - 1 / dp) / gpu.network_gbs / 1e6
+    ring = gpu.ring_gbs(min(dp, max(1, GPUS_OF_A_NODE // layout.tensor)), dp * layout.tensor > GPUS_OF_A_NODE)
+    sums = (4 * (micro_batches if layout.zero == 2 else 1) + 2) * owned * (1 - 1 / dp) / ring / 1e6
     return (max(compute, small) + added + tensor + pipe) * bubble + sums, memory / 2**30
 
 
-def advise(config: Config, processes: int, gpu: Gpu) -> tuple[Layout, Profile] | None:
+def advise(
+    config: Config, processes: int, gpu: Gpu, given: Profile, say: Callable[[str], None] = lambda text: None
+) -> tuple[Layout | None, Profile] | None:
     """The layout with the shortest step of those that fit; None if no traced one fits.
 
+    Args:
+        given: the profile of the configuration's own layout, which competes; the result names it by None.
+        say: called with a line before each round of traces, which takes many seconds.
     Raises: ConfigError where torch or the machine are unknown to fake devices.
     """
     guesses = {
@@ -142,12 +148,14 @@ def advise(config: Config, processes: int, gpu: Gpu) -> tuple[Layout, Profile] |
     for layout in able:
         best.setdefault((layout.tensor, layout.pipeline, guesses[layout][1] > room), layout)
     order = sorted(best.values(), key=lambda layout: guesses[layout][0])
+    own: list[tuple[Layout | None, Profile]] = [(None, given)] if fits(given, gpu) else []
     for start in range(0, TRACED_AT_ONCE * ROUNDS, TRACED_AT_ONCE):
-        found = _traced(config, order[start : start + TRACED_AT_ONCE], processes, gpu)
-        fitting = [(layout, profile) for layout, profile in found if fits(profile, gpu)]
-        if fitting:
-            return min(fitting, key=lambda pair: step_ms(pair[1]))
-    return None
+        chosen = order[start : start + TRACED_AT_ONCE]
+        say(f"tracing {len(chosen)} of {len(guesses)} possible layouts")
+        found = [pair for pair in _traced(config, chosen, processes, gpu) if fits(pair[1], gpu)]
+        if found:
+            return min([*own, *found], key=lambda pair: step_ms(pair[1]))
+    return own[0] if own else None
 
 
 def _traced(config: Config, layouts: list[Layout], processes: int, gpu: Gpu) -> list[tuple[Layout, Profile]]:

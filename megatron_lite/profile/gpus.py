@@ -29,6 +29,12 @@ class Gpu:
     least_us: float = 3.0  # of any kernel
     least_attention_us: tuple[float, float] = (8.0, 20.0)  # of a call, forward and backward
 
+    def ring_gbs(self, members_of_a_node: int, has_other_nodes: bool) -> float:
+        """GB/s of a ring of ranks. Each GPU has its own link to the network, so the ranks of a node share several."""
+        if not has_other_nodes:
+            return self.link_gbs
+        return min(self.link_gbs, members_of_a_node * self.network_gbs)
+
     def describe(self) -> str:
         """The constants in a line, as every output states them."""
         return (
@@ -36,11 +42,13 @@ class Gpu:
             f"matmul {self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, flash "
             f"{self.flash_forward_tflops:g}/{self.flash_backward_tflops:g} TFLOP/s forward/backward; a kernel "
             f"at least {self.least_us:g} us, an attention call {self.least_attention_us[0]:g}/"
-            f"{self.least_attention_us[1]:g} us; links {self.link_gbs:g} GB/s in a node, {self.network_gbs:g} between"
+            f"{self.least_attention_us[1]:g} us; links {self.link_gbs:g} GB/s in a node, {self.network_gbs:g} per GPU "
+            "between"
         )
 
 
 _PUBLISHED, _ASSUMED = "published by others", "assumed as on the H100"
+GPUS_OF_A_NODE = 8
 GPUS = {
     gpu.name: gpu
     for gpu in (

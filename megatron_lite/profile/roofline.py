@@ -1,11 +1,13 @@
 """What an operation costs on a GPU at least: the time of its bytes, of its FLOPs, and of starting a kernel.
 
 Bytes are those of all operands and results, as if nothing stayed in a cache. Attention of variable lengths counts the
-pairs of its calls. Collectives move the bytes of a ring, at the speed of the slowest link between their ranks.
+pairs of its calls. Collectives move the bytes of a ring, at the speed of its slowest part: a node's links to others, as
+many as the ring has ranks there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.gpus import GPUS_OF_A_NODE, Gpu
 
-GPUS_OF_A_NODE = 8
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
@@ -36,8 +37,8 @@ def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float
         moved = 2 * share * size
     else:
         moved = size if name in ("send", "recv_", "broadcast_") else share * size
-    within = len({rank // GPUS_OF_A_NODE for rank in ranks}) == 1
-    return gpu.least_us + moved / (gpu.link_gbs if within else gpu.network_gbs) / 1e3
+    of_nodes = Counter(rank // GPUS_OF_A_NODE for rank in ranks)
+    return gpu.least_us + moved / gpu.ring_gbs(min(of_nodes.values()), len(of_nodes) > 1) / 1e3
 
 
 def cost_of(

@@ -21,6 +21,7 @@ from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.model import glm
+from megatron_lite.model.fused import choose_kernels
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
@@ -57,6 +58,7 @@ def run_case(case: Case) -> dict[str, Any]:
     guards.install()
     warnings.filterwarnings("ignore")
     config = _reduced(build(Config, case.tree), case)
+    choose_kernels(config.training.kernels)
     gpu = gpu_named(case.gpu)
     groups = _Groups()
     recorder = Recorder(gpu, groups.of)

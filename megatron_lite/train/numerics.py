@@ -1,14 +1,16 @@
-"""What torch may round, and whether its sums have one order: from the settings, once per process."""
+"""How a process computes: what torch may round, whether sums have one order, whose kernels: from the settings, once."""
 
 from __future__ import annotations
 
 import torch
 
 from megatron_lite.config.sections import TrainingConfig
+from megatron_lite.model.fused import choose_kernels
 
 
 def set_numerics(training: TrainingConfig, device: torch.device) -> None:
-    """Apply `training.tf32` and `training.deterministic`. `launch.prepare_environment` has prepared cuBLAS."""
+    """Apply `training.tf32`, `deterministic` and `kernels`. `launch.prepare_environment` has prepared cuBLAS."""
+    choose_kernels(training.kernels)
     if device.type == "cuda":
         # Said either way: NVIDIA's containers switch TF32 on by an environment variable.
         torch.set_float32_matmul_precision("high" if training.tf32 else "highest")

@@ -1,5 +1,7 @@
 """Block lists against the exact mask, and FlexAttention's plain form against the reference."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,11 @@ from support.attention import (
 )
 from support.mask_rule import allowed
 from support.recipes import RECIPES
+from torch._dynamo.testing import CompileCounter
 
+from megatron_lite.model import flex
 from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import make_layout
+from megatron_lite.model.batch import LENGTHS, make_layout
 from megatron_lite.model.flex import FlexPlan, block_lists
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -121,3 +125,27 @@ def test_compiled_flex_attention_skips_blocks_and_equals_the_reference():
         ours = attend(plan, (q, k, v))
     # fp32: a few units in the last place of sums over 400 keys.
     torch.testing.assert_close(ours, reference_attention(arrays, q, k, v), rtol=1e-4, atol=1e-5)
+
+
+def test_every_padded_length_is_compiled_and_none_falls_back():
+    """From the eighth graph on torch would compute all pairs, without a word; a graph too many is an error here."""
+    counter = CompileCounter()
+    kernel = flex._kernel(True, counter)
+    try:
+        with torch.no_grad():
+            for length in range(1, 13):
+                kernel(*torch.ones(3, 1, 1, 16 * length, 8))
+            assert counter.frame_count == 12
+            kernel(*torch.ones(3, 1, 1, 16, 8))
+            assert counter.frame_count == 12
+            assert flex._GRAPHS >= 2 * LENGTHS > 12
+            with (
+                mock.patch.object(flex, "_GRAPHS", 2),
+                pytest.raises(Exception, match=r"recompile_limit|fullgraph"),
+            ):
+                few = flex._kernel.__wrapped__(True, counter)
+                for length in range(13, 16):
+                    few(*torch.ones(3, 1, 1, 16 * length, 8))
+    finally:
+        flex._kernel.cache_clear()
+        torch.compiler.reset()

@@ -19,7 +19,15 @@ from support.kernels import interpreted_kernels
 from support.project import ROOT
 
 from megatron_lite.model import fused, heads
-from megatron_lite.model.dropout import FeatureDropout, drop, keep_features, salts, token_keys
+from megatron_lite.model.dropout import (
+    FeatureDropout,
+    drop,
+    features_formula,
+    keep_features,
+    salts,
+    stays,
+    token_keys,
+)
 from megatron_lite.model.fused import Biased
 
 # An odd number of tokens, and a width that is no power of two.
@@ -154,11 +162,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = fused.log_sums_kernel(logits, targets, first, valid)
-    theirs = heads._sums_on_cpu(logits, targets, first, valid)
+    theirs = heads._sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     fused.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    heads._gradient_on_cpu(written[1], targets, theirs[0], grad, first, valid)
+    heads._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -206,3 +214,68 @@ def test_kernels_compile_for_gpus_and_fit_into_registers():
         "_write_gradient",
     }  # fmt: skip
     assert [line for line in found if line[-1]] == []
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("what", ["sum", "sum and norm", "gelu", "cross entropy"])
+def test_no_rows(what, p):
+    """SpanBERT's head in a micro-batch without spans, for example: results without rows, sums over tokens of zero."""
+    dropout = None if not p else FeatureDropout(torch.empty(0, dtype=torch.int32), 7, p)
+    hidden, x = draw(0, WIDTH), draw(0, WIDTH, seed=1)
+    bias, gain, shift = (draw(WIDTH, seed=seed) for seed in (2, 3, 4))
+    if what == "sum":
+        out, sums = fused.add(hidden, Biased(x, bias), dropout), [bias]
+    elif what == "sum and norm":
+        _, out = fused.add_and_normalize(hidden, Biased(x, bias), dropout, gain, shift, 1e-5)
+        sums = [bias, gain, shift]
+    elif what == "gelu":
+        out, sums = fused.gelu(Biased(x, bias), "none"), [bias]
+    else:
+        weight = draw(WIDTH, 40)
+        out, sums = heads.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
+    assert len(out) == 0
+    found = torch.autograd.grad(out.sum(), [x, *sums])
+    assert [gradient.shape for gradient in found] == [tensor.shape for tensor in (x, *sums)]
+    assert all(gradient.eq(0).all() for gradient in found)
+
+
+def test_tensors_with_gaps_are_refused():
+    """Their addresses would be computed as if there were none."""
+    x = torch.ones(WIDTH, TOKENS).t()
+    with pytest.raises(ValueError, match="needs contiguous tensors"):
+        fused.add(x, Biased(torch.ones(TOKENS, WIDTH), torch.ones(WIDTH)), None)
+
+
+@pytest.fixture
+def without_kernels():
+    fused.choose_kernels("torch")
+    yield
+    fused.choose_kernels("fused")
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_torch_computes_instead(monkeypatch):
+    """`training.kernels=torch`: no kernel runs where each would, results and gradients stay."""
+
+    def planted(*arguments):
+        raise AssertionError("a kernel ran")
+
+    for name in [name for name in vars(fused) if name.endswith("_kernel")]:
+        monkeypatch.setattr(fused, name, planted)
+    test_sums(torch.float32, 0.3, True, True)
+    test_gelu(torch.float32, "tanh", True)
+    logits = draw(5, 40)
+    heads.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
+    expected = torch.softmax(logits.detach(), -1) - F.one_hot(torch.arange(5), 40)
+    torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
+    fused.choose_kernels("fused")
+    with pytest.raises(AssertionError, match="a kernel ran"):
+        test_gelu(torch.float32, "tanh", True)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.7])
+def test_torch_drops_what_kernels_drop(p):
+    """The formula that a GPU computes with torch's operators, beside the compiled one of the CPU."""
+    dropout = dropout_of(p)
+    formula = stays(features_formula(dropout.keys, dropout.salt, WIDTH), p)
+    assert torch.equal(formula, keep_features(dropout.keys, dropout.salt, WIDTH, p))

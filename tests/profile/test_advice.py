@@ -15,6 +15,7 @@ from megatron_lite.profile import advice
 from megatron_lite.profile.advice import (
     RESERVED_GIB,
     Layout,
+    advise,
     fits,
     guess,
     possible_layouts,
@@ -67,6 +68,30 @@ def test_communication_is_added_where_nothing_overlaps(profiles):
     assert not fits(full, GPUS["h100"])
 
 
+def test_advice_is_never_slower_than_the_given_layout(profiles, monkeypatch):
+    """The given layout competes; it wins where what was traced is slower or does not fit."""
+    config, gpu = load_config([ROOT / "configs/glm-large.yaml"]), GPUS["h100"]
+    given = profiles["data parallel"]
+    slower = replace(given, expected=replace(given.expected, roofline_ms=1e6))
+    large = replace(given, expected=replace(given.expected, peak_gib=1e3))
+    traced, said = [], []
+
+    def found(config, layouts, processes, gpu):
+        return list(zip(layouts, traced, strict=False))
+
+    monkeypatch.setattr(advice, "_traced", found)
+    traced[:] = slower, slower
+    assert advise(config, 64, gpu, given, said.append) == (None, given)
+    assert advise(config, 64, gpu, slower)[1] is slower
+    assert len(said) == 1 and re.fullmatch(r"tracing 2 of \d+ possible layouts", said[0])
+    traced[:] = large, given
+    layout, best = advise(config, 64, gpu, slower)
+    assert layout is not None and best is given
+    traced[:] = large, large
+    assert advise(config, 64, gpu, given) == (None, given)
+    assert advise(config, 64, gpu, large) is None
+
+
 def test_the_dry_run_shows_a_layout_and_advises_one():
     settings = ["model.vocab_size=300", "tokenizer=null"]
     done = pretrain("--config", "configs/tiny.yaml", "--dry-run", "1", "--gpu", "a100", *settings)
@@ -75,7 +100,8 @@ def test_the_dry_run_shows_a_layout_and_advises_one():
         done.stdout.startswith("parameters ") and "1 processes: pipeline 1 x data 1 x tensor 1" in done.stdout
     )
     assert "it fits 79 GiB" in done.stdout and "tokens/s, MFU" in done.stdout
-    assert "\nadvice            parallel.tensor_parallel_size=" in done.stdout
+    assert re.search(r"\nadvice            (parallel\.tensor_parallel_size=|keep this layout)", done.stdout)
+    assert done.stderr.startswith("tracing a step of the given layout")
 
 
 def said_of_small():

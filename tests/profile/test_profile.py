@@ -89,6 +89,10 @@ def test_collectives_cost_what_a_ring_moves():
     within, between = Members("tp", tuple(range(8))), Members("dp", (0, 8))
     assert collective_micros(reduce, size, within, gpu) == pytest.approx(3 + 2 * 7 / 8 * size / 360e3)
     assert collective_micros(gather, size, between, gpu) == pytest.approx(3 + size / 2 / 40e3)
+    # Each GPU of a node has a link to the others: a ring over whole nodes uses all eight, one over two of each two.
+    whole, pairs = Members("dp", tuple(range(64))), Members("dp", (0, 4, 8, 12))
+    assert collective_micros(reduce, size, whole, gpu) == pytest.approx(3 + 2 * 63 / 64 * size / 320e3)
+    assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(3 + 2 * 3 / 4 * size / 80e3)
 
 
 def test_peaks_are_those_of_reports():
