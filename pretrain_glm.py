@@ -93,8 +93,9 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     def say(text: str) -> None:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
+    request = Request.of(config, processes, gpu)
     say("tracing a step of the given layout on fake devices, which takes up to a minute")
-    given = profile(Request.of(config, processes, gpu))
+    given = profile(request)
     print(dry_run_report(config, processes, gpu, given))
     batch_size = config.batch.global_batch_size
     samples = config.training.steps * batch_size
