@@ -349,9 +349,7 @@ def _gradient_by_torch(
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         probabilities = (logits[part, :valid].float() - log_sums[part, None]).exp_()
-        probabilities[torch.arange(len(probabilities), device=logits.device), local[part]] -= is_here[
-            part
-        ].float()
+        probabilities.scatter_add_(1, local[part, None], -is_here[part, None].float())
         logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
 
 
