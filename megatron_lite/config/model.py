@@ -221,7 +221,7 @@ class ModelConfig:
             "differ; set share_layers to false.",
         )
         of_one_stack = {
-            "positions": "rotary", "norm": "deepnorm", "sandwich_norm": True,
+            "positions": "rotary", "relative": "xlnet", "norm": "deepnorm", "sandwich_norm": True,
             "num_key_value_heads": self.num_key_value_heads or 0,
         }  # fmt: skip
         for name, value in of_one_stack.items():

@@ -59,6 +59,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.decoder_layers=2", "model.positions=rotary"),
         ("model.positions is rotary", "decoder_layers (2)", "set decoder_layers to 0"),
     ),
+    "a decoder with XLNet's distances": (
+        over("model.decoder_layers=2", "model.relative=xlnet"),
+        ("model.relative is xlnet", "decoder_layers (2)", "set decoder_layers to 0"),
+    ),
     "an odd part of a head": (
         over("model.positions=rotary", "model.rotary_share=0.19"),
         ("rotary_share (0.19)", "16 features is 3", "an even number"),
