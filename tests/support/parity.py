@@ -32,14 +32,7 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError, run_command
-from data_utils.objectives.planes import (
-    BLOCK_POSITION_IDS,
-    DOC,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    WEIGHTS,
-)
+from data_utils.objectives.planes import WEIGHTS
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import ParallelConfig
@@ -50,7 +43,6 @@ from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine import TYPES, Engine, parameter_groups
 from megatron_lite.train.plain import make_engine
-from support.batches import prefix_batch
 from support.distributed import run_ranks
 from support.parity_cases import (
     CLIP,
@@ -58,12 +50,10 @@ from support.parity_cases import (
     HALF,
     KINDS,
     LR,
-    MEMORY,
     OBJECTIVES,
     OFFLOAD,
     OPTIONS,
     PARTS,
-    ROW_LENGTH,
     SAMPLES,
     STEPS,
     TOLERANCES,
@@ -88,26 +78,8 @@ class Record:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def samples_of(step: int, *, has_memory: bool = False) -> np.ndarray:
-    """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel.
-
-    Args: has_memory: whether the first of the tokens that see each other are a memory.
-    """
-    samples = prefix_batch(
-        step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2
-    )
-    samples[:, SEGMENT_IDS] = (
-        samples[:, POSITION_IDS] % 2
-    )  # else XLNet's vectors of segments would have no gradient
-    if has_memory:
-        samples[:, BLOCK_POSITION_IDS] = (
-            (samples[:, DOC] >= 0) & (samples[:, ORD] == 0) & (samples[:, POSITION_IDS] < 4)
-        )
-    return samples
-
-
 def micro_batch(case: Case, step: int, first: int, size: int) -> MicroBatch:
-    samples = samples_of(step, has_memory=case.variant == MEMORY)
+    samples = case.samples(step)
     batch = Batch(samples[first : first + size], np.arange(first, first + size))
     return MicroBatch(batch, dropout_seed=step, loss_factor=1.0 / np.count_nonzero(samples[:, WEIGHTS]))
 
@@ -120,29 +92,26 @@ def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Zeros for a head that has no part in the loss."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 def _rows(name: str) -> int | None:
     of_words = ("embedding.word_embeddings.weight", "heads.vocabulary.weight", "heads.bias")
     return VOCAB_SIZE if name in of_words else None
 
 
 def reference_of(case: Case) -> Record:
-    """The record a case is compared with; it only depends on the number of layers, on dropout and on the options."""
-    pipeline = case.num_layers if case.num_layers > 4 else 1
-    return _one_process(
-        type(case)(
-            pipeline=pipeline,
-            dropout=case.dropout,
-            attention_dropout=case.attention_dropout,
-            variant=case.variant,
-        )
-    )
+    """The record a case is compared with."""
+    return _one_process(case.alone)
 
 
 @functools.cache
 def _one_process(case: Case) -> Record:
     """Plain torch on all samples of a step at once."""
     config = case.config()
-    model = build_model(config, OBJECTIVES)
+    model = build_model(config, case.num_losses)
     named = dict(model.named_parameters())
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -152,16 +121,16 @@ def _one_process(case: Case) -> Record:
         eps=settings.eps,
     )
     record = Record(as_matrices(named))
-    for step in range(STEPS):
+    for step in range(case.steps):
         optimizer.zero_grad()
-        micro = micro_batch(case, step, 0, SAMPLES)
+        micro = micro_batch(case, step, 0, case.num_samples)
         data = ModelInput.from_batch(micro.batch, torch.device("cpu"), config.model, dropout_seed=step)
         loss_sum, sums = model(data)
         (loss_sum * micro.loss_factor).backward()
         record.objective_sums.append(sums.double())
-        record.gradients.append(as_matrices({name: p.grad for name, p in named.items()}))
+        record.gradients.append(as_matrices({name: _gradient(p) for name, p in named.items()}))
         record.norms.append(
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm).item()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm or math.inf).item()
         )
         optimizer.step()
     record.weights = as_matrices(named)
@@ -256,7 +225,7 @@ def run_step(
     seen: list[tuple[Fragment, torch.Tensor]] = []
     with engine.observed_gradients(lambda fragment, gradient: seen.append((fragment, gradient.clone()))):
         result = engine.train_step(micro_batches_of(case, context, step), LR)
-    assert not result.skipped and result.grad_norm > CLIP, "clipping should be active"
+    assert not result.skipped and result.grad_norm > case.least_norm, "clipping should be active"
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
     sums = context.sum(
         result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
@@ -278,17 +247,19 @@ def run_case(context: ParallelContext, case: Case, record: Record) -> Outcome:
     warnings.filterwarnings("error", message="c10d::")  # autograd meets a collective that it does not know
     started = time.perf_counter()
     outcome = Outcome(case)
-    engine = make_engine(case.config(), context, OBJECTIVES)
+    engine = make_engine(case.config(), context, case.num_losses)
     start = Outcome(case)
     # DeepSpeed takes its fp32 weights from the model after the cast to half precision.
     initial = {name: weight.to(TYPES[case.precision]).float() for name, weight in record.initial.items()}
     for fragment in engine.fragments():
         compare_fragment(start, "weights", -1, fragment, fragment.tensors["weight"], initial)
     assert start.largest["weights"] == 0.0, f"initial weights depend on the layout: {start.where}"
-    for step in range(STEPS):
+    for step in range(case.steps):
         run_step(context, engine, case, step, record, outcome)
     for fragment in engine.fragments():
-        compare_fragment(outcome, "weights", STEPS - 1, fragment, fragment.tensors["weight"], record.weights)
+        compare_fragment(
+            outcome, "weights", case.steps - 1, fragment, fragment.tensors["weight"], record.weights
+        )
     outcome.seconds = time.perf_counter() - started
     return outcome
 

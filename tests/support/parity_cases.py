@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from data_utils.base.settings import build
+from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.tree import Config
+from support.batches import prefix_batch
 
 MAX_RANKS = 8
 SAMPLES = 32  # of a step: 8 data-parallel ranks x 4 micro-batches
@@ -65,9 +69,32 @@ MEMORY = "xlnet with memory"
 ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
 
 
+def samples_of(step: int, *, has_memory: bool = False) -> np.ndarray:
+    """int32 [SAMPLES, fields, ROW_LENGTH]: two documents per row, and later four short ones, for the masked kernel.
+
+    Args: has_memory: whether the first of the tokens that see each other are a memory.
+    """
+    samples = prefix_batch(
+        step, rows=SAMPLES, length=ROW_LENGTH, vocab=VOCAB_SIZE, documents=4 if step else 2
+    )
+    samples[:, SEGMENT_IDS] = (
+        samples[:, POSITION_IDS] % 2
+    )  # else XLNet's vectors of segments would have no gradient
+    if has_memory:
+        samples[:, BLOCK_POSITION_IDS] = (
+            (samples[:, DOC] >= 0) & (samples[:, ORD] == 0) & (samples[:, POSITION_IDS] < 4)
+        )
+    return samples
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to run the training steps."""
+
+    num_samples: ClassVar[int] = SAMPLES  # of a step
+    steps: ClassVar[int] = STEPS
+    num_losses: ClassVar[int] = OBJECTIVES
+    least_norm: ClassVar[float] = CLIP  # of the gradients, that clipping is active
 
     tensor: int = 1
     pipeline: int = 1
@@ -92,7 +119,21 @@ class Case:
 
     @property
     def micro_batch_size(self) -> int:
-        return SAMPLES // (self.data * self.accumulation)
+        return self.num_samples // (self.data * self.accumulation)
+
+    @property
+    def alone(self) -> Case:
+        """What one process computes for comparison; it only depends on the number of layers, dropout and options."""
+        return Case(
+            pipeline=self.num_layers if self.num_layers > 4 else 1,
+            dropout=self.dropout,
+            attention_dropout=self.attention_dropout,
+            variant=self.variant,
+        )
+
+    def samples(self, step: int) -> np.ndarray:
+        """All samples of a step, int32 [num_samples, fields, row length]."""
+        return samples_of(step, has_memory=self.variant == MEMORY)
 
     @property
     def num_layers(self) -> int:

@@ -90,7 +90,7 @@ def test_the_command_refuses_at_once_what_it_cannot_do(arguments, message):
 
 def test_micro_batches_and_ranks_have_unequal_numbers_of_loss_tokens():
     for step in range(parity_cases.STEPS):
-        samples = parity.samples_of(step)
+        samples = parity_cases.samples_of(step)
         counts = (samples[:, 4] != 0).sum(-1).reshape(8, 4)
         assert len(set(counts.flatten())) > 3 and len(set(counts.sum(0))) > 1 and len(set(counts.sum(1))) > 1
 
