@@ -242,6 +242,8 @@ def tree(parallel, **model):
         "training": {"steps": 10, "precision": "fp32"},
         "batch": {"micro_batch_size": 2, "global_batch_size": SAMPLES},
         "optimizer": {"clip_grad_norm": 0.5},
+        # Several buckets: a shared block's must not be reduced after the first of its uses.
+        "deepspeed": {"zero_optimization": {"reduce_bucket_size": 3000}},
         "data": {"sequence_length": 72},
         "objectives": dict.fromkeys(NAMES, 1.0),
         "parallel": parallel,

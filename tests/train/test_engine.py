@@ -12,13 +12,14 @@ from support.distributed import run_ranks
 from support.engines import SAMPLES, tree
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build
+from data_utils.base.settings import build, merge
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.tree import Config, ParallelConfig
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import MicroBatch
-from megatron_lite.train.engine import say_slow_attention
+from megatron_lite.train.engine import parameter_groups, say_slow_attention
 from megatron_lite.train.plain import make_engine
 
 
@@ -91,6 +92,47 @@ def test_a_world_that_does_not_fit_the_batch_is_refused():
         ConfigError, match=r"global_batch_size \(8\).*micro_batch_size \(2\).*ranks \(3\) = 6"
     ):
         build(Config, tree()).deepspeed_options(dp_size=3)
+
+
+@pytest.mark.parametrize(
+    "system, objective", [("glm", "blank_infilling"), ("bert", "masked_lm"), ("albert", "masked_lm")]
+)
+def test_weight_decay_is_that_of_matrices_and_tables(system, objective):
+    """Norms and biases, which are vectors, have none."""
+    options = "model.head_bias=true", "model.embedding_norm=true", "data.sequence_length=128"
+    config = tiny(
+        f"model.system={system}", f"objectives.{objective}=1", *options, "optimizer.weight_decay=0.3"
+    )
+    named = dict(build_model(config, 3).named_parameters())
+    decay = {p: group["weight_decay"] for group in parameter_groups(named, config) for p in group["params"]}
+    idle = {name for name in named if name.startswith("heads.sentence.")}  # without labels
+    assert {name: decay[p] for name, p in named.items()} == {
+        name: 0.3 if p.ndim == 2 and name not in idle else 0.0 for name, p in named.items()
+    }
+
+
+def evaluated_with_and_without_dropout(context, settings):
+    """Losses of a batch, of engines that train with dropout and without it."""
+    batch = Batch(prefix_batch(0, rows=2, vocab=500))
+    dropout = dict.fromkeys(("embedding_dropout", "attention_dropout", "output_dropout"), 0.5)
+    engines = [
+        make_engine(build(Config, merge(settings, {"model": model})), context, 3) for model in (dropout, {})
+    ]
+    return [engine.evaluate([batch]) for engine in engines]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_evaluation_has_no_dropout(stages):
+    parallel = {"pipeline_parallel_size": stages}
+    results = run_ranks(
+        evaluated_with_and_without_dropout,
+        stages,
+        tree(parallel=parallel),
+        parallel=ParallelConfig(**parallel),
+    )
+    for with_dropout, without in results:
+        assert torch.equal(with_dropout, without)
+    assert results[-1][0].sum() > 0  # of the last stage
 
 
 def train_and_save(context, case, directory):

@@ -5,6 +5,8 @@ Chi-square tests are at level 0.001 with fixed seeds: they either pass for ever 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
 from data_utils.base.random_streams import new_stream, open_stream
+from data_utils.objectives.bart import BartConfig
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -78,6 +81,12 @@ def test_lengths_have_the_distribution_of_the_paper(name):
     expected = np.array(expected) / np.sum(expected)
     counts = lengths_drawn(new_stream(), cumulative_table(weights), 20_000)
     assert chi_square(counts, 20_000 * expected) < chi_square_limit(len(expected) - 1)
+
+
+def test_barts_lengths_are_poissons_without_zero():
+    """Spans of length 0 are drawn beside them. Exact: the tail has too few samples for a chi-square."""
+    expected = np.array([3.0**k / math.factorial(k) for k in range(1, 40)])
+    np.testing.assert_allclose(BartConfig().length_weights, expected / expected.sum(), rtol=1e-12)
 
 
 def test_spanberts_mean_span_has_3_8_words():

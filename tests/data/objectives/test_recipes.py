@@ -88,6 +88,7 @@ def test_the_text_can_be_rebuilt(recipe):
     samples = windows(300, 40, 2)
     for planes, pieces in zip(collate(made, samples), samples, strict=True):
         documents = Example.from_planes(planes).documents()
+        assert all(document.position_ids.min() == 0 for document in documents)  # counted anew in each
         texts = [recipe.rebuilt(document) for document in documents]
         if any(map(is_exchanged, documents)):
             assert sorted(np.concatenate(texts)) == sorted(np.concatenate(pieces))
