@@ -123,7 +123,7 @@ class Setup:
     grammar: Grammar = GRAMMAR
     latent_size: int = 16
     rows: int = 12  # of a step of OPTIMUS; one has five sentences
-    # A pre-norm encoder learns in fewer steps. Stacks of width 64 stop at one or two of the six slots.
+    # A pre-norm encoder learns in fewer steps.
     encoder: dict[str, Any] = field(default_factory=lambda: {"norm": "pre"})
     stack: dict[str, Any] = field(
         default_factory=lambda: {

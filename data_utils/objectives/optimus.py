@@ -64,6 +64,18 @@ class OptimusConfig(RowSizes):
     free_bits: float = setting(
         1.0, "nats of each component's divergence below which it is not lowered further", at_least=0
     )
+    noise_free: bool = setting(
+        False,
+        "while the weight is 0, decode the mean of the latent vector: an autoencoder. false = with noise then too, as "
+        "the released code does",
+    )
+    init_std: float | None = setting(
+        None,
+        "standard deviation of the latent matrices' initial weights; null = 1/sqrt(hidden_size) of the stack that a "
+        "matrix belongs to (posterior: the encoder; memory, embedding: the decoder), and that stack's init_std where "
+        "it begins with trained weights",
+        above=0,
+    )
     length_weighted: bool = setting(
         False, "divide each sentence's reconstruction loss by its number of tokens"
     )

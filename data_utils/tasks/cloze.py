@@ -163,7 +163,10 @@ class Cloze:
             asked = [prepared.with_fields(choice=choice) for choice in texts]
             answers = [word] * len(texts)
         else:
-            asked, answers = [prepared], [self._answer(text) for text in texts]
+            asked, answers = (
+                [prepared],
+                [self._answer(cloze_rules.as_read(self.task, text)) for text in texts],
+            )
         self._check_answers(texts, answers, record)
         contexts = [self._context(each, answers) for each in asked]
         cut = max(cut for *_, cut in contexts)

@@ -17,6 +17,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.setting_files import shown
 from data_utils.tasks.base import Record
 from data_utils.tasks.examples import Draws
+from data_utils.tasks.superglue import in_ascii
 
 NEGATIVES = 9  # wrong entities beside the right one in a training sample of ReCoRD
 JOINTS = {"cause": " because", "effect": ", so"}
@@ -125,6 +126,11 @@ def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[
             "choices, or the task verbalizers."
         )
     return [str(choice) for choice in given], _right(record, len(given))
+
+
+def as_read(task: str, choice: str) -> str:
+    """A choice as the model reads it. ReCoRD's stay as the file has them where they are written as predictions."""
+    return in_ascii(choice) if task == "record" else choice
 
 
 def _right(record: Record, count: int) -> int | None:

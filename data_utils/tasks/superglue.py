@@ -1,8 +1,9 @@
 """SuperGLUE's JSONL: eight tasks and two diagnostic sets.
 
 Each task is one function from a line's object to samples. Labels become class names: true and false, the texts of the
-file, 0 and 1 of MultiRC. Typographic quotes and dashes of WSC and ReCoRD become ASCII, as in the reference, so that the
-words of spans are found; each is one character, so places stay.
+file, 0 and 1 of MultiRC. Models read typographic quotes and dashes of WSC and ReCoRD as ASCII, as in the reference, so
+that the words of spans are found; each is one character, so places stay. Entities and answers of ReCoRD stay as the
+file has them: the server compares them with its own.
 
 Source: Wang et al., arXiv:1905.00537, and its files.
 """
@@ -44,6 +45,11 @@ LABELS = {
 }
 PLACEHOLDER = "@placeholder"  # in a query of ReCoRD
 _ASCII = str.maketrans("\u201c\u201d\u2018\u2019\u2013", "\"\"''-")
+
+
+def in_ascii(text: str) -> str:
+    """A text whose typographic quotes and dashes are ASCII."""
+    return text.translate(_ASCII)
 
 
 def read_superglue(intake: Intake) -> Records:
@@ -88,8 +94,8 @@ def _wic(intake: Intake, tree: dict[str, Any]) -> None:
 
 def _wsc(intake: Intake, tree: dict[str, Any]) -> None:
     target = object_in(tree, "target")
-    words = text_in(tree, "text").translate(_ASCII).split()
-    span1, pronoun = (text_in(target, name).translate(_ASCII) for name in ("span1_text", "span2_text"))
+    words = in_ascii(text_in(tree, "text")).split()
+    span1, pronoun = (in_ascii(text_in(target, name)) for name in ("span1_text", "span2_text"))
     first = _near(words, span1.split(), whole_number_in(target, "span1_index"), str.lower)
     place = _near(words, pronoun.split(), whole_number_in(target, "span2_index"), str)
     if place is None:
@@ -101,7 +107,7 @@ def _wsc(intake: Intake, tree: dict[str, Any]) -> None:
         "span1_text": span1,
         "span2_index": place,
         "span2_text": pronoun,
-        "candidates": tuple(dict.fromkeys(text_in(each, "text").translate(_ASCII) for each in candidates)),
+        "candidates": tuple(dict.fromkeys(in_ascii(text_in(each, "text")) for each in candidates)),
     }
     intake.add(fields, intake.class_name(tree.get("label")), index_in(tree))
 
@@ -147,28 +153,32 @@ def _multirc(intake: Intake, tree: dict[str, Any]) -> None:
 
 def _record(intake: Intake, tree: dict[str, Any]) -> None:
     passage = object_in(tree, "passage")
-    text = text_in(passage, "text").translate(_ASCII)
-    entities = tuple(sorted({_entity(text, entity) for entity in objects_in(passage, "entities")}))
+    text = text_in(passage, "text")
+    places = (_place(text, entity) for entity in objects_in(passage, "entities"))
+    spelled: dict[str, str] = {}  # as models read it -> as the file first has it
+    for start, end in sorted(places):
+        entity = text[start : end + 1]
+        spelled.setdefault(in_ascii(entity), entity)
     for query in objects_in(tree, "qas"):
-        sentence = text_in(query, "query").translate(_ASCII)
+        sentence = in_ascii(text_in(query, "query"))
         if PLACEHOLDER not in sentence:
             raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}; the answer's place is named so")
         answers = None
         if query.get("answers") is not None:
-            found = (text_in(answer, "text").translate(_ASCII) for answer in objects_in(query, "answers"))
-            answers = tuple(dict.fromkeys(found)) or None
-        fields = {"passage": text, "query": sentence, "entities": entities}
+            found = (text_in(answer, "text") for answer in objects_in(query, "answers"))
+            answers = tuple(dict.fromkeys(spelled.get(in_ascii(text), text) for text in found)) or None
+        fields = {"passage": in_ascii(text), "query": sentence, "entities": tuple(sorted(spelled.values()))}
         intake.add(fields, answers, whole_number_in(query, "idx"))
 
 
-def _entity(text: str, place: dict[str, Any]) -> str:
-    """The text of an entity, whose end is its last character, not the one after it."""
+def _place(text: str, place: dict[str, Any]) -> tuple[int, int]:
+    """First and last character of an entity: its end is its last character, not the one after it."""
     start, end = whole_number_in(place, "start"), whole_number_in(place, "end")
     if not 0 <= start <= end < len(text):
         raise BadLine(
             f"an entity is at characters {start} to {end}, both of them in it; the passage has {len(text)}"
         )
-    return text[start : end + 1]
+    return start, end
 
 
 _TASKS: dict[str, Callable[[Intake, dict[str, Any]], None]] = {

@@ -110,6 +110,8 @@ class Optimus(nn.Module):
         z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
         if self.observe is not None:
             self.observe(batch, mu, logvar, z)
+        if self.config.noise_free and not self.beta:
+            z = mu
         reconstruction = self.reconstruction(batch, z)
         kl = gaussian_kl(mu, logvar)
         weight = sentences.weight

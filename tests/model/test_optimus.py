@@ -221,7 +221,7 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
 
 
 def test_the_loss_is_that_of_the_formula():
-    config, model = built(optimus={"free_bits": 0.02, "beta": 0.7})
+    config, model = built(optimus={"free_bits": 0.02, "beta": 0.7, "init_std": 0.02})
     model.beta = 0.3
     planes = sentence_planes(random_sentences(8, 2, 2))
     batch = prepared(config, planes)
@@ -244,6 +244,51 @@ def test_an_autoencoder_decodes_the_mean():
     loss, _ = model(batch)
     mu, _ = model.posterior(batch)
     assert torch.equal(loss, model.reconstruction(batch, mu).sum())
+
+
+def test_a_noise_free_beginning_decodes_the_mean_while_the_weight_is_0():
+    config, model = built(optimus={"noise_free": True})
+    batch = prepared(config, sentence_planes(random_sentences(8, 2, 2)))
+    mu, logvar = model.posterior(batch)
+    drawn = mu + (logvar / 2).exp() * batch.sentences.noise
+    observed = []
+    model.observe = lambda *seen: observed.append(seen[3])
+    model.beta = 0.0
+    assert torch.equal(model(batch)[0], model.reconstruction(batch, mu).sum())
+    with torch.no_grad():
+        sums = model(batch)[1]
+    model.beta = 0.5
+    with torch.no_grad():
+        with_noise = model(batch)[1]
+    row = LOSS_NAMES.index("reconstruction")
+    close(with_noise[row, 0], model.reconstruction(batch, drawn).sum())
+    assert sums[row, 0] != with_noise[row, 0]
+    for z in observed:  # mutual information needs a draw from each posterior, also while the weight is 0
+        close(z, drawn)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_latent_matrices_begin_at_the_scale_of_their_stack(width):
+    """A given scale and trained stacks come first."""
+
+    def stds(**options) -> dict[str, float]:
+        sizes = {"hidden_size": width}
+        decoder = {"hidden_size": width // 2}
+        config = latent_config(model=sizes, decoder=decoder, optimus={"latent_size": 16, **options})
+        latent = build_model(config, len(LOSS_NAMES)).latent
+        return {name.split(".")[0]: float(p.detach().std()) for name, p in latent.named_parameters()}
+
+    def are(found, posterior, memory, embedding):
+        expected = {"posterior": posterior, "memory": memory, "embedding": embedding}
+        assert found == pytest.approx(
+            expected, rel=0.12
+        )  # the smallest has 512 elements: 3.1 % is a standard error
+
+    own, others = width**-0.5, (width // 2) ** -0.5
+    are(stds(), own, others, others)
+    are(stds(init_std=0.3), 0.3, 0.3, 0.3)
+    are(stds(encoder_from="bert"), 0.02, others, others)
+    are(stds(decoder_from="gpt2"), own, 0.02, 0.02)
 
 
 def test_length_weighted_losses_are_divided_by_the_tokens():

@@ -5,9 +5,12 @@ import os
 
 import numpy as np
 import pytest
+from support.task_inputs import predicted, renderer
 
 from data_utils.base.errors import DataError
+from data_utils.tasks.answers import prediction, references
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.metrics import measure
 from data_utils.tasks.predictions import file_name, write_predictions
 
 
@@ -94,3 +97,30 @@ def test_what_does_not_fit_is_refused_and_the_old_file_stays(tmp_path):
     assert path.read_text() == "old"
     with pytest.raises(DataError, match="--predictions"):
         write_predictions(path / "below", task("rte", "glue"), [0], ["a"], "--predictions")
+
+
+def test_an_answer_of_record_is_submitted_as_the_passage_spells_it(files):
+    """The server compares characters; the model reads typographic signs as ASCII, as it was trained on them."""
+    text = "Rex is \u201cBob\u2019s\u201d dog \u2013 a big one, says Bob's wife."
+    quoted, last = "\u201cBob\u2019s\u201d", "Bob's"
+    entities = [(text.index(name), text.index(name) + len(name) - 1) for name in ("Rex", quoted, last)]
+    line = {"passage": {"text": text, "entities": [{"start": a, "end": b} for a, b in entities]}, "idx": 0,
+            "qas": [{"query": "@placeholder\u2019s dog", "idx": 5, "answers": [{"text": quoted}]}]}  # fmt: skip
+    config = TaskConfig(name="record", kind="cloze", reader="superglue")
+    records = files.read(config, [line])
+    made = renderer(name="record", reader="superglue")
+    sample = made.sample(records[0], 0)
+    read = [predicted(part, made) for part in sample.parts]
+    assert not any(sign in "".join(read) for sign in "\u201c\u201d\u2019\u2013")
+    found = []
+    for choice in range(len(sample.parts)):
+        answers = np.array([[float(part == choice), 0.0] for part in range(len(sample.parts))])
+        found.append(prediction(made, records[0], sample, answers))
+        write_predictions(files.folder / "ReCoRD.jsonl", config, [records[0].index], [found[-1]])
+        submitted = json.loads((files.folder / "ReCoRD.jsonl").read_text("utf-8"))["label"]
+        assert submitted in {text[a : b + 1] for a, b in entities}
+    assert sorted(found) == sorted(["Rex", quoted, last])
+    right = found[sample.right]
+    assert right == quoted and measure(["answer_em"], [right], references(records)) == {"answer_em": 1.0}
+    (trained,) = made.prepare(records, training=True)
+    assert predicted(made.sample(trained, 0).parts[0], made) == read[sample.right]
