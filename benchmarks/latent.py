@@ -183,6 +183,7 @@ class Setup:
             "latent_size": self.latent_size,
             "feature": "cls",  # the pooler's tanh makes learning several times slower in a model as small as this
             "decoder_from": begin and str(self.work / begin),
+            "init_std": self.stack["hidden_size"] ** -0.5,  # 0.02 suits decoders as wide as GPT-2
             **SCHEDULES[schedule],
         }
         own = {

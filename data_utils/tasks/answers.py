@@ -14,6 +14,7 @@ import numpy as np
 
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.cloze import Cloze
+from data_utils.tasks.conll import is_bio
 from data_utils.tasks.heads_input import Spans
 from data_utils.tasks.metrics_by_task import metrics_of
 from data_utils.tasks.render import Renderer
@@ -32,6 +33,24 @@ def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: 
         return [renderer.labels[tag] for tag in answers.argmax(axis=1)]
     assert isinstance(kind, Spans)
     return _best_span(kind, record, sample, answers)
+
+
+def kind_of_answers(renderer: Renderer) -> str:
+    """What `prediction` gives, as a key of ANSWERS (metrics_by_task.py)."""
+    kind, task = renderer.kind, renderer.inputs.config
+    if isinstance(kind, Cloze):
+        if kind.task == "record":
+            return "texts"
+        return "classes" if kind.words or kind.task == "wsc" else "numbers of choices"
+    of_kind = {
+        **dict.fromkeys(("seq2seq", "blanks", "spans"), "texts"),
+        "classification": "classes",
+        "regression": "numbers",
+        "tagging": "entities" if is_bio(renderer.labels) else "tags",
+        "language_modelling": "likelihoods",
+        "lambada": "last words",
+    }
+    return of_kind[task.kind]
 
 
 def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
@@ -78,6 +97,9 @@ def references(records: Sequence[Record]) -> list[Any]:
     return [list(record.label) if isinstance(record.label, tuple) else record.label for record in records]
 
 
-def positive_label(labels: Sequence[str]) -> str:
-    """The class that F1 counts: the second of two, as in MRPC, QQP and MultiRC."""
-    return labels[1] if len(labels) > 1 else "1"
+def positive_label(renderer: Renderer) -> Any:
+    """The class that F1 counts: `task.positive`, else the second of two, as in MRPC, QQP and MultiRC."""
+    given = renderer.inputs.config.positive
+    if kind_of_answers(renderer) != "classes":
+        return given and int(given)  # of choices; no other answers have an F1 of one class
+    return given or renderer.labels[-1]

@@ -74,6 +74,10 @@ class TaskConfig:
     )
     skip_bad_lines: bool = setting(False, "leave out lines that cannot be read, and count them")
     metrics: tuple[str, ...] = setting((), "what is measured; () = the task's own")
+    positive: str | None = setting(
+        None,
+        "f1, f1a: the class, or the number of the choice, that they are of; null = the second of two classes",
+    )
 
     @property
     def writes_text(self) -> bool:

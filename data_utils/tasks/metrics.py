@@ -12,6 +12,7 @@
     answer_em, answer_f1              a text            a text or a list of them: SQuAD 1.1, ReCoRD
     answer_em_v2, answer_f1_v2        a text, "" = no   a list of texts, empty where there is no answer: SQuAD 2.0
     entity_f1                         a list of tags    a list of tags: O, B-TYPE, I-TYPE
+    tag_accuracy                      a list of tags    a list of tags: the share of words whose tag is right
     bleu, bleu_char, bleu_zh,         a text            a text or a list of them; sacrebleu's tokenizers 13a, char, zh,
     multi_bleu                                          and none without smoothing
     rouge1, rouge2, rougeL, rougeLsum a text            a text or a list of them; F with stems. With _char at the end:
@@ -151,16 +152,25 @@ def matthews(predictions: Sequence[Any], references: Sequence[Any]) -> float:
 
 
 def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
-    return _correlation(*(np.asarray(side, float)[:, None] for side in (predictions, references)))
+    return _correlation(*(_finite(side)[:, None] for side in (predictions, references)))
 
 
 def spearman(predictions: Sequence[float], references: Sequence[float]) -> float:
     """Pearson's correlation of the ranks; equal values share their mean rank."""
-    return pearson(*(_ranks(side).tolist() for side in (predictions, references)))
+    return pearson(*(_ranks(_finite(side)).tolist() for side in (predictions, references)))
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+def _finite(values: Sequence[float]) -> np.ndarray:
+    """Raises: DataError for NaN and infinity, which have no rank and no deviation."""
+    numbers = np.asarray(values, float)
+    if not np.isfinite(numbers).all():
+        number = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise DataError(f"value {number} is {numbers[number]}; a correlation needs finite numbers.")
+    return numbers
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
@@ -275,6 +285,12 @@ def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequenc
     return 2 * right / both if both else 0.0
 
 
+def tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    """The share of all words whose tag is right."""
+    tags = [pair for p, r in zip(predictions, references, strict=True) for pair in zip(p, r, strict=True)]
+    return _mean(p == r for p, r in tags)
+
+
 def _bleu(predictions: Sequence[str], references: Sequence[Any], options: dict[str, Any]) -> float:
     import sacrebleu
 
@@ -321,6 +337,7 @@ PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
     "answer_em_v2": _v2(_answer_em),
     "answer_f1_v2": _v2(_answer_f1_v2),
     "entity_f1": entity_f1,
+    "tag_accuracy": tag_accuracy,
 }
 KNOWN: Collection[str] = frozenset(
     [*PLAIN, *BLEU, *ROUGE, *(f"{name}_char" for name in ROUGE), "f1", "f1a", "group_em"]

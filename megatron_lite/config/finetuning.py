@@ -18,7 +18,8 @@ class FinetuneConfig:
     )
     evaluations_per_epoch: int = setting(1, "evaluations on the validation files in each epoch", at_least=1)
     best: str | None = setting(
-        None, "the metric by which the best checkpoint is kept; null = the task's first"
+        None,
+        "the metric by which the best checkpoint is kept; null = the mean of those that the task is known by",
     )
     patience: int | None = setting(
         None, "evaluations without a better one after which the training ends; null = never", at_least=1

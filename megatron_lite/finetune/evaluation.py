@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_utils.base.errors import DataError
 from data_utils.tasks.answers import positive_label, prediction, references
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.config import TaskConfig
@@ -91,7 +92,7 @@ class Evaluation:
             predictions,
             references(self.records),
             groups=[record.group for record in self.records],
-            positive=positive_label(self._renderer.labels),
+            positive=positive_label(self._renderer),
         )
 
     def _of_last_words(self, answers: np.ndarray) -> Evaluated:
@@ -119,14 +120,19 @@ class Evaluation:
         return Evaluated({**self._measured(compared), **losses}, self.records, found, self.cut)
 
     def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
-        """The first word of each text is not predicted, as the first token is not."""
+        """The first word and the bytes of the first token of each text are not predicted."""
         texts = [record.fields["text"] for record in self._whole]
         counts = [
             record.fields.get("word_count", len(text.split())) - 1
             for record, text in zip(self._whole, texts, strict=True)
         ]
-        size = sum(len(text.encode("utf-8")) for text in texts)
+        size = sum(len(self._predicted(text).encode("utf-8")) for text in texts)
         return perplexities(nll, tokens, max(1, sum(counts)), size)
+
+    def _predicted(self, text: str) -> str:
+        """A text without its first token."""
+        _, places = self._renderer.inputs.tokenizer.encode_with_places(text)
+        return text[places[0][1] :]
 
     @functools.cached_property
     def _prompts(self) -> list[list[int]]:
@@ -166,6 +172,12 @@ class Evaluation:
         for rank, theirs in enumerate(everyone):
             # Passes hold a multiple of the ranks: sample i is of rank i % size.
             by_sample[rank :: dp.size] = theirs
+        for number, given in enumerate(by_sample):
+            if np.isnan(given).any():
+                raise DataError(
+                    f"the model answers sample {number} with NaN, so nothing can be measured: its training has "
+                    "diverged; lower optimizer.lr, and begin with an earlier checkpoint."
+                )
         return by_sample
 
     @property

@@ -16,10 +16,11 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import build, check, merge, parse_override, to_tree
+from data_utils.tasks.answers import kind_of_answers
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import form_of
-from data_utils.tasks.metrics_by_task import compared_by
+from data_utils.tasks.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.tasks.readers import labels_of, read_records
 from data_utils.tasks.render import Renderer
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
@@ -133,12 +134,19 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     renderer = make_renderer(config, tokenizer)
     task = config.task
     assert task is not None
-    compared_by(task, config.finetune.best)
+    check_metrics(task, kind_of_answers(renderer), renderer.labels)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
         {path: read_records(task, path, labelled=labelled) for path in paths}
         for paths, labelled in ((task.validation, True), (task.test, False))
     )
+    if any(
+        record.label == () for records in (train, *validation.values(), *test.values()) for record in records
+    ):
+        task = with_no_answers(task)
+        config = replace(config, task=task)
+        renderer = make_renderer(config, tokenizer)
+    compared_by(task, config.finetune.best)
     config = with_head(config, renderer)
     check_lengths(config, renderer)
     if train:
