@@ -12,13 +12,13 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
-import os
 import signal
 import sys
 import traceback
 from dataclasses import fields
 from functools import partial
 
+from data_utils.base.cores import usable_cores
 from data_utils.base.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
@@ -62,8 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
     add("--split-seed", type=int, default=0, help="another seed gives other splits (default: 0)")
-    cores = len(os.sched_getaffinity(0))
-    add("--workers", type=int, default=cores, help="processes, for each rank (default: all cores)")
+    add("--workers", type=int, default=usable_cores(), help="processes, for each rank (default: all cores)")
     add("--mpi", action="store_true", help="share the work with the other MPI ranks (mpirun, srun)")
     add(
         "--shard-megabytes",

@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-from support import gpus, package_index
+from support import cpu_answers, gpus, package_index
 from support.project import small_run
 
 import data_utils.base.entry  # noqa: F401
@@ -63,6 +63,21 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokenizers")
     write_all(root)
     return root
+
+
+@pytest.fixture
+def cpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The CPU that the program believes to run on: its name in `cpu_answers.CPUS`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cpu_answers.pretend(monkeypatch, request.param)
+        yield request.param
+    cpu_answers.forget()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("each_cpu"):
+        metafunc.fixturenames.append("cpu")
+        metafunc.parametrize("cpu", cpu_answers.DIFFERENT, indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

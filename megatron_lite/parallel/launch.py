@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_utils.base.cores import usable_cores
 from data_utils.base.errors import ConfigError
 
 # Rank, number of ranks, rank within the node.
@@ -95,7 +96,7 @@ def _share_of_cores() -> int | None:
     if "OMP_NUM_THREADS" in os.environ:
         return None
     ranks = _ranks_of_node(1)
-    return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
+    return max(1, usable_cores() // ranks) if ranks > 1 else None
 
 
 def prepare_environment(deterministic: bool) -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data_utils.base.cores import usable_cores
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_writable, write_whole
 
@@ -98,7 +99,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
     )
     add("--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
+    add("--workers", type=int, default=usable_cores(), help="processes (default: all cores)")
     args = parser.parse_args(arguments)
     if not 0 < args.max_megabytes < math.inf:
         raise ConfigError(f"--max-megabytes is {args.max_megabytes}; it must be a positive number.")

@@ -179,6 +179,7 @@ def test_padding_does_not_change_what_tokens_see(recipe):
     assert (outs[0] == outs[1]).all()
 
 
+@pytest.mark.each_cpu
 @pytest.mark.parametrize("kernel", ["calls", "dense"])
 @EACH
 def test_half_precision_stays_close_to_fp64(recipe, kernel):

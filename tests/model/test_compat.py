@@ -1,10 +1,16 @@
 """What the program uses of torch beyond its documented interface."""
 
+import re
+
 import pytest
 import torch
+from support.house import product_files
+from support.project import ROOT
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.model import compat
+from megatron_lite.model.model_input import builds_kernels
+from megatron_lite.model.tensor_parallel import widens
 
 
 def test_the_installed_torch_has_all_of_it():
@@ -17,6 +23,35 @@ def test_the_installed_torch_has_all_of_it():
     scores = q @ k.transpose(-1, -2) / 8**0.5
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
     torch.testing.assert_close(sums, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(
+    "cpu, native",
+    [
+        ("no half precision", []),
+        ("AVX512-BF16", [torch.bfloat16]),
+        ("AMX", [torch.bfloat16]),
+        ("AMX with fp16", [torch.bfloat16, torch.float16]),
+    ],
+    indirect=["cpu"],
+)
+def test_half_precision_is_native_where_the_cpu_says_so(cpu, native):
+    half = (torch.bfloat16, torch.float16)
+    assert [dtype for dtype in half if compat.cpu_has_half_matmul(dtype)] == native
+    assert compat.cpu_has_half_matmul(torch.float32)
+    for dtype in half:
+        x = torch.zeros(1, dtype=dtype)
+        assert widens(x) == (dtype not in native)
+        assert builds_kernels(x.device, dtype) == (dtype in native)
+
+
+def test_one_function_asks_torch_about_the_cpu():
+    asks = [
+        path
+        for path in product_files()
+        if re.search(r"torch\.cpu\b|cpu_capability|cpuinfo\.get|mkldnn", path.read_text())
+    ]
+    assert [str(path.relative_to(ROOT)) for path in asks] == ["megatron_lite/model/compat.py"]
 
 
 def test_another_torch_is_told_in_one_line():

@@ -36,7 +36,13 @@ def test_every_combination_equals_one_process(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HALF", "OFFLOAD", "DROPOUT", "OPTIONS", "PARTS", "WITH_MEMORY"])
+@pytest.mark.each_cpu
+def test_half_precision_equals_one_process():
+    assert failures(parity_cases.HALF) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["OFFLOAD", "DROPOUT", "OPTIONS", "PARTS", "WITH_MEMORY"])
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -165,8 +171,12 @@ def stages_of_zero(context, case):
     return [name for name in first if any(differ(first[name], other[name]) for other in rest)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_stages_of_zero_agree_in_half_precision(precision):
+@pytest.mark.parametrize(
+    "cpu, precision",
+    [("no half precision", "bf16"), ("AVX512-BF16", "bf16"), ("AMX with fp16", "fp16")],
+    indirect=["cpu"],
+)
+def test_stages_of_zero_agree_in_half_precision(cpu, precision):
     """Gradients are summed over ranks in fp32; if they were summed in bf16, weights would differ by 1 %."""
     assert run_ranks(stages_of_zero, 2, Case(1, 1, 2, 1, accumulation=4, precision=precision)) == [[], []]
 
