@@ -51,6 +51,7 @@ from megatron_lite.model.batch import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
 SENTENCES = LOSS_NAMES.index("reconstruction")
+MAX_SAMPLES = 1 << 62  # as far as samples are numbered
 MOST_COLUMNS = 100  # of the mask in the terminal; of a longer one, every n-th
 SMALLEST_PICTURE = 512  # pixels: smaller masks are enlarged by a whole factor
 
@@ -97,12 +98,20 @@ def parse_arguments() -> argparse.Namespace:
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")
     add("--task", metavar="FILE", help="YAML of a task whose records are shown")
-    add("--samples", type=int, nargs="+", default=[0], metavar="N", help="sample numbers (default 0)")
+    add(
+        "--samples",
+        type=_sample_number,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="sample numbers (default 0)",
+    )
     add("--png", metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
-    if min(arguments.samples) < 0:
-        raise ConfigError(f"--samples is {min(arguments.samples)}; it must be 0 or more.")
+    if not 0 <= min(arguments.samples) <= max(arguments.samples) < MAX_SAMPLES:
+        wrong = next(number for number in arguments.samples if not 0 <= number < MAX_SAMPLES)
+        raise ConfigError(f"--samples is {wrong}; it must be 0 or more, and below 2^62.")
     if arguments.task and (not arguments.config or arguments.text is not None or arguments.objective):
         raise ConfigError("--task shows a task's own records to one model; give it with --config FILE alone.")
     if not arguments.config and arguments.text is None:
@@ -110,6 +119,14 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.png:
         require_writable(Path(arguments.png), "--png")
     return arguments
+
+
+def _sample_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        hint = "; settings go before --samples" if "=" in text else ""
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is no sample number{hint}") from None
 
 
 def rows_of_words(arguments: argparse.Namespace) -> Shown:

@@ -14,7 +14,7 @@ from support.project import ROOT
 from support.recipes import make, text_of
 from support.tasks import write_lines, write_task
 
-from data_utils.base.errors import UserError
+from data_utils.base.errors import ConfigError, UserError
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.objectives import OBJECTIVES
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
@@ -213,3 +213,20 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
         run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
     with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
         shown_task(monkeypatch, capsys, tmp_path / "b", "task.train=null", labels=["0", "1"], validation=[])
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (["-1"], "--samples is -1; it must be 0 or more"),
+        (["0", str(10**20)], f"--samples is {10**20}; it must be 0 or more, and below 2"),
+        (
+            ["0", "albert.masked_ratio=0.1"],
+            "'albert.masked_ratio=0.1' is no sample number; settings go before",
+        ),
+        (["x"], "'x' is no sample number; see --help"),
+    ],
+)
+def test_numbers_that_no_sample_has(monkeypatch, capsys, samples, message):
+    with pytest.raises(ConfigError, match=message):
+        run(monkeypatch, capsys, "--text", TEXT, "--samples", *samples)
