@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import Measured
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -45,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch", type=int, default=16, metavar="SAMPLES", help="samples of a forward pass (default 16)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there")
     add("--predictions", type=Path, metavar="DIR", help="write the predictions there")
-    add("--plot", type=Path, metavar="FILE", help="draw the first metric over the steps (PNG or SVG)")
+    add("--plot", type=Path, metavar="FILE", help="draw the first metric over the steps (PNG, SVG or PDF)")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task's file")
     arguments = parser.parse_intermixed_args()
     if not arguments.checkpoint:
@@ -62,6 +65,8 @@ def main() -> None:
     for option in ("json", "plot"):
         if getattr(arguments, option) is not None:
             require_writable(getattr(arguments, option), f"--{option}")
+    if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
+        raise ConfigError(f"--plot is {str(arguments.plot)!r}; its name must end in {', '.join(PICTURES)}.")
     tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))

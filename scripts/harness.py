@@ -77,6 +77,11 @@ def parse_arguments() -> argparse.Namespace:
         help="perplexity: as scripts/evaluate.py and published figures",
     )
     add(
+        "--no-start",
+        action="store_true",
+        help="causal: contexts without the eos before them, as lm_eval's own models read them",
+    )
+    add(
         "overrides",
         nargs="*",
         metavar="section.key=value",
@@ -129,6 +134,7 @@ def main() -> None:
         score_end=arguments.score_end,
         allow_masks=arguments.allow_masks,
         first_token=not arguments.skip_first_token,
+        no_start=arguments.no_start,
     )
     with opened(arguments.checkpoint, arguments.tokenizer, tree) as run:
         harness = Harness(run.with_model(), asking, arguments.batch)

@@ -65,7 +65,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_text(path: str | Path, name: str) -> str:
-    """A text file of limited size. Raises ConfigError, which calls it `name`."""
+    """A regular file of text of limited size. Raises ConfigError, which calls it `name`."""
+    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for its other end
+        raise ConfigError(f"{name} {path} is not a regular file; check the path.")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shown
@@ -71,6 +71,7 @@ class Continuations:
         score_end: the end of a text after the continuation is part of it.
         allow_masks: a blank that a context spells out is one.
         first_token: `windows` predicts the first token of a text too.
+        no_start: causal: contexts begin with their own first token, not with eos, as lm_eval's models read them.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Continuations:
         score_end: bool = False,
         allow_masks: bool = False,
         first_token: bool = True,
+        no_start: bool = False,
     ) -> None:
         self.inputs, self.score_end, self.allow_masks = inputs, score_end, allow_masks
+        self.no_start = no_start
         self.longest = inputs.config.sequence_length
         self.is_xlnet = inputs.form.objective == "xlnet"
         self.form = "xlnet" if self.is_xlnet else inputs.form.name
@@ -103,6 +106,11 @@ class Continuations:
             raise ConfigError(
                 f"blanks in contexts are allowed, but inputs of {self.inputs.form.objective} have none; give a run of "
                 "blank_infilling or masked_lm, or do not allow them."
+            )
+        if self.no_start and self.form != "causal":
+            raise ConfigError(
+                f"contexts are to have no start token, but inputs of {self.inputs.form.objective} begin as its "
+                "training texts do; give a run of causal, or leave it out."
             )
         if self.score_end and self.form in ("bert", "xlnet"):
             raise ConfigError(
@@ -181,8 +189,11 @@ class Continuations:
             of_decoder = self.longest - 1 - form.predict_cls - following
             return of_decoder if of_decoder < 0 else self.longest - overhead(form)
         if form.name == "causal":
-            start = int(self.inputs.special.eos != NO_TOKEN)
-            return self.longest + 1 - start - following - end
+            start = int(self.inputs.special.eos != NO_TOKEN and not self.no_start)
+            room = self.longest + 1 - start - following - end
+            return (
+                room if room or start else -1
+            )  # without eos the context has a token, or nothing predicts the first
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
 
@@ -218,6 +229,8 @@ class Continuations:
         if self.form in ("causal", "prefix"):
             following = inputs.ended(following) if self.score_end else following
         if self.form == "causal":
+            if self.no_start and context:
+                special = replace(special, eos=NO_TOKEN)
             return left_to_right([*context, *following], len(following), special, form.loss())
         if self.form == "prefix":
             return after_prefix([special.cls, *context], special.sop, following, form.loss())
@@ -311,4 +324,6 @@ class Continuations:
             before, after = asked.context[: asked.blank], asked.context[asked.blank :]
             return self.inputs.part_a([*before, mask[0], *after]), asked.cut
         begin, end = around(form, special)
+        if self.no_start and asked.context:
+            begin = []
         return [*begin, *asked.context, *end], asked.cut

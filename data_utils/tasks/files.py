@@ -30,6 +30,7 @@ from data_utils.text.stored_files import COMPRESSIONS, decompressed, read_errors
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 28  # SQuAD 2.0's training file is one line of 42 MB
 _REMEDY = "correct or remove it, or leave such lines out (task.skip_bad_lines: true)"
 
 
@@ -185,8 +186,14 @@ def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     path = Path(path)
     require_file(path)
     with read_errors(path), open(path, "rb") as file:
-        lines = _decompressed_lines(file, path.suffix) if path.suffix in COMPRESSIONS else file
+        is_compressed = path.suffix in COMPRESSIONS
+        lines = _decompressed_lines(file, path.suffix) if is_compressed else _plain_lines(file)
         for number, line in enumerate(lines, 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}:{number}: the line has more than {MAX_LINE_BYTES} bytes; is this a file of samples? "
+                    "Check the paths in the section task."
+                )
             if number == 1:
                 line = line.removeprefix(UTF8_BOM)
             yield number, line.rstrip(b"\r\n")
@@ -199,13 +206,25 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} {reason}; check the paths in the section task.")
 
 
+def _plain_lines(file: IO[bytes]) -> Iterator[bytes]:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+
+
 def _decompressed_lines(file: IO[bytes], suffix: str) -> Iterator[bytes]:
-    rest = b""
+    """The lines of compressed data; of one that is too long a part that shows it."""
+    rest = bytearray()
     for chunk in decompressed(file, suffix, _CHUNK_BYTES):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
+        first, *others = chunk.split(b"\n")
+        rest += first
+        if others:
+            yield bytes(rest)
+            yield from others[:-1]
+            rest = bytearray(others[-1])
+        if len(rest) > MAX_LINE_BYTES:
+            break
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
 def decoded(line: bytes) -> str:

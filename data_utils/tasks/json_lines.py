@@ -99,6 +99,13 @@ def _add_choices(intake: Intake, tree: dict[str, Any]) -> None:
     choices = texts_in(tree, "choices_pretokenized")
     if len(choices) < 2:
         raise BadLine(f"there are {len(choices)} choices; a sample needs two or more")
+    stripped = [choice.strip() for choice in choices]
+    if "" in stripped:
+        raise BadLine(f"choice {stripped.index('')} is empty; each needs text")
+    if len(set(stripped)) < len(stripped):
+        raise BadLine(
+            f"the choices {shown(choices)} are not all different; nothing could tell equal ones apart"
+        )
     fields = {"inputs": text_in(tree, "inputs_pretokenized"), "choices": choices}
     intake.add(fields, choice_in(tree, _label_field(intake.config), len(choices)), index_in(tree))
 

@@ -53,7 +53,7 @@ class Asking:
         form, mask, bidirectional: as in the section `task`.
         sequence_length: most tokens of an input; None = as many as the model has positions.
         stride: tokens between the starts of windows of whole texts; None = half a window.
-        score_end, allow_masks, first_token: see Continuations.
+        score_end, allow_masks, first_token, no_start: see Continuations.
     """
 
     form: str = "auto"
@@ -64,6 +64,7 @@ class Asking:
     score_end: bool = False
     allow_masks: bool = False
     first_token: bool = True
+    no_start: bool = False
 
 
 class Harness:
@@ -95,6 +96,7 @@ class Harness:
             score_end=asking.score_end,
             allow_masks=asking.allow_masks,
             first_token=asking.first_token,
+            no_start=asking.no_start,
         )
         self.layout.check()
         self._answer = answer_of(run)
@@ -112,6 +114,7 @@ class Harness:
             "stride": task.stride,
             "score_end": self.asking.score_end,
             "first_token": self.layout.first_token,
+            "no_start": self.layout.no_start,
             "requests": dict(self.asked),
             "cut": self.cut,
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +35,15 @@ from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.control import RunControl
 from megatron_lite.train.engine import memory_advice
+from megatron_lite.train.metrics import read_metrics
 from megatron_lite.train.plain import PlainEngine
 from megatron_lite.train.rates import Rate
 from megatron_lite.train.trainer import Trainer
 from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
+
+LITTLE = 0.9  # of the first loss, above which the last one tells that little was learnt
 
 
 def finetune(
@@ -121,7 +125,8 @@ def _one_seed(
     load_weights_only(checkpoint, engine, context)
     evaluated = {path: evaluation.run(model) for path, evaluation in (validation | test).items()}
     if context.is_main:
-        _write_seed(task, directory, checkpoint.step, evaluated)
+        _write_seed(task, directory, checkpoint.step, trainer.step, evaluated)
+        warn_of_little_progress(task, directory)
     context.barrier()
     return None
 
@@ -154,17 +159,41 @@ def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     return Model(engine.answers, written)
 
 
-def _write_seed(task: Task, directory: Path, step: int, evaluated: Mapping[str, Evaluated]) -> None:
+def _write_seed(
+    task: Task, directory: Path, best: int, steps: int, evaluated: Mapping[str, Evaluated]
+) -> None:
     write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
     results = {
         "seed": task.config.training.seed,
-        "best_step": step,
+        "best_step": best,
         "settings": settings_of(task.config),
-        "steps": task.config.training.steps,
+        "steps": steps,
         "train_samples": len(task.train),
         "files": {path: described(found) for path, found in evaluated.items()},
     }
     write_json(directory / RESULTS, results)
+
+
+def warn_of_little_progress(task: Task, directory: Path) -> None:
+    """Say that a task was hardly learnt, by the training loss, and why that may be.
+
+    The loss of the last fifth of the run is compared with that of the first one. Samples that fill no blank and have no
+    head (language modelling) are left out: what a pretrained model has left to learn there is a small part of its loss.
+    """
+    if task.settings.kind == "language_modelling":
+        return
+    losses = [record["loss"] for record in read_metrics(directory) if record["kind"] == "train"]
+    if len(losses) < 2:
+        return
+    count = max(1, len(losses) // 5)
+    first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
+    if last > LITTLE * first:
+        log.warning(
+            "%s: the training loss went from %.4f to %.4f, so the task was hardly learnt. The likely cause is the "
+            "learning rate: optimizer.lr is %g; small models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now), "
+            "or look at samples with scripts/inspect_batch.py.",
+            directory, first, last, task.config.optimizer.lr, task.config.finetune.epochs,
+        )  # fmt: skip
 
 
 def write_file_predictions(
@@ -205,18 +234,18 @@ def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:
             "deviation": {key: deviation(each) for key, each in values.items()},
         }
         for key, each in values.items():
-            spread = f" (deviation {deviation(each):.4f} over {len(each)} seeds)" if len(each) > 1 else ""
-            log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), spread)
+            spread = deviation(each)
+            shown = "" if spread is None else f" (deviation {spread:.4f} over {len(each)} seeds)"
+            log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), shown)
     initial = task.config.checkpoint.initialize_from
     results = {"task": task.settings.name, "began_with": initial, "files": files, "seeds": of_seeds}
     write_json(output / RESULTS, results)
     log.info("results in %s", output / RESULTS)
 
 
-def deviation(values: Sequence[float]) -> float:
-    """Standard deviation of a sample (over n - 1); 0 of one value."""
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+def deviation(values: Sequence[float]) -> float | None:
+    """Standard deviation of a sample (over n - 1); None of one value."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ _OF_LATENT = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", 
 RESULTS = "results.json"  # of a seed, and of all
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
-    "training": ("steps", "stop_after_step", "eval_interval"),
+    "training": ("steps", "stop_after_step", "eval_interval", "eval_fillings"),
     "schedule": ("warmup_steps", "decay_steps"),
     "checkpoint": ("save_interval", "keep_every"),
 }
@@ -231,10 +231,12 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
     """Raise ConfigError unless the model has positions for the task's samples."""
     task, model, needed = config.task, config.model, renderer.max_position_needed
     assert task is not None
+    targets = f" with target_length ({task.target_length})" if task.kind == "seq2seq" else ""
+    remedy = ", and target_length too" if targets else ""
     check(
         needed <= model.max_position or model.positions in ("none", "rotary"),
-        f"task.sequence_length ({task.sequence_length}) and target_length ({task.target_length}) need positions up to "
-        f"{needed}, but model.max_position is {model.max_position}; shorten them.",
+        f"task.sequence_length ({task.sequence_length}){targets} needs positions up to {needed}, but "
+        f"model.max_position is {model.max_position}; set it to {model.max_position} or less{remedy}.",
     )
 
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_utils.base.errors import DataError
+from data_utils.base.foreign import read_bounded
 from data_utils.base.settings import check
+
+MAX_BYTES = 1 << 30  # of a file of sentences, all of which are in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +37,15 @@ class Sampling:
 def read_lines(path: Path, option: str, holds: str) -> list[str]:
     """The lines of a file, without spaces around them. Raises: DataError, also for an empty line, by its number."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
+        text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")  # without a byte order mark
+    except FileNotFoundError as error:
         raise DataError(f"{option} {path}: {error.strerror}; name a file with one {holds} a line.") from None
     except UnicodeDecodeError:
         raise DataError(f"{option} {path} is not UTF-8 text; convert it.") from None
+    except ValueError as error:
+        raise DataError(f"{option} {path} {error}; name a file with one {holds} a line.") from None
+    # Other ends of lines that Unicode knows, such as U+0085, are text.
+    lines = [line.strip() for line in text.removesuffix("\n").split("\n")] if text else []
     if not lines:
         raise DataError(f"{option} {path} is empty; it needs one {holds} a line.")
     if "" in lines:

@@ -138,6 +138,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
         ],
         "names no file to evaluate on": ["--checkpoint", best, "task.validation=[]"],
         "--batch is 0": ["--checkpoint", best, "--batch", "0"],
+        "--plot is 'x.txt'; its name must end in .png": ["--checkpoint", best, "--plot", "x.txt"],
     }
     for message, arguments in cases.items():
         monkeypatch.setattr("sys.argv", ["evaluate.py", *arguments])

@@ -1,5 +1,7 @@
 """The harness's three questions, against rows that are written by hand and computed one by one."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,31 @@ def test_log_probabilities_are_those_of_rows_by_hand(runs, objective):
     assert_equal(found, [by_hand(run, *pair) for pair in pairs])
     assert not all(greedy for _, greedy in found)
     assert found[-1][1] or objective not in ("causal", "prefix_lm")  # elsewhere it may be a special token
+
+
+def test_contexts_without_a_start_token(runs):
+    """By the model's own rows: context and continuation alone; a continuation without a context still follows eos."""
+    run = runs("causal")
+    found = Harness(run, Asking(no_start=True), size=2).loglikelihood(PAIRS)
+    expected = []
+    for context, continuation in PAIRS:
+        if not context:
+            expected.append(by_hand(run, context, continuation))
+            continue
+        before, after = run.tokenizer.encode(context), run.tokenizer.encode(continuation)
+        first = SimpleNamespace(special=SimpleNamespace(eos=before[0]))  # stands where eos stands in training
+        plain = SimpleNamespace(objectives=run.objectives, model=run.model, tokenizer=first)
+        rows = [next_logits(plain, before[1:], after[:i]) for i in range(len(after))]
+        expected.append(summed(rows, after))
+    assert_equal(found, expected)
+    with_start = Harness(run, size=2).loglikelihood(PAIRS)
+    assert abs(found[0][0] - with_start[0][0]) > 1e-3 and found[2] == with_start[2]
+    with pytest.raises(
+        ConfigError, match="contexts are to have no start token, but inputs of blank_infilling"
+    ):
+        Harness(runs("blank_infilling"), Asking(no_start=True))
+    longest = Harness(run, Asking(no_start=True, sequence_length=8))
+    assert np.isfinite(longest.loglikelihood([("the quick " * 9, " fox jumps over the")])[0][0])
 
 
 def likely_after(run, context):

@@ -164,12 +164,21 @@ def test_each_seed_draws_its_own_samples(tmp_path):
     assert task_of(files, tmp_path / "out").seeded(2).train == task_of(files, tmp_path / "out").train
 
 
-def test_training_ends_when_no_better_score_comes(tmp_path):
-    """Labels that say nothing: scores of a tiny learning rate stay as they are."""
-    files = write_task(tmp_path / "task", train=32)
-    learn(files, tmp_path / "out", "finetune.patience=2", "optimizer.lr=1e-12", "finetune.epochs=9")
+def test_training_ends_when_no_better_score_comes(tmp_path, caplog):
+    """Labels that say nothing: scores of a tiny learning rate stay as they are, which a warning tells."""
+    files, hardly = write_task(tmp_path / "task", train=32), "so the task was hardly learnt"
+    options = ["finetune.patience=2", "optimizer.lr=1e-12", "finetune.epochs=9", "run.log_interval=1"]
+    learn(files, tmp_path / "out", *options, "training.eval_fillings=4")
     assert [step for step, _ in scores(tmp_path / "out")] == [2, 4, 6]
-    assert results(tmp_path / "out")["seeds"][0]["best_step"] == 2
+    (found,) = results(tmp_path / "out")["seeds"]
+    assert (found["best_step"], found["steps"]) == (2, 6)  # as many as were taken, not as were planned
+    (of_file,) = results(tmp_path / "out")["files"].values()
+    assert of_file["deviation"] == {"accuracy": None}  # of one seed
+    (said,) = [record.message for record in caplog.records if hardly in record.message]
+    assert "optimizer.lr is 1e-12; small models need 1e-4 to 3e-3" in said
+    caplog.clear()
+    learn(files, tmp_path / "learnt", "finetune.epochs=12", "run.log_interval=1")
+    assert not any(hardly in record.message for record in caplog.records)
 
 
 def test_fine_tuning_begins_with_a_checkpoint_of_another_task(tmp_path):
@@ -211,8 +220,14 @@ BAD = {
     "no task": (["task=null"], "no task given"),
     "steps of too few": (["task.train_samples=1000"], "task.train_samples is 1000, but .* has 64 samples"),
     "one label": (["task.labels=['0']"], "label|labels"),
-    "long": (["task.sequence_length=60"], "need positions up to 59, but model.max_position is 48"),
+    "long": (
+        ["task.sequence_length=60"],
+        r"needs positions up to 59, but model\.max_position is 48; set it to 48 or less\.$",
+    ),
     "unknown metric": (["task.metrics=[acuracy]"], "unknown metric"),
+    "a metric of numbers": (["task.metrics=[pearson]"], "names pearson, but this task .* predicts classes"),
+    "a metric of spans": (["task.metrics=[entity_f1]"], "names entity_f1, but this task .* predicts classes"),
+    "stages": (["parallel.pipeline_parallel_size=2"], "pipeline_parallel_size is 2 with a task"),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +144,20 @@ def test_files_that_are_no_sentences_are_refused(tmp_path, content, message):
         read_lines(tmp_path / "lines.txt", "--input", "sentence")
     (tmp_path / "good.txt").write_text("one \n two")
     assert read_lines(tmp_path / "good.txt", "--input", "sentence") == ["one", "two"]
+
+
+def test_lines_end_with_a_line_feed_and_nothing_else(tmp_path):
+    """A byte order mark is no part of the first one; what Python's splitlines takes for ends of lines is text."""
+    whole = ["one\u0085two", "three\u2028four\x0bfive", "six"]
+    (tmp_path / "lines.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(whole).encode() + b"\n")
+    assert read_lines(tmp_path / "lines.txt", "--input", "sentence") == whole
+
+
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(DataError, match="is not a regular file; name a file with one sentence a line"):
+            read_lines(path, "--input", "sentence")
 
 
 def test_a_plane_is_that_of_the_largest_variance():

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gzip
 import json
+import os
 import random
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from support.task_inputs import form, tokenizer
 from data_utils.base.errors import UserError
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
+from data_utils.tasks import files as module
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.collate import collate
 from data_utils.tasks.config import TaskConfig
@@ -162,6 +165,28 @@ def with_other_bytes(content: bytes, draw: random.Random) -> bytes:
         place = draw.randrange(len(data) + 1)
         data[place : place + draw.randint(0, 3)] = draw.choice([*INSERTED, b"", b"a"])
     return bytes(data)
+
+
+READERS = ("jsonl", "superglue", "glue", "squad", "conll", "pairs", "text")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_only_regular_files_with_lines_of_bounded_size_are_read(reader, files, monkeypatch):
+    """Nothing waits for the other end of a FIFO or reads a device to its end."""
+    kind = {"squad": "spans", "conll": "tagging", "pairs": "seq2seq", "text": "lambada"}.get(reader, "cloze")
+    task = TaskConfig(name="rte", kind=kind, reader=reader, labels=("a", "b"))
+    os.mkfifo(files.folder / "a.source")
+    (files.folder / "a.target").symlink_to("/dev/zero")
+    for path in (files.folder / "a.source", "/dev/zero", files.folder):
+        with pytest.raises(UserError, match=r"is not a file; check the paths|is no file of sources"):
+            read_records(task, path, labelled=True)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 1000)
+    for name, pack in (("b.source", bytes), ("b.source.gz", gzip.compress)):
+        files.write(name.replace("source", "target"), pack(b"a\n"))
+        path = files.write(name, pack(b"x" * 5000))
+        with pytest.raises(UserError, match=r"the line has more than 1000 bytes") as error:
+            read_records(task, path, labelled=True)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", FILES)
