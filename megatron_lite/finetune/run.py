@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
+from data_utils.tasks.answers import kind_of_answers
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.predictions import file_name, write_predictions
@@ -43,7 +45,7 @@ from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
 
 log = logging.getLogger(__name__)
 
-LITTLE = 0.9  # of the first loss, above which the last one tells that little was learnt
+LITTLE = 0.9  # of what is known without learning, above which the last loss tells that little was learnt
 
 
 def finetune(
@@ -177,8 +179,9 @@ def _write_seed(
 def warn_of_little_progress(task: Task, directory: Path) -> None:
     """Say that a task was hardly learnt, by the training loss, and why that may be.
 
-    The loss of the last fifth of the run is compared with that of the first one. Samples that fill no blank and have no
-    head (language modelling) are left out: what a pretrained model has left to learn there is a small part of its loss.
+    The loss of the last fifth of the run is compared with that of a guess by the frequency of the labels; where there
+    are no classes, with that of the first fifth. Language modelling is left out: what a pretrained model has left to
+    learn there is a small part of its loss.
     """
     if task.settings.kind == "language_modelling":
         return
@@ -187,13 +190,24 @@ def warn_of_little_progress(task: Task, directory: Path) -> None:
         return
     count = max(1, len(losses) // 5)
     first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
-    if last > LITTLE * first:
+    guess = loss_of_guess(task)
+    if last > LITTLE * (guess or first):
         log.warning(
-            "%s: the training loss went from %.4f to %.4f, so the task was hardly learnt. The likely cause is the "
+            "%s: the training loss has ended at %.4f, %s %.4f, so the task was hardly learnt. The likely cause is the "
             "learning rate: optimizer.lr is %g; small models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now), "
             "or look at samples with scripts/inspect_batch.py.",
-            directory, first, last, task.config.optimizer.lr, task.config.finetune.epochs,
+            directory, last, "guessing by the labels' frequency has" if guess else "it began at", guess or first,
+            task.config.optimizer.lr, task.config.finetune.epochs,
         )  # fmt: skip
+
+
+def loss_of_guess(task: Task) -> float:
+    """Entropy of the training samples' labels, nats, where the loss is the cross entropy of such; else 0."""
+    of_labels = kind_of_answers(task.renderer) in ("classes", "numbers of choices")
+    if not of_labels or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
+        return 0.0
+    counts = Counter(record.label for record in task.train).values()
+    return sum(count / len(task.train) * math.log(len(task.train) / count) for count in counts)
 
 
 def write_file_predictions(

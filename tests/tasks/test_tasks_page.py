@@ -25,6 +25,11 @@ def test_the_example(files, monkeypatch, capsys):
     tree = yaml.safe_load(block("yaml"))
     shipped = yaml.safe_load((ROOT / "configs/tasks/own.yaml").read_text(encoding="utf-8"))["task"]
     assert tree["task"] == {key: shipped[key] for key in tree["task"]}
+    small = yaml.safe_load((ROOT / "configs/tasks/own-small.yaml").read_text(encoding="utf-8"))
+    changed = {
+        "sequence_length": yaml.safe_load((ROOT / "configs/tiny.yaml").read_text())["model"]["max_position"]
+    }
+    assert small["task"] == shipped | changed and small["optimizer"]["lr"] == 1e-3
     files.write("data/own/train.jsonl", block("json"))
     files.write("configs/tasks/own.yaml", block("yaml"))
     monkeypatch.chdir(files.folder)
