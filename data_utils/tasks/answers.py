@@ -58,6 +58,24 @@ def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
     return answers[:, 0] / np.array([part.divisor for part in sample.parts])
 
 
+def shares(
+    renderer: Renderer, sample: TaskSample, answers: np.ndarray
+) -> dict[str, float] | list[float] | None:
+    """The softmax over the scores of the classes, by their names, or of the choices; None of other kinds."""
+    kind = renderer.kind
+    if isinstance(kind, Cloze):
+        if kind.task in ("wsc", "record"):
+            return None
+        scores, names = choice_scores(sample, answers), kind.labels if kind.words else ()
+    elif renderer.head == "classes":
+        scores, names = answers[0], renderer.labels
+    else:
+        return None
+    powers = np.exp(scores - scores.max())
+    found = [float(share) for share in powers / powers.sum()]
+    return dict(zip(names, found, strict=True)) if names else found
+
+
 def _of_choices(kind: Cloze, record: Record, sample: TaskSample, answers: np.ndarray) -> Any:
     best = int(choice_scores(sample, answers).argmax())  # of equal scores the first
     if kind.words:

@@ -5,7 +5,7 @@
                 ReCoRD.jsonl     {"idx": {...} as in the file, "label": "the entity"}
     GLUE        CoLA.tsv ...     index and prediction under a line of names; STS-B from 0 to 5 with three places
     SQuAD       NAME.json        {"id": "text", ...}; an empty text says that there is no answer
-    all else    NAME.jsonl       {"idx": 3, "label": ...}
+    all else    NAME.jsonl       {"idx": 3, "label": ...}, and of classes and choices "scores": the share of each
 
 Source: the sample submissions of gluebenchmark.com and super.gluebenchmark.com, as jiant writes them.
 """
@@ -39,7 +39,12 @@ def file_name(task: TaskConfig) -> str:
 
 
 def write_predictions(
-    path: Path, task: TaskConfig, indices: Sequence[Any], predictions: Sequence[Any], option: str = "--output"
+    path: Path,
+    task: TaskConfig,
+    indices: Sequence[Any],
+    predictions: Sequence[Any],
+    option: str = "--output",
+    scores: Sequence[Any] = (),
 ) -> None:
     """Write a file of predictions.
 
@@ -47,6 +52,7 @@ def write_predictions(
         indices: `Record.index` of each sample; of MultiRC (passage, question, answer).
         predictions: in the types of `Record.label`: names of classes, numbers, texts, lists of tags.
         option: names the path, for messages.
+        scores: of each prediction, for files of one's own; servers take none.
     Raises: DataError for unequal counts, predictions that do not fit the task, or if the file cannot be written.
     """
     if len(indices) != len(predictions):
@@ -64,7 +70,10 @@ def write_predictions(
         text = _lines(_multirc(pairs))
     else:
         is_superglue = task.reader == "superglue"
-        text = _lines({"idx": i, "label": _superglue(name, p) if is_superglue else p} for i, p in pairs)
+        lines = [{"idx": i, "label": _superglue(name, p) if is_superglue else p} for i, p in pairs]
+        if scores and not is_superglue:
+            lines = [{**line, "scores": of} for line, of in zip(lines, scores, strict=True)]
+        text = _lines(lines)
     write_whole(path, text.encode("utf-8"), option)
 
 

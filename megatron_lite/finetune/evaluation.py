@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import DataError
-from data_utils.tasks.answers import positive_label, prediction, references
+from data_utils.tasks.answers import positive_label, prediction, references, shares
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics import measure
@@ -42,6 +42,7 @@ class Evaluated:
     records: list[Record]
     predictions: list[Any]  # of the records; [] where only losses are measured
     cut: int  # samples of which something was cut off
+    scores: Sequence[Any] = ()  # of the predictions: the share of each class or choice, where there are such
     skipped: int = 0  # lines that could not be read, with task.skip_bad_lines
 
 
@@ -82,7 +83,13 @@ class Evaluation:
             prediction(self._renderer, record, sample, given)
             for record, sample, given in zip(self.records, self._samples, answers, strict=True)
         ]
-        return Evaluated(self._measured(found), self.records, found, self.cut)
+        scores = [
+            shares(self._renderer, sample, given)
+            for sample, given in zip(self._samples, answers, strict=True)
+        ]
+        if None in scores:
+            scores = []
+        return Evaluated(self._measured(found), self.records, found, self.cut, scores)
 
     def _measured(self, predictions: Sequence[Any]) -> dict[str, float]:
         if any(record.label is None for record in self.records):

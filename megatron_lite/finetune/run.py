@@ -224,7 +224,7 @@ def write_file_predictions(
         if stems.count(stem) > 1:  # files of the same name in several directories
             name = f"{number}_{name}"
         indices = [record.index for record in found.records]
-        write_predictions(directory / name, task, indices, found.predictions, option)
+        write_predictions(directory / name, task, indices, found.predictions, option, found.scores)
 
 
 def described(found: Evaluated) -> dict[str, Any]:

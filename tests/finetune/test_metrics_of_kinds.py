@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections import Counter
@@ -20,6 +21,7 @@ from data_utils.tasks.base import Record
 from data_utils.tasks.metrics import BLEU, KNOWN, measure
 from data_utils.tasks.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
+from megatron_lite.finetune.run import write_file_predictions
 from megatron_lite.parallel.context import ParallelContext
 
 METRICS = sorted({*KNOWN, *PERPLEXITIES})
@@ -232,6 +234,28 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
         evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
         measured = evaluation.run(Model(lambda batch: None, lambda contexts: [])).measured
         assert measured[metric] == pytest.approx(expected[metric]), metric
+
+
+@pytest.mark.parametrize("kind", [classes, three_classes, cloze, choices, record_task, regression])
+def test_predictions_come_with_the_share_of_each_class(kind, monkeypatch, tmp_path):
+    made, given, answers, _ = kind()
+    monkeypatch.setattr(Evaluation, "_answers", lambda *_: answers)
+    config = dataclasses.replace(made.inputs.config, metrics=())
+    found = Evaluation(config, made, given, ParallelContext.alone(), 8).run(Model(lambda batch: None))
+    write_file_predictions(tmp_path, config, {"data": found}, "--output")
+    (file,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["label"] for line in lines] == found.predictions
+    if kind in (record_task, regression):
+        assert not any("scores" in line for line in lines)
+        return
+    for line, scores in zip(lines, answers, strict=True):
+        raw = scores[:, 0] if kind in (cloze, choices) else scores[0]
+        expected = torch.tensor(raw).softmax(0).tolist()
+        shares = line["scores"] if kind is choices else list(line["scores"].values())
+        assert shares == pytest.approx(expected)
+        names = range(2) if kind is choices else list(line["scores"])
+        assert names[int(np.argmax(shares))] == line["label"]
 
 
 def test_f1_needs_to_know_its_class():
