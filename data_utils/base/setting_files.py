@@ -66,7 +66,7 @@ def parse_yaml(text: str) -> Any:
 
 def read_text(path: str | Path, name: str) -> str:
     """A regular file of text of limited size. Raises ConfigError, which calls it `name`."""
-    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for its other end
+    if Path(path).is_fifo():  # opening it would wait for its other end
         raise ConfigError(f"{name} {path} is not a regular file; check the path.")
     try:
         with open(path, "rb") as file:

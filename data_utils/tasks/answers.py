@@ -72,7 +72,7 @@ def shares(
     else:
         return None
     powers = np.exp(scores - scores.max())
-    found = [float(share) for share in powers / powers.sum()]
+    found = [round(float(share), 4) for share in powers / powers.sum()]  # batches change the seventh place
     return dict(zip(names, found, strict=True)) if names else found
 
 

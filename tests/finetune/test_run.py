@@ -16,7 +16,7 @@ from data_utils.base.settings import parse_override
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, step_of
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.tree import ParallelConfig
-from megatron_lite.finetune.run import finetune, loss_of_guess
+from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.train.metrics import read_metrics
 
@@ -175,15 +175,17 @@ def test_training_ends_when_no_better_score_comes(tmp_path, caplog):
     assert (found["best_step"], found["steps"]) == (2, 6)  # as many as were taken, not as were planned
     (of_file,) = results(tmp_path / "out")["files"].values()
     assert of_file["deviation"] == {"accuracy": None}  # of one seed
+    task = task_of(files, tmp_path / "out", *options)
+    warn_of_little_progress(task, tmp_path / "out/seed_1234")
     (said,) = [record.message for record in caplog.records if hardly in record.message]
     assert "optimizer.lr is 1e-12; small models need 1e-4 to 3e-3" in said
-    task = task_of(files, tmp_path / "out")
     shares = [sum(record.label == label for record in task.train) / 32 for label in ("0", "1")]
     assert loss_of_guess(task) == pytest.approx(-sum(share * math.log(share) for share in shares))
     assert loss_of_guess(task_of(files, tmp_path / "out", "finetune.lm_weight=0.1")) == 0.0
     caplog.clear()
     learn(files, tmp_path / "learnt", "finetune.epochs=12", "run.log_interval=1")
-    assert not any(hardly in record.message for record in caplog.records)
+    warn_of_little_progress(task, tmp_path / "learnt/seed_1234")
+    assert not caplog.records
 
 
 def test_fine_tuning_begins_with_a_checkpoint_of_another_task(tmp_path):

@@ -82,7 +82,7 @@ def test_choices(files):
         jsonl("cloze"), [{**line, "choices_pretokenized": [4, 5]}], "must hold a list of texts, not [4, 5]"
     )
     for choices, message in ((["4", " "], "choice 1 is empty"), (["4", "5", "4 "], "are not all different")):
-        files.refused(jsonl("cloze"), [{**line, "choices_pretokenized": choices}], f"train.txt:1: {message}")
+        files.refused(jsonl("cloze"), [{**line, "choices_pretokenized": choices}], "train.txt:1: ", message)
 
 
 def test_race(files):
