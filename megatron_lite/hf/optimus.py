@@ -256,7 +256,7 @@ def _config(
 
 def _tokenizer(options: Mapping[str, Any], key: str, stack: PublishedSource) -> Tokenizer:
     tokenizer = load_tokenizer(build(TokenizerConfig, dict(options), f"{key}."))
-    check_vocabulary(tokenizer, stack.settings["vocab_size"], stack.path)
+    check_vocabulary(tokenizer, stack)
     return tokenizer
 
 

@@ -130,7 +130,7 @@ def _config(
     require_same_model("model", config.model, source)
     assert config.tokenizer is not None
     loaded = load_tokenizer(config.tokenizer)
-    check_vocabulary(loaded, rows, source.path)
+    check_vocabulary(loaded, source)
     if verify and not brought:
         require_same_ids("tokenizer", loaded, source.path)
     if brought:
@@ -151,11 +151,19 @@ def require_same_model(key: str, model: ModelConfig, source: PublishedSource) ->
             )
 
 
-def check_vocabulary(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+def check_vocabulary(tokenizer: Tokenizer, source: PublishedSource) -> None:
+    """Raise CheckpointError for a tokenizer of another size, or padding by which the class would count otherwise."""
+    rows, system = source.settings["vocab_size"], source.system
     if tokenizer.vocab_size != rows:
         raise CheckpointError(
-            f"{path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} tokens; use the "
-            "tokenizer of this model, with tokenizer.added_tokens=none."
+            f"{source.path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} tokens; "
+            "use the tokenizer of this model, with tokenizer.added_tokens=none."
+        )
+    pad = system.skipped_positions - 1
+    if system.skips_pad and tokenizer.special.pad != pad:
+        raise CheckpointError(
+            f"{source.path / 'config.json'}: pad_token_id is {pad}, from which a {system.model_type} counts positions, "
+            f"but the tokenizer pads with {tokenizer.special.pad}; fetch config.json and the tokenizer from one model."
         )
 
 

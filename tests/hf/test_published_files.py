@@ -91,7 +91,7 @@ def test_a_roberta_counts_positions_from_its_padding(tmp_path, pad):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("original", "export"))
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     edit(tmp_path / "export", pad_token_id=pad + 1)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=f"pad_token_id is {pad + 1}, .* pads with {pad};"):
         import_directory(tmp_path / "export", tmp_path / "other", TREE | OBJECTIVE["roberta"])
 
 
