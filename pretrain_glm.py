@@ -180,11 +180,12 @@ def train_with(
     from megatron_lite.train.engine import memory_advice
     from megatron_lite.train.plain import make_engine
     from megatron_lite.train.process import together
-    from megatron_lite.train.resume import check_beginning
+    from megatron_lite.train.resume import check_beginning, keep_task_rows
     from megatron_lite.train.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
+    config = keep_task_rows(config)
     watchdog.at("opening datasets")
     data = open_datasets(
         config.data, config.objective_choices, tokenizer, config.training.seed, decoder_tokenizer

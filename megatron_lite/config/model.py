@@ -141,7 +141,14 @@ class ModelConfig:
         at_least=0,
     )
     task_types: int = setting(
-        0, "rows of an embedding of the loss that a token belongs to (ERNIE 2.0: 16), 0 = none", at_least=0
+        0,
+        "rows of an embedding of the objective that a token belongs to (ERNIE 2.0: 16), 0 = none",
+        at_least=0,
+    )
+    task_rows: tuple[int, ...] = setting(
+        (),
+        "row of that embedding for each loss, by its number; a start fills it in: objectives take rows 0, 1, ... in "
+        "their order, and a checkpoint's rows stay. () in a checkpoint: the loss's number itself",
     )
     tie_word_embeddings: bool = setting(
         True, "predict tokens through the word embedding; false: through a matrix of its own (GLM-4)"

@@ -206,12 +206,15 @@ class Config:
             f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, to 1 for "
             "one row that all tokens share, or to 0 for no segment embedding.",
         )
-        losses = [loss for choice in chosen for loss in OBJECTIVES[choice.name].losses]
-        last = max(losses, key=lambda loss: loss.number)
         check(
-            not model.task_types or last.number < model.task_types,
-            f"model.task_types is {model.task_types}, but the loss {last.name} takes row {last.number}; set it to "
-            f"{last.number + 1} or more, or to 0 for no task embedding.",
+            not model.task_types or len(chosen) <= model.task_types,
+            f"model.task_types is {model.task_types}, but {len(chosen)} objectives take a row each; set it to "
+            f"{len(chosen)} or more, or to 0 for no task embedding.",
+        )
+        check(
+            all(row < model.task_types for row in model.task_rows),
+            f"model.task_rows is {shown(list(model.task_rows))}, but the table has {model.task_types} rows; leave it "
+            "out: a start fills it in.",
         )
         in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
         check(

@@ -48,7 +48,7 @@ _NOT_IN_FILES = frozenset(
     (
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
         "final_dropout", "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std",
-        "embedding_gradient_shrink", "span_boundary_places",
+        "embedding_gradient_shrink", "span_boundary_places", "task_rows",
     )
 )  # fmt: skip
 # Options that may be null, and what they then stand for.

@@ -32,6 +32,7 @@ from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import OpenRun, open_run
 from megatron_lite.hf import proof
@@ -251,7 +252,7 @@ def _config(
     assert config.decoder is not None
     require_same_model("model", config.model, source.stacks[ENCODER])
     require_same_model("decoder", config.decoder, source.stacks[DECODER])
-    return config
+    return with_task_rows(config)
 
 
 def _tokenizer(options: Mapping[str, Any], key: str, stack: PublishedSource) -> Tokenizer:

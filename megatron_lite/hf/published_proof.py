@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,11 @@ def compare(model: GLM, questions: Sequence[Question], tolerance: float) -> dict
 # The questions
 
 
-def _rows(name: str, expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor) -> Question:
-    """The logits of the rows in `real`, bool [B, S]."""
-    return Question(name, expected, lambda model: our_output(model, batch)[1][real])
+def _rows(
+    name: str, expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, has_task_rows: bool = False
+) -> Question:
+    """The logits of the rows in `real`, bool [B, S]. Args: has_task_rows: as of `our_output`."""
+    return Question(name, expected, lambda model: our_output(model, batch, has_task_rows)[1][real])
 
 
 def _loss(expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, targets: torch.Tensor) -> Question:
@@ -128,12 +130,12 @@ def _loss(expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, targets
     return Question("labels", expected.view(1, 1), answer)
 
 
-def _on_first(name: str, expected: torch.Tensor, batch: np.ndarray) -> Question:
-    """The head on CLS."""
+def _on_first(name: str, expected: torch.Tensor, batch: np.ndarray, has_task_rows: bool = False) -> Question:
+    """The head on CLS. Args: as of `_rows`."""
 
     def answer(model: GLM) -> torch.Tensor:
         assert model.heads.sentence is not None
-        return model.heads.sentence(model.final_layernorm(our_output(model, batch)[0][:, 0]))
+        return model.heads.sentence(model.final_layernorm(our_output(model, batch, has_task_rows)[0][:, 0]))
 
     return Question(name, expected, answer)
 
@@ -146,8 +148,8 @@ def _of_all_inputs(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarr
     expected = _token_logits(out)
     if config.decoder_layers:
         expected = in_rows(expected, batch)
-    found = [_rows("logits", expected[real], batch, real)]
-    return found + [_on_first("head", out[name], batch) for name in _SENTENCE_LOGITS if name in out]
+    found = [_rows("logits", expected[real], batch, real, has_task_rows=True)]
+    return found + [_on_first("head", out[name], batch, True) for name in _SENTENCE_LOGITS if name in out]
 
 
 def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -157,6 +159,8 @@ def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _of_default_inputs(theirs: Any, config: ModelConfig) -> list[Question]:
     """Tokens and a mask, as a tokenizer gives them."""
     batch = _without_choices(proof_batch(config, seed=1), theirs)
+    if config.task_rows:
+        batch[:, OBJECTIVE] = config.task_rows.index(0)  # a loss of the first objective
     real, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), system_of(config)
     ids, mask = padded(
         [row[TOKENS, : (row[DOC] >= 0).sum()] for row in batch], _pad(theirs), system.padding_side
@@ -246,7 +250,7 @@ def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) ->
     rows = real.flatten().nonzero()[:, 0]
 
     def answer(model: GLM) -> torch.Tensor:
-        hidden, _ = our_output(model, batch)
+        hidden, _ = our_output(model, batch, has_task_rows=True)
         return model.heads.task_rows([hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
 
     return Question("head", expected, answer)
@@ -317,10 +321,16 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def our_output(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last block's output and the logits, [B, S, D] and [B, S, V]; zeros where a decoder has no row."""
-    kernel = "auto" if model.config.decoder_layers else "dense"
-    prepared = prepare(Batch(batch), torch.device("cpu"), model.config, kernel=kernel)
+def our_output(
+    model: GLM, batch: np.ndarray, has_task_rows: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last block's output and the logits, [B, S, D] and [B, S, V]; zeros where a decoder has no row.
+
+    Args: has_task_rows: whether the plane of losses holds rows of the task embedding instead.
+    """
+    config = replace(model.config, task_rows=()) if has_task_rows else model.config
+    kernel = "auto" if config.decoder_layers else "dense"
+    prepared = prepare(Batch(batch), torch.device("cpu"), config, kernel=kernel)
     inputs = prepared.to(torch.device("cpu"))
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     order = torch.from_numpy(prepared.plan.order)[-len(hidden) :]

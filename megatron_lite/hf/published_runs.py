@@ -19,11 +19,13 @@ import yaml
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, merge, to_tree
+from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.readers import labels_of
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import Layout, layout_of
 from megatron_lite.generate.open_run import OpenRun, load_model
@@ -69,7 +71,7 @@ KEPT_ROWS = "rows.safetensors"  # in it
 _FREE = frozenset(
     ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
      "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "embedding_gradient_shrink",
-     "span_boundary_places", "system")
+     "span_boundary_places", "system", "task_rows")
 )  # fmt: skip
 EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
@@ -128,6 +130,7 @@ def _config(
         }
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
+    config = with_task_rows(config)
     assert config.tokenizer is not None
     loaded = load_tokenizer(config.tokenizer)
     check_vocabulary(loaded, source)
@@ -211,6 +214,17 @@ def trained_layout(run: OpenRun) -> Layout | None:
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    if run.config.model.task_types and not run.config.model.task_rows:
+        log.warning(
+            "%s was trained by a former version, with a row of the task embedding for each loss; give the class "
+            "task_type_ids: %s",
+            run.checkpoint.path,
+            ", ".join(
+                f"{loss.number} ({loss.name})"
+                for choice in run.config.objective_choices
+                for loss in OBJECTIVES[choice.name].losses
+            ),
+        )
     labels = () if run.config.task is None else labels_of(run.config.task)
     name = f"checkpoint {run.checkpoint.path}"
     stack = Stack(

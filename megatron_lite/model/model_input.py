@@ -185,6 +185,9 @@ def prepare(
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
     objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
+    if config.task_rows:
+        objectives = objectives.copy()
+        planes[1 + ID_PLANES.index(OBJECTIVE)] = np.maximum(config.task_rows, 0)[objectives]
     loss_rows, labelled = find_loss_rows(
         weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
     )

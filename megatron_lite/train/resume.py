@@ -7,14 +7,14 @@ of a cluster. `load_beginning` loads what all ranks agree on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import check, to_tree
-from data_utils.objectives import OBJECTIVES
+from data_utils.objectives import LOSSES, OBJECTIVES
 from megatron_lite.checkpoint.manifest import (
     Checkpoint,
     check_model,
@@ -27,6 +27,7 @@ from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import model_shapes
 from megatron_lite.model.optimus import ENCODER
@@ -68,6 +69,20 @@ def check_beginning(config: Config) -> None:
         stacks.check(config)
     if checkpoint is not None:
         check_model(checkpoint, model_shapes(config))
+
+
+def keep_task_rows(config: Config) -> Config:
+    """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
+    if not config.model.task_types:
+        return config
+    checkpoint = newest_readable(checkpoint_directory(config))
+    if checkpoint is None and config.checkpoint.initialize_from is not None:
+        checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
+    before = {} if checkpoint is None else checkpoint.trainer_state().config.get("model", {})
+    former: Sequence[int] = before.get("task_rows") or ()
+    if not former and before.get("task_types"):
+        former = range(min(config.model.task_types, len(LOSSES)))  # a run of a former version
+    return with_task_rows(config, former)
 
 
 def require_class(model: ModelConfig) -> None:

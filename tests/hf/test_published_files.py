@@ -10,10 +10,17 @@ from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, write_directory
 from support.tokenizer_files import bert_vocab, write_bert
 
-from data_utils.base.errors import CheckpointError
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.settings import build, merge
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.weights import Weights
+from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.train.resume import keep_task_rows
 
 
 def old_names(state):
@@ -108,3 +115,50 @@ def test_a_roberta_that_its_class_cannot_compute_is_refused(tmp_path, changes, p
     with pytest.raises(CheckpointError) as error:
         import_directory(tmp_path / "roberta", tmp_path / "run", TREE | OBJECTIVE["roberta"])
     assert all(part in str(error.value) for part in parts) and not (tmp_path / "run").exists()
+
+
+def test_an_ernie_of_three_task_rows_trains_the_one_its_class_reads(tmp_path):
+    """ERNIE 3.0 has three. Its rows stay as they were, and each objective takes the next one."""
+    lines = bert_vocab()
+    random_model("ernie2", vocab_size=len(lines), task_type_vocab_size=3).save_pretrained(tmp_path / "ernie")
+    write_bert(tmp_path / "ernie", lines)
+    three = {"masked_lm": 1, "ernie": 1, "albert": 1}
+    import_directory(tmp_path / "ernie", tmp_path / "run", TREE | {"objectives": three})
+    rows = open_run(tmp_path / "run").config.model.task_rows
+    names = ("masked", "masked_units", "masked_ngrams", "sentence_order")
+    assert [rows[LOSS_NAMES.index(name)] for name in names] == [0, 1, 2, 2]
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ernie", "export"))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    with pytest.raises(ConfigError, match="task_types is 3, but 4 objectives take a row each"):
+        import_directory(tmp_path / "ernie", tmp_path / "other", TREE | {"objectives": three | {"causal": 1}})
+
+
+def test_runs_keep_their_rows_of_the_task_embedding(tmp_path):
+    """A checkpoint of a former version has none: its tokens go on with the row of their loss's number."""
+    tree = {
+        "model": {"system": "ernie2", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 99},
+        "objectives": {"masked_lm": 1},
+        "run": {"directory": str(tmp_path)},
+    }  # fmt: skip
+
+    def begun(**changes):
+        return build(Config, merge(TREE | tree, changes))
+
+    def saved(config):
+        shapes = parameter_shapes(config.model)
+        write_training_checkpoint(
+            tmp_path / "checkpoints/step_00000000",
+            Weights(shapes, lambda name: torch.zeros(shapes[name])),
+            config,
+        )
+
+    masked, units = (LOSS_NAMES.index(name) for name in ("masked", "masked_units"))
+    new = keep_task_rows(begun())
+    assert new.model.task_rows[masked] == 0 and new.model.task_rows[units] == -1
+    saved(new)
+    more = keep_task_rows(begun(objectives={"ernie": 1}))
+    assert more.model.task_rows[masked] == 0 and more.model.task_rows[units] == 1
+    shutil.rmtree(tmp_path / "checkpoints")
+    saved(begun())
+    assert keep_task_rows(begun()).model.task_rows[:16] == tuple(range(16))

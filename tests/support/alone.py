@@ -31,6 +31,7 @@ from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.published_proof import our_output
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.train.resume import keep_task_rows
 from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 63}
@@ -103,6 +104,14 @@ CASES = {
     "spanbert": Case("spanbert", wordpiece, "spanbert"),
     "albert": Case("albert", byte_bpe, "masked_lm", model={"embedding_size": 20}),
     "ernie": Case("ernie", wordpiece, "ernie", section={"segmenter": "words", "next_sentence": False}),
+    "ernie2": Case("ernie2", wordpiece, "masked_lm"),
+    "ernie2, three rows": Case(
+        "ernie2",
+        wordpiece,
+        "ernie",
+        model={"task_types": 3},
+        section={"segmenter": "words", "next_sentence": False},
+    ),
     "gpt": Case("gpt", gpt, "causal", "AutoModelForCausalLM"),
     "gpt2": Case("gpt2", gpt2, "causal", "AutoModelForCausalLM"),
     "gpt2, bytes": Case("gpt2", byte_bpe, "causal", "AutoModelForCausalLM"),
@@ -131,9 +140,10 @@ def write_run(case: Case, directory: Path) -> Run:
             "data": {"sequence_length": 40},
             "objectives": {case.objective: 1},
             case.objective: case.section,
+            "run": {"directory": str(directory / "run")},
         },
     )
-    config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+    config = keep_task_rows(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
     shapes = parameter_shapes(config.model)
     write_training_checkpoint(
         directory / "run/checkpoints/step_00000000",

@@ -73,8 +73,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("FFN (101)", "divisible by parallel.tensor_parallel_size (2)", "change model.ffn_size"),
     ),
     "few task types": (
-        over("model.task_types=2"),
-        ("model.task_types is 2", "the loss document takes row 2", "set it to 3 or more"),
+        over("model.task_types=1", "objectives={blank_infilling: 1, masked_lm: 1}"),
+        ("model.task_types is 1", "2 objectives take a row each", "set it to 2 or more"),
     ),
     "no block positions": (
         over("model.positions=learned"),
