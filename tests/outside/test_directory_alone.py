@@ -5,14 +5,22 @@ find comes from rows of training: no position, segment, first token or end is ha
 """
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.alone import CASES, answers, write_run
 
+from data_utils.base.errors import CheckpointError
+from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf.conversion import system_of
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.proof import require_all
+from megatron_lite.hf.published_heads import class_of_model
+from megatron_lite.hf.published_proof import compare_published
+from megatron_lite.hf.published_runs import trained_layout
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5
@@ -68,6 +76,9 @@ def used(directory, case, tensors):
         tensors["logits"] = logits.contiguous()
         if "labels" in case:
             found["loss"] = out.loss.item()
+    if "text" in case:
+        fill = transformers.pipeline("fill-mask", model=directory)
+        found["best"] = fill(case["text"], top_k=1)[0]["token"]
     if "prompts" in case:
         written = []
         together = config.model_type != "openai-gpt"  # this class counts padding as positions
@@ -108,9 +119,32 @@ def use(root, references):
     return json.loads((root / "found.json").read_text()), load_file(root / "found.safetensors")
 
 
+def edit(directory, **changes):
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        if path.exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def move_positions(directory):
+    path, name = directory / "model.safetensors", "roberta.embeddings.position_embeddings.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].roll(1, dims=0)}, path, {"format": "pt"})
+
+
+# Mistakes of an export, each with the case that it is made in.
+PLANTED = {
+    "another padding token": ("roberta, pad 3", lambda path: edit(path, pad_token_id=0)),
+    "another first position": ("roberta, pad 1", move_positions),
+    "another first token": ("t5", lambda path: edit(path, decoder_start_token_id=7)),
+    "another first token of BART": ("bart", lambda path: edit(path, decoder_start_token_id=7)),
+    "no first token": ("t5, glm", lambda path: edit(path, decoder_start_token_id=None)),
+}
+
+
 @pytest.fixture(scope="session")
 def found(tmp_path_factory):
-    """Case -> what was expected and what was found, each with its logits."""
+    """Case or planted mistake -> what was expected and what was found, with the logits of both, and the directories."""
     root = tmp_path_factory.mktemp("alone")
     references, expected = {}, {}
     for number, (name, case) in enumerate(CASES.items()):
@@ -118,20 +152,47 @@ def found(tmp_path_factory):
         references[name], expected[name] = answers(case, run)
         references[name]["directory"] = f"{number}/export"
         export_run(root / f"{number}/run", root / f"{number}/export", ExportOptions(verify=False))
+    for number, (name, (case, plant)) in enumerate(PLANTED.items()):
+        shutil.copytree(root / references[case]["directory"], root / f"planted_{number}")
+        plant(root / f"planted_{number}")
+        references[name] = references[case] | {"directory": f"planted_{number}"}
+        expected[name] = expected[case]
     results, tensors = use(root, references)
-    return {
-        name: (references[name], results[name], expected[name], tensors.get(f"{name}/logits"))
-        for name in CASES
+    return root, {
+        name: (reference, results[name], expected[name], tensors.get(f"{name}/logits"))
+        for name, reference in references.items()
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_directory_alone_computes_what_was_trained(found, name):
-    reference, result, expected, logits = found[name]
+def require_right(reference, result, expected, logits):
     assert "error" not in result, result["error"]
     if expected is not None:
         assert (logits - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max())
     if "loss" in reference:
         assert result["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
-    if "answers" in reference:
-        assert result["answers"] == reference["answers"]
+    for name in ("answers", "best"):
+        if name in reference:
+            assert result[name] == reference[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_directory_alone_computes_what_was_trained(found, name):
+    require_right(*found[1][name])
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
+    root, cases = found
+    with pytest.raises(AssertionError):
+        require_right(*cases[name])
+    reference, case = cases[name][0], PLANTED[name][0]
+    run = load_run((root / cases[case][0]["directory"]).with_name("run"))
+    layout = trained_layout(run)
+    start = None if layout is None else layout.start[0]
+    class_name = class_of_model(system_of(run.config.model), run.config.model)
+    with pytest.raises((CheckpointError, ValueError), match=r"does not compute|decoder_start_token_id"):
+        require_all(
+            compare_published(run.model, root / reference["directory"], class_name, 1e-4, start),
+            1e-4,
+            "the export",
+        )

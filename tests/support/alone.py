@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from data_utils.base.settings import build
-from data_utils.objectives import make_objective
-from data_utils.objectives.planes import DOC, ORD, TARGETS, TOKENS, WEIGHTS
+from data_utils.objectives import OBJECTIVES, make_objective
+from data_utils.objectives.planes import DOC, OBJECTIVE, ORD, TARGETS, TOKENS, WEIGHTS
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import load_tokenizer
@@ -28,7 +28,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.open_run import Run, load_run
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.published_proof import our_output
+from megatron_lite.hf.published_proof import our_output, text_rows
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.train.resume import keep_task_rows
@@ -37,6 +37,7 @@ from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, ro
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 63}
 ENCODER_DECODER = {"decoder_layers": 2}
 TEXTS = ["the quick brown fox jumps over the lazy dog", "dog", "the fox . the dog jumps over"]
+MASKED = "the quick brown {} jumps over"
 ANSWER_LENGTH = 6
 
 
@@ -194,6 +195,19 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             targets = torch.from_numpy(batch[:, TARGETS].astype(np.int64))
             reference["loss"] = F.cross_entropy(of_model[has_loss], targets[has_loss]).item()
             reference["labels"] = _lists(batch, TARGETS, has_loss.numpy())
+    if (
+        case.auto == "AutoModelForMaskedLM" and case.tokenizer is not byte_bpe
+    ):  # whose files say nothing of CLS and SEP
+        special = run.tokenizer.special
+        before, after = (run.tokenizer.encode(text) for text in MASKED.split("{}"))
+        ids = [special.cls, *before, special.mask, *after, special.sep]
+        batch = text_rows(run.config.model, [np.array(ids)])
+        batch[:, OBJECTIVE] = OBJECTIVES[case.objective].losses[0].number
+        of_mask = our_output(run.model, batch)[1][0, 1 + len(before)]
+        reference |= {
+            "text": MASKED.format(run.tokenizer.token_to_text(special.mask)),
+            "best": of_mask.argmax().item(),
+        }
     if case.auto != "AutoModelForMaskedLM":
         decoder: Any = decoder_of(run, GenerationConfig(max_length=ANSWER_LENGTH))
         contexts = [decoder.context(run.tokenizer.encode(text)) for text in TEXTS]
