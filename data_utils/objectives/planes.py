@@ -53,7 +53,7 @@ class Loss:
     """A loss as it is reported. Objectives that share a loss use the same object."""
 
     name: str
-    number: int  # in the `objective` plane, and its row of the task embedding: it never changes
+    number: int  # in the `objective` plane and in checkpoints (`model.task_rows`): it never changes
     sentence_level: bool = False  # predicted by a two-class head on CLS instead of the vocabulary
 
 

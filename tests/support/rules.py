@@ -76,6 +76,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.task_types=1", "objectives={blank_infilling: 1, masked_lm: 1}"),
         ("model.task_types is 1", "2 objectives take a row each", "set it to 2 or more"),
     ),
+    "task rows without a table": (
+        over("model.task_rows=[3]"),
+        ("model.task_rows is [3]", "the table has 0 rows", "leave it out"),
+    ),
     "no block positions": (
         over("model.positions=learned"),
         ("model.positions is learned", "blank_infilling", "set it to learned_blocks or rotary"),
