@@ -73,7 +73,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("FFN (101)", "divisible by parallel.tensor_parallel_size (2)", "change model.ffn_size"),
     ),
     "few task types": (
-        over("model.task_types=1", "objectives={blank_infilling: 1, masked_lm: 1}"),
+        over(
+            "model.task_types=1", "objectives={blank_infilling: 1, masked_lm: 1}", "data.sequence_length=100"
+        ),
         ("model.task_types is 1", "2 objectives take a row each", "set it to 2 or more"),
     ),
     "task rows without a table": (
