@@ -142,6 +142,15 @@ def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     )
 
 
+def _with_task_rows(plane: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The number of each token's loss. The plane then holds the loss's row of the task embedding."""
+    if not config.task_rows:
+        return plane
+    losses = plane.copy()
+    plane[:] = np.maximum(config.task_rows, 0)[losses]
+    return losses
+
+
 def prepare(
     batch: Batch,
     device: torch.device,
@@ -184,10 +193,7 @@ def prepare(
         planes[1 + ID_PLANES.index(SEGMENT_IDS)] = 0
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
-    objectives = planes[1 + ID_PLANES.index(OBJECTIVE)]
-    if config.task_rows:
-        objectives = objectives.copy()
-        planes[1 + ID_PLANES.index(OBJECTIVE)] = np.maximum(config.task_rows, 0)[objectives]
+    objectives = _with_task_rows(planes[1 + ID_PLANES.index(OBJECTIVE)], config)
     loss_rows, labelled = find_loss_rows(
         weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
     )
