@@ -20,7 +20,7 @@ from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.train.resume import keep_task_rows
+from megatron_lite.train.resume import check_beginning, keep_task_rows
 
 
 def old_names(state):
@@ -132,6 +132,21 @@ def test_an_ernie_of_three_task_rows_trains_the_one_its_class_reads(tmp_path):
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     with pytest.raises(ConfigError, match="task_types is 3, but 4 objectives take a row each"):
         import_directory(tmp_path / "ernie", tmp_path / "other", TREE | {"objectives": three | {"causal": 1}})
+
+
+def test_a_new_roberta_with_another_activation_is_refused(tmp_path):
+    """Before it is trained, not when it is exported. A run that has begun goes on."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 99}
+    tree = {"model": {"system": "roberta", "activation": "relu", **sizes}, "objectives": {"masked_lm": 1}}
+    config = build(Config, TREE | tree | {"run": {"directory": str(tmp_path)}})
+    with pytest.raises(
+        ConfigError, match=r"model\.activation is relu with model\.system roberta, .* gelu_erf"
+    ):
+        check_beginning(config)
+    shapes = parameter_shapes(config.model)
+    weights = Weights(shapes, lambda name: torch.zeros(shapes[name]))
+    write_training_checkpoint(tmp_path / "checkpoints/step_00000000", weights, config)
+    check_beginning(config)
 
 
 def test_runs_keep_their_rows_of_the_task_embedding(tmp_path):
