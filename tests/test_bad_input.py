@@ -17,7 +17,7 @@ def run(script, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_training_is_refused_before_torch_is_loaded(settings, tmp_path, override
     config.write_text(yaml.safe_dump(settings))
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL.format({"pretrain_glm": ["--config", str(config), override]})],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.startswith("pretrain_glm False ") and message in done.stdout, done.stderr
 
@@ -161,7 +161,7 @@ def test_training_is_refused_before_torch_is_loaded(settings, tmp_path, override
 def test_mistakes_are_told_before_torch_is_loaded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL.format(EARLY_MISTAKES)],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == list(EARLY_MISTAKES), done.stderr

@@ -21,7 +21,7 @@ def test_a_batch_passes_the_files_of_the_table(corpus, tmp_path):
     config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), short)))
     done = subprocess.run(
         [sys.executable, "tests/support/trace_batch.py", str(tmp_path / "files.json"), "--config", str(config)],
-        cwd=ROOT, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert not done.returncode, done.stdout + done.stderr
     traced = json.loads((tmp_path / "files.json").read_text())

@@ -138,7 +138,6 @@ def test_scripts_start_without_installation(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
         )
         assert result.returncode == 2
         assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
@@ -177,7 +176,7 @@ def test_a_mistake_is_one_line_before_anything_is_measured(tmp_path, name):
     arguments, message = MISTAKES[name]
     result = subprocess.run(
         [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 2 and result.stdout == "" and message in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -268,7 +267,7 @@ def test_finetune_compares_every_kind_of_step(tmp_path):
         "--json",
         str(tmp_path / "rows.json"),
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "rows.json").read_text())
     assert list(found) == [
@@ -313,7 +312,7 @@ def test_memory_of_attention_grows_linearly():
         "        print(memory_megabytes(batch, kernel, 1, torch.float32))\n"
     )
     command = [sys.executable, "-c", code, str(ROOT)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     ours, ours_longer, dense, dense_longer = map(float, result.stdout.split())
     # A mask of all pairs is 105 MB of fp32 more for the longer row; ours have 256 rows of it (5 MB) and 256 bytes
     # per token and copy of q, k, v or a gradient (12 MB).
@@ -332,7 +331,6 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert result.returncode == 0, result.stderr
     assert "STATE DIFFERS" not in result.stdout and result.stdout.count("\n| ") == (11 if deepspeed else 9)
@@ -448,7 +446,7 @@ def test_keep_freed_memory(keep):
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
     )
     command = [sys.executable, "-c", code, str(ROOT), str(keep)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     # 4 x 64 MiB are 65,536 pages of 4 KiB. (Huge pages would need 128 faults: then there is nothing to win.)
     faults = int(result.stdout)
     assert faults < 100 if keep else faults > 100

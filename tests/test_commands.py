@@ -260,7 +260,7 @@ def run(command: list[str], scratch: Path, status: int = 0) -> None:
     bin = os.path.dirname(sys.executable)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment["HF_HOME"] = str(scratch / "cache")
-    done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
 
 

@@ -173,12 +173,12 @@ def kill_at_a_random_moment(directory, seed):
     ranks = start_ranks(save_for_ever, RANKS, directory, *options)
     try:
         report = directory / REPORT
-        wait_until(lambda: report.exists() and report.stat().st_size, 60)  # all are under way
+        wait_until(lambda: report.exists() and report.stat().st_size)  # all are under way
         random_delay(rng, 0.25)
         for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
             process.kill()
         for process in ranks:  # those left alone end by themselves
-            process.join(timeout=60)
+            process.join()
             assert process.exitcode is not None, "a rank hangs"
     finally:
         for process in ranks:

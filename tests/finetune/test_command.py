@@ -61,7 +61,7 @@ def test_the_launcher_gives_the_scores_of_one_process(tmp_path):
     done = subprocess.run(
         [str(word) for word in (*started, *command, "--output", tmp_path / "two")],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert accuracy(tmp_path / "two") == accuracy(tmp_path / "one")

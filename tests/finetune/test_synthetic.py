@@ -79,7 +79,7 @@ def test_a_kind_reaches_the_optimum(tmp_path, case):
     name, settings, task, metric = (CASES | LONG)[case]
     given = "".join(f",{key}={value}" for key, value in settings.items())
     best = 100.0 if metric == "bleu" else optimum(f"{name}:samples={SAMPLES}{given}")[metric]
-    (measured,) = run_ranks(learn, 1, tmp_path, name, settings, dict(task), limit_seconds=400)
+    (measured,) = run_ranks(learn, 1, tmp_path, name, settings, dict(task))
     whole = 100 if metric == "bleu" else 1
     within(measured[metric] / whole, best / whole)
 
@@ -88,5 +88,5 @@ def test_perplexity_comes_near_to_the_entropy_of_a_chain(tmp_path):
     """Not below it but by the chance of 400 short texts; 10 % above it is what the model has not learnt yet."""
     best = optimum("markov")["token_perplexity"]
     task = {"kind": "language_modelling", "stride": 16, "epochs": 4}
-    (measured,) = run_ranks(learn, 1, tmp_path, "markov", {}, task, limit_seconds=400)
+    (measured,) = run_ranks(learn, 1, tmp_path, "markov", {}, task)
     assert 0.98 * best < measured["token_perplexity"] < 1.1 * best

@@ -54,7 +54,7 @@ def project(tmp_path: Path) -> Path:
 def command(project: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "pretrain_glm.py", *arguments],
-        cwd=project, capture_output=True, text=True, timeout=300,
+        cwd=project, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -120,5 +120,5 @@ def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhil
 
 def test_the_script_starts_from_a_checkout(directory, tmp_path):
     command = [sys.executable, str(SCRIPT), "list", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stderr

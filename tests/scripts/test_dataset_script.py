@@ -15,7 +15,7 @@ SCRIPT = ROOT / "scripts" / "dataset.py"
 
 def run(*arguments):
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_inspect_shows_documents_as_text(corpus):

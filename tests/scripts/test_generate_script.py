@@ -28,7 +28,7 @@ def script(directory, name, *arguments):
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, str(ROOT / name), *map(str, arguments)],
-        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
 
 

@@ -32,9 +32,7 @@ def run(directory, *arguments, launcher=()):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     tokenizer = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt"]
     command = [*launcher, sys.executable, str(SCRIPT), *tokenizer, *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
 def test_builds_a_corpus(corpus):

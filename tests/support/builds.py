@@ -13,12 +13,13 @@ from support.byte_tokenizer import (
     ByteTokenizer,
 )
 from support.project import ROOT
+from support.waiting import HANG_SECONDS
 
 DRIVER = ROOT / "tests/support/build_driver.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 SPLIT = "a=0.5,b=0.5"
 MARK = "BUILD_OF_TEST"  # an environment variable by which children of children are found
-TIMEOUT = 120  # seconds; no build here takes more than a few
+TIMEOUT = HANG_SECONDS
 
 
 def build(path, output, tokenizer=ByteTokenizer, **options):

@@ -19,7 +19,6 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

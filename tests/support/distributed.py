@@ -26,6 +26,7 @@ import torch
 from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
+from support.waiting import HANG_SECONDS
 
 _FORK, _SPAWN = (multiprocessing.get_context(method) for method in ("fork", "spawn"))
 
@@ -51,7 +52,7 @@ def _rank_main(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
         )
         os.environ["LOCAL_RANK"] = str(rank)
-        context = initialize(Launch(rank, world_size, rank), parallel, timeout_seconds=60)
+        context = initialize(Launch(rank, world_size, rank), parallel, timeout_seconds=HANG_SECONDS)
         result = function(context, *args)
         connection.send_bytes(pickle.dumps(("result", result)))  # by value, not by file descriptor
     except BaseException:
@@ -93,7 +94,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     parallel: ParallelConfig | None = None,
-    limit_seconds: float = 120.0,
+    limit_seconds: float = HANG_SECONDS,
     fresh: bool = False,
 ) -> list[Any]:
     """`function(context, *args)` on every rank of the layout; returns the ranks' results in order.

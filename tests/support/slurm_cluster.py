@@ -43,7 +43,7 @@ def reason_to_skip() -> str | None:
     command += ["-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10"]  # without a network: skip soon
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return f"installing {' '.join(PACKAGES)} took more than 240 s"
     if done.returncode or missing_programs():
@@ -73,15 +73,13 @@ class Cluster:
 
     def run(self, *command: str, **variables: str) -> str:
         """Output of a SLURM command. Raises AssertionError with its message if it fails."""
-        done = subprocess.run(
-            command, env={**self.environment, **variables}, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, env={**self.environment, **variables}, capture_output=True, text=True)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def send_usr1(self, job: str) -> None:
         """SIGUSR1 to the steps of a job. For a task of an array, scancel may fail without a word and yet signal it."""
-        subprocess.run(["scancel", "--signal=USR1", job], env=self.environment, timeout=60)
+        subprocess.run(["scancel", "--signal=USR1", job], env=self.environment)
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, for example JobState or Restarts."""
@@ -171,7 +169,7 @@ def _start_munge(directory: Path, stack: ExitStack) -> None:
             user="munge", group="munge", extra_groups=[], stdout=output, stderr=output, cwd="/",
         )  # fmt: skip
     stack.callback(_stop, process)
-    wait_until(lambda: (home / "socket").exists(), 20, "munged listens")
+    wait_until(lambda: (home / "socket").exists(), what="munged listens")
 
 
 def _start(command: list[str], cluster: Cluster, log: str, stack: ExitStack) -> None:
@@ -194,12 +192,12 @@ def _stop(process: subprocess.Popen) -> None:
 def _idle_nodes(cluster: Cluster) -> int:
     done = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--format=%T"],
-        env=cluster.environment, capture_output=True, text=True, timeout=60,
+        env=cluster.environment, capture_output=True, text=True,
     )  # fmt: skip
     return done.stdout.split().count("idle")
 
 
 def _cancel_everything(cluster: Cluster) -> None:
-    subprocess.run(["scancel", "--user=root", "--full"], env=cluster.environment, timeout=60)
+    subprocess.run(["scancel", "--user=root", "--full"], env=cluster.environment)
     with suppress(AssertionError):  # the daemons are stopped next
-        wait_until(lambda: not cluster.run("squeue", "--noheader"), 20)
+        wait_until(lambda: not cluster.run("squeue", "--noheader"))

@@ -102,7 +102,7 @@ def recorded(context, settings, stop_at=None):
         number = trainer.step + 1
         if number not in (trainer.config.training.steps, stop_at):
             with arrival:  # this step would not go on if the thread waited for it
-                assert arrival.wait_for(lambda: len(reads(calls)) == 4 * (steps_begun() + 1), timeout=60)
+                assert arrival.wait_for(lambda: len(reads(calls)) == 4 * (steps_begun() + 1))
         calls.append(("step", len(micro_batches)))
         if number + 1 == stop_at:
             (trainer.directory / "STOP").touch()

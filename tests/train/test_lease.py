@@ -67,7 +67,7 @@ def test_a_second_start_is_refused_in_one_line_and_changes_nothing(settings, tmp
     command = [sys.executable, "pretrain_glm.py", "--config", str(config)]
     with holder(run, SLURM_JOB_ID="77") as first:
         before = {path: path.read_bytes() for path in run.iterdir()}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert f"error: {run} is in use: process {first.pid} on " in done.stderr
         assert ", SLURM job 77 trains in it since 20" in done.stderr and f"touch {run}/STOP" in done.stderr
@@ -193,7 +193,7 @@ def test_a_run_whose_lease_was_taken_over_ends(tmp_path):
     """As one would that was stopped for minutes, and then goes on."""
     other = lease.Holder("token", "trains", "node7", 1, "now", "", 0, "", False)
     command = [sys.executable, "-c", TAKEN, str(tmp_path), json.dumps(other.__dict__)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == ExitStatus.USER_ERROR
     assert done.stderr == f"error: {tmp_path} was taken over by process 1 on node7; this start ends.\n"
 
@@ -207,7 +207,7 @@ def test_a_run_holds_its_directory_until_it_has_ended(settings, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
         try:
             wait_until((run / "metrics.jsonl").exists, what="the run trains")
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert done.returncode == 2 and f"is in use: process {first.pid} on " in done.stderr
             first.send_signal(signal.SIGTERM)
             assert first.wait(120) == ExitStatus.STOPPED

@@ -113,7 +113,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, m
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(SAME_REQUEST_SECONDS + 0.5)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == 128 + signal.SIGUSR1
+        assert process.wait() == 128 + signal.SIGUSR1
         assert process.stderr.read() == "second signal (SIGUSR1): ending at once\n"
     assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
 
@@ -123,7 +123,7 @@ def test_a_signal_before_the_first_step_ends_at_once_in_one_line(tmp_path, monke
     monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
     with stuck("STARTING", tmp_path / "run") as process:
         process.send_signal(number)
-        assert process.wait(30) == ExitStatus.STOPPED
+        assert process.wait() == ExitStatus.STOPPED
         assert process.stderr.read() == f"{number.name}: ending before the first step\n"
     assert (tmp_path / "status").read_text() == f"{int(ExitStatus.STOPPED)}\n"
     assert not (tmp_path / "run").exists()
@@ -150,7 +150,7 @@ from megatron_lite.train.control import Phase, RunControl
 control = RunControl(Path("."), is_main=True)
 control.enter(Phase.TRAINING)
 print("training", flush=True)
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 1200
 while time.monotonic() < deadline and not control.agreed(control.local_requests()).stop:
     time.sleep(0.02)
 print("asked" if control.agreed(control.local_requests()).stop else "not asked", flush=True)

@@ -162,7 +162,9 @@ def test_a_killed_rank_ends_the_job_which_continues_from_its_last_checkpoint(
     job.wait_for_steps(25, "the job trains")
     heartbeats = job.directory / "heartbeats"
     # A rank whose watchdog began before the run's directory existed is first heard of ten seconds later.
-    wait_until(lambda: 3 in [beat.rank for beat in read_heartbeats(heartbeats)], 60, "a heartbeat", job.logs)
+    wait_until(
+        lambda: 3 in [beat.rank for beat in read_heartbeats(heartbeats)], what="a heartbeat", logs=job.logs
+    )
     victim = next(beat for beat in read_heartbeats(heartbeats) if beat.rank == 3)
     os.kill(victim.pid, signal.SIGKILL)
     start = time.monotonic()

@@ -265,7 +265,7 @@ def test_compiled_and_plain_python_agree():
     root = ROOT
     environment = dict(os.environ, NUMBA_DISABLE_JIT="1", PYTHONPATH=f"{root}:{root}/tests")
     command = [sys.executable, "-W", "error::RuntimeWarning", __file__]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == hashlib.sha256(all_rows()).hexdigest()
 
