@@ -18,19 +18,19 @@ from typing import Any
 
 import yaml
 
-from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, ExitStatus, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import describe, to_tree
 from data_utils.samples.extent import extent, extent_if_here, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint.manifest import newest_readable
 from megatron_lite.config.tree import CheckpointConfig, Config, load_config
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import RunControl
+from megatron_lite.train.finished import nothing_to_do
 from megatron_lite.train.lease import held
-from megatron_lite.train.metrics import last_record
 from megatron_lite.train.nvidia_apex import require_apex
+from megatron_lite.train.run_state import RunState, state_of
 from megatron_lite.train.trackers import require_trackers
 from megatron_lite.train.watchdog import Section, Watchdog
 
@@ -43,8 +43,20 @@ def parse_arguments() -> argparse.Namespace:
         epilog="settings (file key or override; type, range, default):\n" + "\n".join(describe(Config)),
     )
     add = parser.add_argument
-    add("--config", action="append", default=[], metavar="FILE", help="YAML file; repeatable, later ones win")
-    add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, merged; a contradiction is an error")
+    add(
+        "--config",
+        type=expanded_path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file; repeatable, later ones win",
+    )
+    add(
+        "--deepspeed_config",
+        type=expanded_path,
+        metavar="FILE",
+        help="DeepSpeed JSON, merged; a contradiction is an error",
+    )
     add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -130,8 +142,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     config.profiler.require_ranks(launch.world_size)
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
+    found = require_start(directory, config.checkpoint)
     control.refuse_if_halted()
-    require_start(directory, config.checkpoint)
     require_apex(config)
     if launch.rank == 0:
         require_trackers(config.trackers)
@@ -148,7 +160,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         tokenizer=config.tokenizer.absolute(),
         decoder_tokenizer=None if other is None else other.absolute(),
     )
-    reason = nothing_to_do(config)
+    reason = nothing_to_do(config, found)
     if reason is not None:
         if launch.rank == 0:
             log.info("%s", reason)
@@ -228,44 +240,17 @@ def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any
     )
 
 
-def require_start(run: Path, checkpoint: CheckpointConfig) -> None:
+def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
     """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
+    found = state_of(run)
+    found.require_start()
     require_writable(run / "config.yaml", "run.directory")
-    checkpoints, records = run / "checkpoints", run / "metrics.jsonl"
-    if checkpoints.exists():  # the run continues
-        if not any(checkpoints.glob("step_*")) and records.exists():
-            raise CheckpointError(
-                f"{checkpoints} holds no checkpoint, but {records} is of a run that has saved; put its checkpoints "
-                f"back, choose another run.directory, or remove {checkpoints} to start at step 0 (records are kept)."
-            )
-        return
-    if checkpoint.initialize_from is not None:
+    if found.newest is None and checkpoint.initialize_from is not None:
         require_directory(
             Path(checkpoint.initialize_from),
             "set checkpoint.initialize_from to a run or one of its checkpoints",
         )
-
-
-def nothing_to_do(config: Config) -> str | None:
-    """Why a start would train no step, None if it would. Told before libraries are loaded."""
-    run, training = Path(config.run.directory), config.training
-    if config.checkpoint.resume == "never":
-        return None
-    try:
-        newest = newest_readable(run / "checkpoints")
-    except CheckpointError:
-        return None  # the start itself says more
-    last = training.stop_after_step or training.steps
-    if newest is None or newest.step < last:
-        return None
-    validated = last_record(run, "validation") or {}
-    if newest.step == training.steps and config.data.validation and validated.get("step") != newest.step:
-        return None  # the start was ended between its last save and its last evaluation
-    name = "steps" if training.stop_after_step is None else "stop_after_step"
-    return (
-        f"nothing to do: the newest checkpoint of {run} is of step {newest.step}, and training.{name} is {last}; "
-        f"raise training.{name} to train on."
-    )
+    return found
 
 
 def command() -> None:

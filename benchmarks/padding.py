@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.arguments import check_at_least
 from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
 from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
@@ -80,7 +80,7 @@ def measure(
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--prefix", required=True, help="dataset path without .bin/.idx/.json")
+    add("--prefix", type=expanded_path, required=True, help="dataset path without .bin/.idx/.json")
     add("--lengths", nargs="+", type=int, default=[512, 2048], help="source tokens (default: 512 2048)")
     add("--case", default="", help="only objectives whose name contains this")
     add("--samples", type=int, default=2000, help="at most an epoch (default: 2000)")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the pages that follow from the code, docs/rooms.md and docs/settings.md: python docs/generate.py
+"""Write what follows from the code, docs/rooms.md, settings.md and a table of checkpoints.md: python docs/generate.py
 
-tests/test_documentation.py compares both pages with what this script would write.
+tests/test_documentation.py compares the pages with what this script would write.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from support import house
 
 from data_utils.base.settings import describe
 from megatron_lite.config.tree import Config
+from megatron_lite.train.run_state import MEANINGS
 
 ROOT = house.ROOT
+STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
 NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
 # What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
 SETTING = re.compile(
@@ -77,7 +79,19 @@ def settings() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"rooms.md": rooms, "settings.md": settings}
+def checkpoints() -> str:
+    """The page, with its table of a run's states as the code has them."""
+    text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    lines = ["| state | what is seen | the same command | `rewind` | report |", "|---|---|---|---|---|"]
+    for condition, meaning in MEANINGS.items():
+        rewind = "goes back to a good one" if meaning.rewind else "is refused"
+        note = "says so" if meaning.note else ""
+        lines.append(f"| {condition} | {meaning.sign} | {meaning.start} | {rewind} | {note} |")
+    before, after = text.index(STATES[0]) + len(STATES[0]), text.index(STATES[1])
+    return "\n".join([text[:before], *lines, text[after:]])
+
+
+PAGES = {"rooms.md": rooms, "settings.md": settings, "checkpoints.md": checkpoints}
 
 
 def main() -> None:

@@ -20,19 +20,40 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, NotRequired
 
+from pydantic import Field
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
 from data_utils.base.files import require_directory
+from data_utils.base.foreign import conform
 from megatron_lite.train.lease import held
+from megatron_lite.train.run_state import state_of
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint
 
 COLUMNS = ("checkpoint", "saved at (UTC)", "size", "layout", "tokens", "state")
 DAMAGED_STATUS = 1
+_Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Parallel(TypedDict):
+    tensor_parallel_size: NotRequired[_Size]
+    pipeline_parallel_size: NotRequired[_Size]
+    zero_stage: NotRequired[int]
+
+
+class _Config(TypedDict):
+    parallel: NotRequired[_Parallel]
+
+
+class _State(TypedDict):
+    """What the table shows of a checkpoint's state."""
+
+    config: NotRequired[_Config]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,18 +91,18 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    paths = []
-    if directory.is_dir():
-        from megatron_lite.checkpoint.manifest import is_checkpoint, list_checkpoints
+    from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 
-        if is_checkpoint(directory):
+    try:
+        if is_checkpoint(directory) and directory.is_dir():
             return [directory]
-        inner = directory / "checkpoints"
-        paths = list_checkpoints(inner if inner.is_dir() else directory)
+        paths = list_checkpoints(checkpoints_in(directory))
+    except OSError:
+        paths = []
     if not paths:
-        raise CheckpointError(
-            f"{directory} holds no checkpoint; give a run directory or one of its checkpoints."
-        )
+        remedy = "give a run directory or one of its checkpoints"
+        found = state_of(directory)
+        raise CheckpointError(found.problem or f"{directory} holds no checkpoint; {remedy}.")
     return paths
 
 
@@ -92,6 +113,7 @@ def rewind(run: Path, step: int) -> None:
 
     try:
         require_directory(run, "give the run.directory of a run")
+        state_of(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run / "checkpoints", step)
     except OSError as error:
@@ -118,14 +140,17 @@ def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str],
         (checkpoint.saved_at or "?").removesuffix("+00:00"),
         f"{checkpoint.bytes / 1e6:,.1f} MB",
         layout(checkpoint),
-        "?" if tokens is None else f"{tokens:,}",
+        f"{tokens:,}" if isinstance(tokens, int) else "?",
         "good",
     ], ""
 
 
 def layout(checkpoint: Checkpoint) -> str:
     """`tp2 pp1 dp4 zero1`: the ranks that wrote it."""
-    parallel: dict[str, Any] = (checkpoint.state.get("config") or {}).get("parallel") or {}
+    try:
+        parallel = conform(checkpoint.state, _State).get("config", {}).get("parallel", {})
+    except ValueError:
+        return "?"
     tp, pp = parallel.get("tensor_parallel_size", 1), parallel.get("pipeline_parallel_size", 1)
     return f"tp{tp} pp{pp} dp{len(checkpoint.files) // (tp * pp)} zero{parallel.get('zero_stage', '?')}"
 

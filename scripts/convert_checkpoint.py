@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_directory, require_new_directory
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
@@ -58,7 +58,9 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
     text = "YAML file of the new run; may be repeated"
-    command.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
+    command.add_argument(
+        "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
+    )
     text = "give [gMASK] the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
     command.add_argument("--copy-eop-to-gmask", action="store_true", help=text)
     text = "settings on top of the files, for example model.gelu=erf"

@@ -18,7 +18,7 @@ import sys
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import (
     adopt_dataset,
@@ -37,23 +37,25 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
 
     inspect = commands.add_parser("inspect", help="a summary of the manifest, and some documents as text")
-    inspect.add_argument("prefix")
+    inspect.add_argument("prefix", type=expanded_path)
     inspect.add_argument("--documents", type=int, default=3, help="sample documents to show (default: 3)")
     inspect.add_argument(
         "--document", type=int, nargs="+", help="show the documents of these numbers instead"
     )
 
     verify = commands.add_parser("verify", help="read everything: checksums, index, ids, document ends")
-    verify.add_argument("prefix", nargs="+")
+    verify.add_argument("prefix", type=expanded_path, nargs="+")
 
     merge = commands.add_parser("merge", help="join datasets of one tokenizer, without tokenizing again")
-    merge.add_argument("prefix", nargs="+")
-    merge.add_argument("--output", required=True, help="prefix of the files to write")
+    merge.add_argument("prefix", type=expanded_path, nargs="+")
+    merge.add_argument("--output", type=expanded_path, required=True, help="prefix of the files to write")
     merge.add_argument("--overwrite", action="store_true", help="replace existing output")
 
     stats = commands.add_parser("stats", help="numbers of documents and tokens, document lengths")
-    stats.add_argument("prefix")
-    stats.add_argument("--histogram", metavar="PNG", help="write a picture of the document lengths")
+    stats.add_argument("prefix", type=expanded_path)
+    stats.add_argument(
+        "--histogram", type=expanded_path, metavar="PNG", help="write a picture of the document lengths"
+    )
     stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
 
     adopt = commands.add_parser(
@@ -63,10 +65,14 @@ def parse_arguments() -> argparse.Namespace:
         "upgrade", help="update a manifest of an older version; reads and checks everything"
     )
     for command in (adopt, upgrade):
-        command.add_argument("prefix", nargs="+")
+        command.add_argument("prefix", type=expanded_path, nargs="+")
 
     for command in (inspect, stats):
-        command.add_argument("--tokenizer-path", help="where its files are now (default: as in the manifest)")
+        command.add_argument(
+            "--tokenizer-path",
+            type=expanded_path,
+            help="where its files are now (default: as in the manifest)",
+        )
     return parser.parse_args()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # isort: split
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable, write_whole
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
@@ -42,7 +42,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PATH",
         help="run, checkpoint or export; repeatable",
     )
-    add("--task", metavar="FILE", help="YAML of the task; without: the task that the run was trained on")
+    add(
+        "--task",
+        type=expanded_path,
+        metavar="FILE",
+        help="YAML of the task; without: the task that the run was trained on",
+    )
     add("--every-step", action="store_true", help="all checkpoints of each run, not only the newest")
     add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
     add("--batch", type=int, default=16, metavar="SAMPLES", help="samples of a forward pass (default 16)")

@@ -21,7 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 # isort: split
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, ExitStatus, run_command
+from data_utils.base.errors import (
+    ArgumentParser,
+    ConfigError,
+    DataError,
+    ExitStatus,
+    expanded_path,
+    run_command,
+)
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import find_manifest
@@ -38,12 +45,18 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--config",
+        type=expanded_path,
         action="append",
         default=[],
         metavar="FILE",
         help="YAML of the model; repeatable, later ones win",
     )
-    add("--task", metavar="FILE", help="YAML of the task, with a section task (configs/tasks/)")
+    add(
+        "--task",
+        type=expanded_path,
+        metavar="FILE",
+        help="YAML of the task, with a section task (configs/tasks/)",
+    )
     add(
         "--checkpoint",
         type=Path,

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_writable
 from data_utils.base.settings import build, parse_override
 from data_utils.objectives import (
@@ -94,10 +94,17 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--config", action="append", default=[], metavar="FILE", help="YAML file; may repeat")
+    add(
+        "--config",
+        type=expanded_path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file; may repeat",
+    )
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")
-    add("--task", metavar="FILE", help="YAML of a task whose records are shown")
+    add("--task", type=expanded_path, metavar="FILE", help="YAML of a task whose records are shown")
     add(
         "--samples",
         type=_sample_number,
@@ -106,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="sample numbers (default 0)",
     )
-    add("--png", metavar="FILE", help="save the mask of the first sample as a picture")
+    add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if not 0 <= min(arguments.samples) <= max(arguments.samples) < MAX_SAMPLES:

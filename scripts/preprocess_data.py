@@ -25,6 +25,7 @@ from data_utils.base.errors import (
     ConfigError,
     ExitStatus,
     UserError,
+    expanded_path,
     run_command,
 )
 from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
@@ -44,14 +45,20 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--input",
+        type=expanded_path,
         dest="inputs",
         nargs="+",
         required=True,
         help="files or globs: .jsonl .txt (each also .gz .zst) .parquet .arrow; directories of save_to_disk",
     )
-    add("--output", required=True, help="prefix of the files to write, for example data/corpus")
+    add(
+        "--output",
+        type=expanded_path,
+        required=True,
+        help="prefix of the files to write, for example data/corpus",
+    )
     add("--tokenizer-kind", required=True, choices=KINDS)
-    add("--tokenizer-path", required=True, help="the tokenizer's file or directory")
+    add("--tokenizer-path", type=expanded_path, required=True, help="the tokenizer's file or directory")
     text = "tokens after those of the files, as tokenizer.added_tokens of the run (default: glm)"
     add("--added-tokens", default="glm", choices=ADDED_TOKENS, help=text)
     add("--vocab-size", type=int, help="tokenizer.vocab_size of the run, where ids without a token follow")
@@ -82,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
         "--decontaminate",
+        type=expanded_path,
         dest="evaluation_inputs",
         nargs="+",
         default=[],

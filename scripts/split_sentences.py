@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import disk_errors, require_writable
 from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
@@ -82,8 +82,19 @@ def _write(args: argparse.Namespace, path: Path) -> tuple[int, int]:
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them")
-    add("--output", required=True, help="text file to write, for preprocess_data.py --text-split lines")
+    add(
+        "--input",
+        type=expanded_path,
+        required=True,
+        nargs="+",
+        help="files or globs, as scripts/preprocess_data.py takes them",
+    )
+    add(
+        "--output",
+        type=expanded_path,
+        required=True,
+        help="text file to write, for preprocess_data.py --text-split lines",
+    )
     add("--most-words", type=int, default=64, help="longer sentences are left out (default: 64)")
     add("--text-key", default="text", help="field or column that holds the text (default: text)")
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")

@@ -27,7 +27,14 @@ import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, UserError, run_command
+from data_utils.base.errors import (
+    ArgumentParser,
+    ConfigError,
+    DataError,
+    UserError,
+    expanded_path,
+    run_command,
+)
 from data_utils.base.files import require_writable, write_whole
 from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
@@ -97,7 +104,13 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--kind", required=True, choices=list(TRAINERS))
-    add("--input", required=True, nargs="+", help="files or globs, as scripts/preprocess_data.py takes them")
+    add(
+        "--input",
+        type=expanded_path,
+        required=True,
+        nargs="+",
+        help="files or globs, as scripts/preprocess_data.py takes them",
+    )
     add("--text-key", default="text", help="field or column that holds the text (default: text)")
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
@@ -105,7 +118,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     text = "most tokens in the file; byte_bpe counts GLM's special tokens, the others add them on loading"
     add("--vocab-size", required=True, type=int, help=text)
     add("--cased", action="store_true", help="wordpiece: keep case and accents")
-    add("--output", required=True, help="directory for the tokenizer file")
+    add("--output", type=expanded_path, required=True, help="directory for the tokenizer file")
     args = parser.parse_args(arguments)
     if args.cased and args.kind != "wordpiece":
         raise ConfigError(f"--cased is for --kind wordpiece; {args.kind} keeps case anyway.")

@@ -66,7 +66,7 @@ def identity(recorded: Mapping[str, Any]) -> str:
 
 
 def check_entry(recorded: Mapping[str, Any]) -> None:
-    """Raise KeyError, TypeError or ValueError unless a manifest's entry has the checksums of all blocks."""
+    """Raise ValueError unless a manifest's entry, whose types are right, has the checksums of all blocks."""
     if recorded["block_bytes"] < 1:
         raise ValueError
     blocks = -(-recorded["bytes"] // recorded["block_bytes"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from data_utils.base import interrupts
@@ -75,9 +77,29 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        self.register("type", Path, lambda text: Path(expanded_path(text)))  # what `type=Path` does
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")
+
+
+def expanded_path(text: str, name: str = "path") -> str:
+    """A path that a user gave, with `~` expanded; `name` is the setting's. As `type=` of an argument that stays text.
+
+    Shells expand neither `key=~/x` nor what stands in quotes or in a file.
+
+    Raises: ConfigError for `$`, and for `~` of nobody.
+    """
+    if "$" in text:
+        raise ConfigError(
+            f"{name} is {text!r}, and $ is not expanded here; write the path out, or begin it with ~/."
+        )
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ConfigError(
+            f"{name} is {text!r}, but there is no such user; write ./{text} for a file of this name."
+        )
+    return path
 
 
 def run_command(

@@ -68,8 +68,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until its content is on disk; its name may not be. Raises OSError."""
-    with open(path, "wb") as file:
+    """Write a file and wait until its content is on disk; its name may not be. Follows no link. Raises OSError."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
         file.write(content)
         sync_file(file)
 

@@ -7,19 +7,33 @@ caller makes it the error of its own kind, with the file and the remedy.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import stat
+import typing
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from data_utils.base.setting_files import shorten, shown
 
 MAX_DEPTH = 40
+T = TypeVar("T")
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading. A FIFO or a device is refused, and not waited for. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bounded(path: str | Path, limit: int) -> bytes:
@@ -28,19 +42,12 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
     Raises: ValueError with the reason; FileNotFoundError if there is nothing of this name.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once
-    except FileNotFoundError:
-        raise
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            content = file.read(limit + 1)
-        except OSError as error:
-            raise ValueError(f"cannot be read ({error.strerror})") from None
     if len(content) > limit:
         raise ValueError(f"is larger than {limit} bytes")
     return content
@@ -49,7 +56,9 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
 def parse_json(content: bytes) -> Any:
     """The value of a JSON text. Raises ValueError for damage, repeated keys and more than `MAX_DEPTH` levels."""
     try:
-        tree = json.loads(content, object_pairs_hook=_without_repetition, parse_constant=_no_number)
+        tree = json.loads(
+            content, object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError(f"has more than {MAX_DEPTH} levels") from None
     except ValueError as error:  # UnicodeDecodeError and numbers of thousands of digits are among them
@@ -80,6 +89,16 @@ def conform(value: Any, shape: Any) -> Any:
         ) from None
 
 
+def conform_to(value: Any, cls: type[T]) -> T:
+    """The dataclass `cls` from an object with a value of its type for each field. Raises ValueError, as `conform`."""
+    return cls(**conform(value, _fields(cls)))  # type: ignore[arg-type]
+
+
+@cache
+def _fields(cls: type) -> Any:
+    return TypedDict(cls.__name__, typing.get_type_hints(cls))  # type: ignore[operator]
+
+
 @cache
 def _adapter(shape: Any) -> TypeAdapter[Any]:
     return TypeAdapter(shape)
@@ -91,6 +110,13 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         again = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"key {shown(again)} appears twice in one object")
     return tree
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shorten(text)} is larger than any number")
+    return value
 
 
 def _no_number(name: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, expanded_path
 from data_utils.base.setting_files import MAX_DEPTH, parse_yaml, shorten, shown
 
 REQUIRED: Any = dataclasses.MISSING
@@ -61,13 +61,14 @@ class Range:
         return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
 
 
-def setting(default: Any, help: str, **limits: Any) -> Any:
+def setting(default: Any, help: str, is_path: bool = False, **limits: Any) -> Any:
     """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
 
     Args:
+        is_path: the text, or each of a list, names a file or directory: see `expanded_path`.
         limits: fields of `Range`; None is always allowed where the type allows it.
     """
-    metadata = {"help": help, "range": Range(**limits) if limits else None}
+    metadata = {"help": help, "range": Range(**limits) if limits else None, "is_path": is_path}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -231,6 +232,8 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
             raise ConfigError(_unknown_key(str(key), path, known, root))
         hint, field = known[key]
         converted = _convert(value, hint, f"{path}{key}", root)
+        if field.metadata.get("is_path"):
+            converted = _expanded(converted, f"{path}{key}")
         if "inline" in field.metadata:
             values.setdefault(field.name, _defaults(field.metadata["inline"]))[key] = converted
             continue
@@ -249,6 +252,24 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
             {}, hint, f"{path}{name}", root
         )  # the error names the key that is missing in it
     return cls(**values)
+
+
+def _expanded(value: Any, path: str) -> Any:
+    """A path, None, or a list of paths."""
+    if isinstance(value, tuple):
+        return tuple(_expanded(item, f"{path}[{i}]") for i, item in enumerate(value))
+    return None if value is None else expanded_path(value, path)
+
+
+def path_settings(cls: type, path: str = "") -> Iterator[str]:
+    """The dotted key of every setting that is a path; `[]` stands after a list of sections."""
+    for key, (hint, field) in keys_of(cls).items():
+        if field.metadata.get("is_path"):
+            yield f"{path}{key}"
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                is_list = typing.get_origin(hint) is tuple
+                yield from path_settings(typing.cast(type, inner), f"{path}{key}{'[]' * is_list}.")
 
 
 def setting_names(cls: type, path: str = "") -> Iterator[str]:
@@ -352,7 +373,8 @@ def describe(cls: type, path: str = "") -> Iterator[str]:
             yield from describe(nested, f"{path}{key}.")
             continue
         allowed = field.metadata.get("range")
-        facts = [_type_name(hint), str(allowed) if allowed else "", _default_text(field)]
+        kind = _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)
+        facts = [kind, str(allowed) if allowed else "", _default_text(field)]
         yield f"  {path}{key} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 

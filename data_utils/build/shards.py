@@ -22,16 +22,26 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
+from data_utils.base.foreign import conform, parse_json, read_bounded
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
+_MAX_BYTES = 256 << 20  # of a plan or a record
 _SHARD_NAME = re.compile(r"shard-(\d{6,})")
 _OWN_NAME = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|stop")
+
+
+class _Plan(TypedDict):
+    """The part that is looked into; the rest is compared as a whole."""
+
+    inputs: NotRequired[list[Annotated[list[Any], Field(min_length=1)]] | None]
 
 
 class BuildDirectory:
@@ -79,7 +89,8 @@ class BuildDirectory:
     def record(self, number: int) -> dict[str, Any]:
         """What `ShardWriter.commit` was given."""
         try:
-            return json.loads((self.shard(number) / _RECORD).read_bytes())
+            record = parse_json(read_bounded(self.shard(number) / _RECORD, _MAX_BYTES))
+            return conform(record, dict[str, Any])
         except (OSError, ValueError):
             raise self._damaged(number) from None
 
@@ -161,7 +172,9 @@ class BuildDirectory:
 
 def _read_plan(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_bytes())
+        plan: dict[str, Any] = parse_json(read_bounded(path, _MAX_BYTES))
+        conform(plan, _Plan)
+        return plan
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:

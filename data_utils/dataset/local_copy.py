@@ -39,7 +39,11 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not dataset_path(target, ".json").exists():
                 _copy_all(prefix, target, source.manifest)
-    IndexedDataset(target)
+    if IndexedDataset(target).manifest["checksum"] != source.manifest["checksum"]:
+        raise DataError(
+            f"{target} is not a copy of {prefix}, though it has its name; remove it, or choose another "
+            "data.local_directory."
+        )
     return target
 
 

@@ -11,11 +11,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from data_utils.base.checksums import check_entry
 from data_utils.base.errors import DataError
-from data_utils.base.setting_files import shorten
+from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.base.setting_files import shorten, shown
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -23,16 +27,40 @@ _FORMAT = "megatron_lite indexed dataset"
 _VERSION = 3
 _OLD_VERSIONS = (1, 2)  # 1: SHA-256 of each file; 2: no checksum of the manifest
 _HEADER = ("format", "format_version", "checksum")
-_TYPES = {  # None: it may be missing
-    "files": (dict,),
-    "num_documents": (int,),
-    "num_tokens": (int,),
-    "dtype": (str,),
-    "vocab_size": (int, type(None)),
-    "eos": (int, type(None)),
-    "documents_end_with_eos": (bool, type(None)),
-    "tokenizer": (dict, type(None)),
-}
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _File(TypedDict):
+    bytes: _Count
+    block_bytes: Annotated[int, Field(ge=1, le=1 << 40)]
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+
+
+class _Tokenizer(TypedDict):
+    fingerprint: NotRequired[str | None]
+    config: NotRequired[dict[str, Any] | None]
+
+
+class _Source(TypedDict):
+    path: str
+    bytes: int
+
+
+class _Facts(TypedDict):
+    """What readers use. A manifest says more, for people."""
+
+    files: TypedDict("_Files", {".bin": _File, ".idx": _File})  # type: ignore[valid-type]
+    num_documents: _Count
+    num_tokens: _Count
+    dtype: str
+    vocab_size: NotRequired[_Count | None]
+    eos: NotRequired[int | None]
+    documents_end_with_eos: NotRequired[bool | None]
+    tokenizer: NotRequired[_Tokenizer | None]
+    bad_records: NotRequired[dict[str, int]]
+    sources: NotRequired[list[_Source]]
+
+
 _MAX_BYTES = 256 << 20
 
 
@@ -74,7 +102,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
             f"bring it up to date with: python scripts/dataset.py upgrade {prefix}"
         )
     if tree.get("format_version") != _VERSION:
-        raise damaged(prefix, ".json", f"has version {tree.get('format_version')!r}, not {_VERSION}")
+        raise damaged(prefix, ".json", f"has version {shown(tree.get('format_version'))}, not {_VERSION}")
     if tree.get("checksum") != checksum(tree):
         raise damaged(prefix, ".json", "is not as it was written")
     require_facts(prefix, tree)
@@ -94,14 +122,17 @@ def read_old_manifest(prefix: str | Path) -> dict[str, Any]:
 
 def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
     """Raise DataError unless the manifest has the entries that readers need."""
-    for key, types in _TYPES.items():
-        if not isinstance(tree.get(key), types):
-            raise damaged(prefix, ".json", f"says {key} {tree.get(key)!r}")
+    try:
+        facts = conform(tree, _Facts)
+    except ValueError as error:
+        raise damaged(prefix, ".json", str(error)) from None
     try:
         for suffix in (".bin", ".idx"):
-            check_entry(tree["files"][suffix])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        raise damaged(prefix, ".json", "does not hold the checksums of both files") from None
+            check_entry(facts["files"][suffix])
+    except ValueError:
+        raise damaged(prefix, ".json", "does not hold the checksums of all blocks of both files") from None
+    if facts.get("documents_end_with_eos") and facts.get("eos") is None:
+        raise damaged(prefix, ".json", "says that documents end with eos, but not which id that is")
 
 
 def require_finished(prefix: str | Path) -> None:
@@ -123,22 +154,21 @@ def tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 def _parse(prefix: str | Path) -> dict[str, Any]:
     path = dataset_path(prefix, ".json")
-    if not path.is_file():
+    try:
+        tree = parse_json(read_bounded(path, _MAX_BYTES))
+    except FileNotFoundError:
         require_finished(prefix)
         raise DataError(
             f"dataset {prefix} has no manifest ({path}), and without one no dataset opens; copy the manifest or build "
             f"the dataset again. Files of another program get one with: python scripts/dataset.py adopt {prefix}"
-        )
-    if path.stat().st_size > _MAX_BYTES:
-        raise damaged(prefix, ".json", f"is larger than {_MAX_BYTES} bytes")
-    try:
-        tree = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        tree = None
+        ) from None
+    except ValueError as error:
+        raise damaged(prefix, ".json", str(error)) from None
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
         raise damaged(prefix, ".json", "is not a dataset manifest")
     return tree
 
 
 def _is_old(tree: Mapping[str, Any]) -> bool:
-    return tree.get("format_version") in _OLD_VERSIONS and "checksum" not in tree
+    version = tree.get("format_version")
+    return type(version) is int and version in _OLD_VERSIONS and "checksum" not in tree

@@ -79,8 +79,12 @@ class OptimusConfig(RowSizes):
     length_weighted: bool = setting(
         False, "divide each sentence's reconstruction loss by its number of tokens"
     )
-    encoder_from: str | None = setting(None, "run or checkpoint with whose weights the encoder begins")
-    decoder_from: str | None = setting(None, "run or checkpoint with whose weights the decoder begins")
+    encoder_from: str | None = setting(
+        None, "run or checkpoint with whose weights the encoder begins", is_path=True
+    )
+    decoder_from: str | None = setting(
+        None, "run or checkpoint with whose weights the decoder begins", is_path=True
+    )
 
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary

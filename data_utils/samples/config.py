@@ -10,12 +10,12 @@ from data_utils.base.settings import REQUIRED, check, checked, setting
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data.train")
 class CorpusConfig:
-    prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json")
+    prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json", is_path=True)
     weight: float = setting(
         1.0, "share of the samples drawn from this corpus, relative to the others", above=0
     )
     decoder_prefix: str | None = setting(
-        None, "the same texts built with decoder_tokenizer; null where the run has none"
+        None, "the same texts built with decoder_tokenizer; null where the run has none", is_path=True
     )
 
 
@@ -32,6 +32,7 @@ class DataConfig:
     local_directory: str | None = setting(
         None,
         "node-local directory to which the corpora are copied before training; null = read where they are",
+        is_path=True,
     )
     row_length: int | None = setting(
         None, "padded length of a row; null = derived from sequence_length and the objective", at_least=1

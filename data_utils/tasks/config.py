@@ -31,9 +31,11 @@ class TaskConfig:
     name: str = setting(REQUIRED, "the task: names its fields, patterns and metrics; free for one's own")
     kind: str = setting(REQUIRED, "what the model does", one_of=KINDS)
     reader: str = setting(REQUIRED, "the format of the files", one_of=READERS)
-    train: str | None = setting(None, "file to train on; for pairs, the one with the sources")
-    validation: tuple[str, ...] = setting((), "files to evaluate on")
-    test: tuple[str, ...] = setting((), "files whose labels may be missing: predictions are written for them")
+    train: str | None = setting(None, "file to train on; for pairs, the one with the sources", is_path=True)
+    validation: tuple[str, ...] = setting((), "files to evaluate on", is_path=True)
+    test: tuple[str, ...] = setting(
+        (), "files whose labels may be missing: predictions are written for them", is_path=True
+    )
     labels: tuple[str, ...] = setting(
         (), "the classes or tags in the order of their numbers; () = the task's own"
     )

@@ -12,6 +12,7 @@ import orjson
 from tokenizers import pre_tokenizers
 
 from data_utils.base.errors import DataError
+from data_utils.base.foreign import read_bounded
 from data_utils.base.settings import REQUIRED, checked, setting
 from data_utils.text.special_tokens import ADDED_TOKENS
 
@@ -28,7 +29,9 @@ class TokenizerConfig:
     """Which tokenizer, and its options. Options of another kind are ignored."""
 
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
-    path: str = setting(REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or its directory")
+    path: str = setting(
+        REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or its directory", is_path=True
+    )
     added_tokens: str = setting(
         "glm",
         "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
@@ -121,11 +124,11 @@ def _find_sentencepiece_model(path: Path) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is not a tokenizer file.")
-        content = path.read_bytes()
-    except OSError as error:
+        content = read_bounded(path, MAX_FILE_BYTES)
+    except FileNotFoundError as error:
         raise DataError(f"tokenizer file {path}: {error.strerror}; check its kind and path.") from None
+    except ValueError as error:
+        raise DataError(f"tokenizer file {path} {error}; check its kind and path.") from None
     if not content:
         raise DataError(f"tokenizer file {path} is empty; fetch it again.")
     return content

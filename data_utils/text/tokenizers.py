@@ -448,13 +448,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.fingerprint = _fingerprint(config, files, {"fixed_command_tokens": config.fixed_command_tokens})
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files["model"])
-        except RuntimeError:
+            base_size = self._model.get_piece_size()
+            pieces = {i: self._model.id_to_piece(i) for i in range(base_size)}
+        except (RuntimeError, ValueError):  # ValueError: a piece that is not UTF-8
             raise DataError(f"{config.path} is not a SentencePiece model; give the .model file.") from None
         self._encoder = SentencePieceEncoder(self._model)
-        base_size = self._model.get_piece_size()
         if base_size == 0:
             raise DataError(f"{config.path} is an empty SentencePiece model; give the .model file.")
-        pieces = {i: self._model.id_to_piece(i) for i in range(base_size)}
         control = {i: piece for i, piece in pieces.items() if self._model.is_control(i)}
         unknown = {i: piece for i, piece in pieces.items() if self._model.is_unknown(i)}
         by_name = {piece: i for i, piece in (control | unknown).items()}

@@ -23,11 +23,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from data_utils.base.checksums import check_entry, damaged_block
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import write_synced
+from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.base.setting_files import shown
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.state import TrainerState
 
@@ -39,6 +44,37 @@ NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 TASK_HEAD = "heads.task."
 ADAPTER = "_adapter."
 _MAX_MANIFEST_BYTES = 1 << 30
+
+
+_Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class _File(TypedDict):
+    bytes: _Number
+    block_bytes: Annotated[int, Field(ge=1, lt=1 << 53)]
+    crc32: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
+
+
+class _Piece(TypedDict):
+    file: str
+    key: str
+    name: str
+    kind: str
+    box: Annotated[list[_Number], Field(min_length=4, max_length=4)]
+
+
+class _Manifest(TypedDict):
+    step: Annotated[int, Field(ge=0, lt=1 << 53)]
+    shapes: dict[str, Annotated[list[_Number], Field(min_length=1)]]
+    files: dict[str, _File]
+    pieces: list[_Piece]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+    saved_at: NotRequired[str | None]
+
+
+class MisnamedError(CheckpointError):
+    """A checkpoint that has the name of another step: the newest name would not be the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -157,52 +193,54 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError naming what is wrong.
     """
-    manifest = _read_manifest(path)
+    tree = _read_manifest(path)
     try:
-        shapes = {name: tuple(int(n) for n in shape) for name, shape in manifest["shapes"].items()}
-        pieces = tuple(
-            Piece(p["file"], p["key"], p["name"], p["kind"], Box(*map(int, p["box"])))
-            for p in manifest["pieces"]
+        manifest = conform(tree, _Manifest)
+        files = {name: _file_entry(described) for name, described in manifest["files"].items()}
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: manifest.json {error}.") from None
+    checkpoint = Checkpoint(
+        path,
+        manifest["step"],
+        {name: tuple(shape) for name, shape in manifest["shapes"].items()},
+        tuple(Piece(p["file"], p["key"], p["name"], p["kind"], Box(*p["box"])) for p in manifest["pieces"]),
+        files,
+        manifest["optimizer"],
+        manifest["state"],
+        manifest.get("saved_at"),
+    )
+    if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
+        raise MisnamedError(
+            f"checkpoint {path} holds step {checkpoint.step}, and its name is that of another; rename it to "
+            f"{checkpoint_name(checkpoint.step)}, or remove it."
         )
-        checkpoint = Checkpoint(
-            path,
-            int(manifest["step"]),
-            shapes,
-            pieces,
-            {name: _file_entry(described) for name, described in manifest["files"].items()},
-            manifest["optimizer"],
-            manifest["state"],
-            manifest.get("saved_at"),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: the manifest is incomplete ({type(error).__name__}: {error})."
-        ) from None
     _check_files(checkpoint)
     _check_coverage(checkpoint)
     return checkpoint
 
 
 def _file_entry(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's entry for a file, its list of CRC-32 as the digits that checksums.py reads."""
-    sizes = {key: int(described[key]) for key in ("bytes", "block_bytes")}
-    entry = {**sizes, "crc32": "".join(f"{value:08x}" for value in described["crc32"])}
-    check_entry(entry)
+    """A manifest's entry for a file, its list of CRC-32 as the digits that checksums.py reads. Raises ValueError."""
+    entry = {**described, "crc32": "".join(f"{value:08x}" for value in described["crc32"])}
+    try:
+        check_entry(entry)
+    except ValueError:
+        raise ValueError("does not hold the checksums of all blocks of its files") from None
     return entry
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     content = _read_small(path, "manifest.json")
     try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"checkpoint {path}: manifest.json is damaged.") from None
+        manifest = parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: manifest.json {error}; the file is damaged.") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path}: manifest.json is not of format {FORMAT}.")
     version = manifest.get("version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path}: manifest.json has version {version!r} of the format and this program reads "
+            f"checkpoint {path}: manifest.json has version {shown(version)} of the format and this program reads "
             f"{FORMAT_VERSION}; use the program that wrote it, unless the file is damaged."
         )
     if _read_small(path, "manifest.json.sha256") != _checksum_line(content):
@@ -213,13 +251,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_small(path: Path, name: str) -> bytes:
-    file = path / name
     try:
-        if file.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"checkpoint {path}: {name} is larger than {_MAX_MANIFEST_BYTES} bytes.")
-        return file.read_bytes()
-    except OSError as error:
+        return read_bounded(path / name, _MAX_MANIFEST_BYTES)
+    except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {name}: {error.strerror}.") from None
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: {name} {error}.") from None
 
 
 def _check_files(checkpoint: Checkpoint) -> None:

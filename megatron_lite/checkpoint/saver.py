@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,16 @@ class Saver:
         context: ParallelContext,
         config: CheckpointConfig,
         watch: Watch = unwatched,
+        on_saved: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
-        """Args: watch: as for `Save`."""
+        """Args: watch: as for `Save`; on_saved: called on every rank with step and seconds of each committed save."""
         self.saved_step = 0  # of the newest checkpoint that this run saved or continues from
         self._directory = directory
         self._engine = engine
         self._context = context
         self._config = config
         self._watch = watch
+        self._on_saved = on_saved
         self._snapshot = None
         if config.asynchronous:
             self._snapshot = Snapshot(engine)
@@ -112,6 +114,7 @@ class Saver:
         if self._context.is_main:
             background = f", {self._waited_seconds:.1f} s of them waited for" if self._snapshot else ""
             log.info("saved %s in %.1f s%s", self._running.path, self._running.seconds, background)
+        self._on_saved(self._running_step, self._running.seconds)
         self._running = None
 
     def _count_failure(self, error: CheckpointError, report: bool) -> None:

@@ -24,7 +24,9 @@ class WandbConfig:
 @checked("trackers.mlflow")
 class MlflowConfig:
     uri: str = setting(
-        REQUIRED, "tracking server (https://...) or store that gets the run; needs the package mlflow-skinny"
+        REQUIRED,
+        "tracking server (https://...) or store that gets the run; needs the package mlflow-skinny",
+        is_path=True,
     )
     experiment: str = setting("megatron-lite-glm", "MLflow experiment; it is made if it is absent")
     name: str | None = setting(None, "the run's name there; null = the last part of run.directory")

@@ -282,6 +282,7 @@ class CheckpointConfig:
         None,
         "run directory or step_... directory to begin with where the run directory has no checkpoint yet; "
         "null = initial weights",
+        is_path=True,
     )
     initialize: str = setting(
         "weights",
@@ -305,7 +306,9 @@ class CheckpointConfig:
 @checked("run")
 class RunConfig:
     directory: str = setting(
-        "runs/glm", "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go"
+        "runs/glm",
+        "where checkpoints, metrics.jsonl, TensorBoard files and the resolved config go",
+        is_path=True,
     )
     log_interval: int = setting(10, "steps between log lines", at_least=1)
     progress_bar: bool = setting(False, "show a progress bar below them where stderr is a terminal")

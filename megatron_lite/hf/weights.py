@@ -232,7 +232,7 @@ def new_directory(output: Path) -> Iterator[Path]:
     Raises: DataError if `output` holds something; CheckpointError if it cannot be written.
     """
     require_new_directory(output)
-    partial = output.with_name(f"{output.name}.partial")
+    partial = output.with_name(f".{output.name}.megatron_lite_partial")  # no name that is anyone else's
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
         partial.mkdir(parents=True)

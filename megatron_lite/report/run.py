@@ -21,6 +21,7 @@ from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.train.metrics import FILE
+from megatron_lite.train.run_state import MEANINGS, state_of
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 REQUIRED = {  # settings without a default
@@ -112,10 +113,12 @@ def _public(tree: Any) -> Any:
 
 
 def _read_checkpoints(run: RunReport) -> None:
+    found = state_of(run.path)
+    if MEANINGS[found.condition].note:
+        run.notes.append(f"Checkpoints: {found.condition}. {found.problem}")
     try:
         paths = list_checkpoints(run.path / "checkpoints")
-    except OSError as error:
-        run.notes.append(f"checkpoints: {error.strerror or error}.")
+    except OSError:
         return
     run.num_checkpoints = len(paths)
     for path in reversed(paths[-MAX_CHECKPOINTS:]):

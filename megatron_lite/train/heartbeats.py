@@ -10,8 +10,13 @@ import contextlib
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from data_utils.base.foreign import conform_to, parse_json, read_bounded
+
+_MAX_BYTES = 1 << 16  # of a file
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,11 @@ class Heartbeat:
     def __str__(self) -> str:
         where = f"{self.section}, step {self.step}"
         return f"rank {self.rank} on {self.host} ({where}{', ' if self.place else ''}{self.place})"
+
+    @property
+    def noted(self) -> str:
+        """Who and where, with the age of this knowledge: a rank may have gone on since."""
+        return f"{self}, noted {max(0.0, time.time() - self.time):.0f} s ago"
 
     def write(self, directory: Path) -> None:
         """Replace the rank's file as a whole. Raises OSError."""
@@ -60,8 +70,8 @@ def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
     """What the ranks last wrote, by rank. Left out: unreadable files, and those written before `earliest` (Unix)."""
     heartbeats = []
     for path in directory.glob("rank_*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            heartbeats.append(Heartbeat(**json.loads(path.read_text(encoding="utf-8"))))
+        with contextlib.suppress(OSError, ValueError):
+            heartbeats.append(conform_to(parse_json(read_bounded(path, _MAX_BYTES)), Heartbeat))
     return sorted((beat for beat in heartbeats if beat.time >= earliest), key=lambda beat: beat.rank)
 
 

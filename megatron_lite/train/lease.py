@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.foreign import conform_to, open_regular, parse_json, read_bounded
 from megatron_lite.parallel.launch import slurm_attempt
 
 log = logging.getLogger(__name__)
@@ -67,10 +68,9 @@ class Holder:
     def read(path: Path) -> Holder | None:
         """None if the file is absent or incomplete."""
         try:
-            holder = Holder(**json.loads(path.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError):
+            return conform_to(parse_json(read_bounded(path, 4 * RECORD_BYTES)), Holder)
+        except (FileNotFoundError, ValueError):
             return None
-        return holder if isinstance(holder.attempt, int) else None
 
     @staticmethod
     def ourselves(what: str, locked: bool) -> Holder:
@@ -165,7 +165,9 @@ def _create(path: Path) -> int | None:
 def _take_over(path: Path) -> int | None:
     """Open the file of a dead holder. None if it was released meanwhile. Raises LeaseError, OSError."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_NOFOLLOW
+        )  # a link to nothing exists, and cannot be opened
     except FileNotFoundError:
         return None
     try:
@@ -213,7 +215,7 @@ def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | 
 def _mark(path: Path) -> tuple[int, bytes]:
     """A value that every renewal changes. Opening the file makes network file systems ask the server."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read(RECORD_BYTES)
     except FileNotFoundError:
         return 0, b""

@@ -18,11 +18,13 @@ from typing import Any
 import orjson
 
 from data_utils.base.errors import DataError
+from data_utils.base.foreign import open_regular
 from megatron_lite.train.trackers import Background
 
 log = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
+SAVED = "checkpoint"  # the kind of the record that each save makes
 MAX_LINE_BYTES = 1 << 16  # of a record
 _MOST_BYTES = 1 << 24  # of a line that is read
 
@@ -142,20 +144,28 @@ def _cut_last_line(file: io.FileIO) -> None:
         file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
-def last_record(run: Path, kind: str) -> dict[str, Any] | None:
-    """The last record of a kind among the last bytes of RUN/metrics.jsonl; None if there is none, or no such file."""
+def has_saved(run: Path) -> bool:
+    """Whether the records say that the run saved a checkpoint, or was continued from one. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        for _, line in _lines(run / FILE):
+            record = _record(line)
+            if record is not None and (
+                record["kind"] == SAVED or (record["kind"] == "start" and record.get("restarts"))
+            ):
+                return True
+    return False
+
+
+def is_recorded(run: Path, kind: str, step: int) -> bool:
+    """Whether a record of this kind and step is among the last bytes of RUN/metrics.jsonl."""
     try:
-        with (run / FILE).open("rb") as file:
+        with open_regular(run / FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * MAX_LINE_BYTES))
             lines = file.read().splitlines()
     except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            record = json.loads(line)
-            if record["kind"] == kind:
-                return dict(record)
-    return None
+        return False
+    records = map(_record, lines)
+    return any(record is not None and (record["kind"], record["step"]) == (kind, step) for record in records)
 
 
 def last_validation(run: Path) -> dict[str, Any]:
@@ -228,7 +238,7 @@ def _voids(path: Path) -> list[tuple[int, int]]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered complete lines, each cut at a length that no record has."""
     number, inside = 1, False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while line := file.readline(_MOST_BYTES):
             if not inside and (line.endswith(b"\n") or len(line) == _MOST_BYTES):
                 yield number, line

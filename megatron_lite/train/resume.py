@@ -15,6 +15,7 @@ from typing import Any
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import check, to_tree
 from data_utils.objectives import LOSSES, OBJECTIVES
+from megatron_lite.checkpoint.agreement import agreement
 from megatron_lite.checkpoint.manifest import (
     Checkpoint,
     check_model,
@@ -35,6 +36,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train import stacks, version
 from megatron_lite.train.changed_corpora import changed_corpora, require_same_corpora
 from megatron_lite.train.engine import Engine
+from megatron_lite.train.finished import changed
+from megatron_lite.train.run_state import state_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,9 @@ def check_beginning(config: Config) -> None:
 
     Args: config: its vocab_size is known.
     """
-    checkpoint = newest_readable(checkpoint_directory(config))
+    found = state_of(Path(config.run.directory))
+    found.require_start()
+    checkpoint = found.newest
     if checkpoint is None:
         require_class(config.model)
     if checkpoint is not None:
@@ -136,6 +141,9 @@ def load_beginning(
     Args: data: fingerprints of the training corpora or records; program: of `version.program`, on the main rank.
     """
     settings, directory = config.checkpoint, checkpoint_directory(config)
+    with agreement(context, f"looking at {config.run.directory}"):
+        if context.is_main:  # other nodes may see an older state of a shared file system
+            state_of(Path(config.run.directory)).require_start()
     own = newest_valid(directory, context)
     if own is None:
         state = None
@@ -234,13 +242,6 @@ def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
 
 
-def config_changes(before: Any, after: Any, path: str = "") -> list[str]:
+def config_changes(before: Any, after: Any) -> list[str]:
     """Dotted keys whose values differ, as `key: old -> new`."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        keys = sorted(set(before) | set(after))
-        return [
-            change
-            for key in keys
-            for change in config_changes(before.get(key), after.get(key), f"{path}{key}.")
-        ]
-    return [] if before == after else [f"{path.rstrip('.')}: {before} -> {after}"]
+    return [f"{key}: {old} -> {new}" for key, old, new in changed(before, after)]

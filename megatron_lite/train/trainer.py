@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from megatron_lite.train.judge import Judge
 from megatron_lite.train.loss_shares import LossShares
 from megatron_lite.train.lr_schedule import learning_rate
 from megatron_lite.train.machine import Yardstick
-from megatron_lite.train.metrics import Metrics, keep_aside
+from megatron_lite.train.metrics import SAVED, Metrics, is_recorded, keep_aside
 from megatron_lite.train.plain import PlainEngine
 from megatron_lite.train.progress import Advance, progress_bar
 from megatron_lite.train.replicas import require_equal_replicas
@@ -108,7 +109,12 @@ class Trainer:
         self._fill, self._judge = fill, judge
         self._evaluated = 0  # the last step of which it is known that it was
         self._saver = Saver(
-            checkpoint_directory(config), engine, context, config.checkpoint, self._watch_save
+            checkpoint_directory(config),
+            engine,
+            context,
+            config.checkpoint,
+            self._watch_save,
+            self._record_save,
         )
 
     # The run
@@ -138,12 +144,9 @@ class Trainer:
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
-        if (
-            self._judge is not None
-            and self.step > self._evaluated
-            and self._is_multiple(training.eval_interval)
-        ):
-            self.evaluate()  # the start before was ended between this step's save and its evaluation
+        if self._is_unevaluated and self._is_multiple(training.eval_interval):
+            with self._aside(interval, Section.EVALUATION):
+                self.evaluate()  # the start before was ended between this step's save and its evaluation
         while not self._is_over(self._last_step) and not requests.end:
             self._apply_events()
             self._profiler.begin(self.step + 1)
@@ -179,6 +182,10 @@ class Trainer:
     def is_over(self) -> bool:
         """Whether the run has ended, not only this start."""
         return self._is_over(self.config.training.steps)
+
+    @property
+    def _is_unevaluated(self) -> bool:
+        return self.step > self._evaluated
 
     def _is_over(self, last_step: int) -> bool:
         return self.step >= last_step or (self._judge is not None and self._judge.ends_training)
@@ -226,13 +233,16 @@ class Trainer:
         self._read_outcomes()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        if self.is_over and self.step > self._evaluated:
+        if self.is_over and self._is_unevaluated:
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main:
             ending, then = "stopped", "start again with the same run.directory to continue."
             if self.is_over:
-                ending, then = "finished", f"`python scripts/report.py {self.directory}` shows the run."
+                ending, then = (
+                    "finished",
+                    f"`python scripts/report.py {quote(str(self.directory))}` shows the run.",
+                )
             log.info("%s at step %d of %d; %s", ending, self.step, self.config.training.steps, then)
 
     def _is_multiple(self, interval: int) -> bool:
@@ -371,7 +381,7 @@ class Trainer:
             raise TrainingError(
                 f"gradients were not finite in {limit} steps in a row, up to step {step}; these steps did not "
                 "change the weights. Lower optimizer.lr, or go back with "
-                f"`scripts/checkpoints.py rewind {self.directory} STEP`."
+                f"`scripts/checkpoints.py rewind {quote(str(self.directory))} STEP`."
             )
 
     # Reports
@@ -445,6 +455,10 @@ class Trainer:
             machine_rates=self.yardstick.rates,
         ).to_json()
 
+    def _record_save(self, step: int, seconds: float) -> None:
+        """The records say so that the run has saved, which a later start must know (run_state.py)."""
+        self.metrics.write(SAVED, step, {"seconds": round(seconds, 3)})
+
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.beside(Section.CHECKPOINT, what)
 
@@ -465,4 +479,17 @@ class Trainer:
             if beginning.is_own:
                 self._saver.saved_step = self.step
                 self.restarts = state.restarts + 1
+        if self._judge is None and state is not None and not self._is_validation_missing(beginning.is_own):
+            self._evaluated = self.step
         return beginning.events
+
+    def _is_validation_missing(self, is_own: bool) -> bool:
+        """Whether the step to begin with is to be evaluated. All ranks get the main rank's answer.
+
+        Args: is_own: it is of this run, and not of one from which it branches.
+        """
+        if not is_own:
+            return self.is_over
+        missing = self.context.is_main and not is_recorded(self.directory, "validation", self.step)
+        (answer,) = self.context.sum_of_hosts([float(missing)])
+        return answer > 0

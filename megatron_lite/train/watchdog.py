@@ -85,6 +85,7 @@ class Watchdog:
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
         self._beside: _Here | None = None
         self._closed = threading.Event()
+        self._writes = threading.Lock()  # of the heartbeat
         faulthandler.enable(file=2)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -93,6 +94,8 @@ class Watchdog:
         here = self._here
         step = here.step if step is None else step
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
+        if section == Section.CHECKPOINT and self._has_joined:
+            self._beat()  # where runs die most: on a full disk, or of the memory that a save needs
         if section == Section.EXIT:
             self._closed.set()
             if self._has_joined:
@@ -162,7 +165,8 @@ class Watchdog:
         """
         if not always and not self._directory.with_name("config.yaml").exists():
             return False
-        with contextlib.suppress(OSError):  # a full or broken disk must not keep the watchdog from watching
+        # A full or broken disk must not keep the watchdog from watching.
+        with contextlib.suppress(OSError), self._writes:
             self._heartbeat(self._here).write(self._directory)
         return True
 
@@ -192,7 +196,7 @@ class Watchdog:
             ended = RankError(
                 f"rank {self._rank} lost the connection to another rank: "
                 + (
-                    "; ".join(f"{beat}, process {beat.pid}, has died" for beat in dead)
+                    "; ".join(f"{beat.noted}, process {beat.pid}, has died" for beat in dead)
                     or "other ranks name it"
                 )
                 + ". Its own last lines, or the system's log where memory ran out, say why; start again to continue."

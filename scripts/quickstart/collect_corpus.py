@@ -32,7 +32,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_utils.base.cores import usable_cores
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_writable, write_whole
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -94,9 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--output", required=True, help="file to write: JSON lines of text and source")
+    add("--output", type=expanded_path, required=True, help="file to write: JSON lines of text and source")
     add(
-        "--root", action="append", default=[], help="directory to search; repeatable (default: this Python's)"
+        "--root",
+        type=expanded_path,
+        action="append",
+        default=[],
+        help="directory to search; repeatable (default: this Python's)",
     )
     add("--max-megabytes", type=float, default=6.0, help="stop at this much text (default: 6.0)")
     add("--workers", type=int, default=usable_cores(), help="processes (default: all cores)")

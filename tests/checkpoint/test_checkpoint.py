@@ -127,7 +127,7 @@ DAMAGE = {
     "truncated file": (lambda p: (p / "rank_00000.safetensors").open("r+b").truncate(100), "has 100 bytes"),
     "missing file": (lambda p: (p / "rank_00000.safetensors").unlink(), "rank_00000.safetensors: No such file"),
     "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
-    "manifest cut": (lambda p: (p / "manifest.json").open("r+b").truncate(50), "manifest.json is damaged"),
+    "manifest cut": (lambda p: (p / "manifest.json").open("r+b").truncate(50), "manifest.json is not valid JSON"),
     "manifest emptied": (lambda p: (p / "manifest.json").write_text("{}"), "not of format"),
     "bit flip in manifest": (lambda p: flip_bit(p / "manifest.json", -20), "does not match manifest.json.sha256"),
     "bit flip in its checksum": (lambda p: flip_bit(p / "manifest.json.sha256", 7), "manifest.json does not match"),
@@ -159,9 +159,15 @@ EDITS = {
     ),
     "block of no bytes": (
         lambda m: m["files"]["rank_00000.safetensors"].update(block_bytes=0),
-        "incomplete",
+        "block_bytes 0; it must be greater than or equal to 1",
     ),
-    "missing section": (lambda m: m.pop("optimizer"), "incomplete"),
+    "missing section": (lambda m: m.pop("optimizer"), "manifest.json has no optimizer"),
+    "no dimension": (lambda m: m["shapes"].update({"dense.bias": []}), "List should have at least 1 item"),
+    "absurd block": (
+        lambda m: m["files"]["rank_00000.safetensors"].update(block_bytes=10**400),
+        "block_bytes",
+    ),
+    "no number": (lambda m: m.update(step=2.0), "says step 2.0; it must be a valid integer"),
     "unknown file": (
         lambda m: m["pieces"][0].update(file="rank_00009.safetensors"),
         "fits no parameter or file",

@@ -23,7 +23,7 @@ from megatron_lite.config.tree import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf import proof
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.weights import open_directory
+from megatron_lite.hf.weights import new_directory, open_directory
 from megatron_lite.train.plain import make_engine
 
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -191,3 +191,15 @@ def test_a_vocabulary_without_glms_tokens_is_refused(vocabulary, tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks eop, sop, .* tokenizer.added_tokens=glm"):
         export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_of_ones_own_called_partial_is_left_alone(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/notes.txt").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out") as directory:
+            (directory / "half").touch()
+            raise ZeroDivisionError
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "whole").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt", "out", "out.partial", "whole"]

@@ -134,10 +134,14 @@ DAMAGED = {
     ),
     "no mapping": ("config.yaml", b"[1]", "must hold a mapping"),
     "no losses": ("unigram.json", b'{"loss": []}', "unigram.json cannot be read"),
-    "no checkpoint": ("checkpoints/step_00000001/manifest.json", b"{", "manifest.json is damaged"),
+    "no checkpoint": ("checkpoints/step_00000001/manifest.json", b"{", "manifest.json is not valid JSON"),
     "a file among checkpoints": ("checkpoints/step_00000001", b"", "manifest.json: Not a directory"),
     "a file for checkpoints": ("checkpoints", b"", "step 2"),
-    "deep manifest": ("checkpoints/step_00000001/manifest.json", b"[" * 10**5, "manifest.json is damaged"),
+    "deep manifest": (
+        "checkpoints/step_00000001/manifest.json",
+        b"[" * 10**5,
+        "manifest.json has more than 40 levels",
+    ),
 }
 
 

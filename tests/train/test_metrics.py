@@ -8,7 +8,7 @@ from support.waiting import wait_until
 
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.model.counts import layer_costs, step_flops
-from megatron_lite.train.metrics import Metrics, last_record
+from megatron_lite.train.metrics import Metrics, has_saved, is_recorded
 from megatron_lite.train.reports import (
     objective_losses,
     train_line,
@@ -188,10 +188,28 @@ def test_counts():
     ]
 
 
-def test_the_last_record_of_a_kind_is_found_without_reading_the_file(tmp_path):
-    assert last_record(tmp_path, "validation") is None
-    lines = [json.dumps({"kind": "validation", "step": 7}), "not a record", '"text"']
+def test_whether_a_step_has_a_record_is_found_without_reading_the_file(tmp_path):
+    assert not is_recorded(tmp_path, "validation", 7)
+    lines = [json.dumps({"kind": "validation", "step": 7}), "not a record", '"text"', "[" * 100_000]
     lines += [json.dumps({"kind": "train", "step": step}) for step in range(8, 20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "val')
-    assert last_record(tmp_path, "validation") == {"kind": "validation", "step": 7}
-    assert last_record(tmp_path, "event") is None
+    assert is_recorded(tmp_path, "validation", 7)
+    assert not is_recorded(tmp_path, "validation", 8) and not is_recorded(tmp_path, "event", 7)
+
+
+@pytest.mark.parametrize(
+    ("records", "saved"),
+    [
+        ([{"kind": "start", "step": 0, "restarts": 0}, {"kind": "train", "step": 9}], False),
+        (
+            [{"kind": "train", "step": 9}, {"kind": "checkpoint", "step": 9}, {"kind": "train", "step": 10}],
+            True,
+        ),
+        ([{"kind": "start", "step": 4, "restarts": 1}], True),
+        ([{"kind": "event", "step": 4, "restarts": 1}], False),
+        ([], False),
+    ],
+)
+def test_the_records_say_whether_a_run_has_saved(records, saved, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert has_saved(tmp_path) is saved

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from functools import reduce
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,9 +14,12 @@ from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import fit
 
-import pretrain_glm
 from data_utils.base.settings import build, merge, parse_override, setting_names, to_tree
+from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.train.finished import nothing_to_do
+from megatron_lite.train.run_state import Condition, RunState
 
 BASE = str(ROOT / "configs" / "glm-base.yaml")
 
@@ -121,17 +123,19 @@ FINISHED = {
 
 
 @pytest.mark.parametrize("name", FINISHED)
-def test_a_finished_run_says_that_there_is_nothing_to_do(name, settings, tmp_path, monkeypatch):
+def test_a_finished_run_says_that_there_is_nothing_to_do(name, settings, tmp_path):
     overrides, saved, validated, message = FINISHED[name]
     config = build(Config, reduce(merge, map(parse_override, overrides), settings))
-    newest = None if saved is None else SimpleNamespace(step=saved)
-    monkeypatch.setattr(pretrain_glm, "newest_readable", lambda directory: newest)
+    newest = None
+    if saved is not None:
+        state = TrainerState.beginning(to_tree(config))
+        newest = Checkpoint(tmp_path, saved, {}, (), {}, {}, state.to_json(), None)
     (tmp_path / "run").mkdir()
     if validated:
         (tmp_path / "run/metrics.jsonl").write_text(
             json.dumps({"kind": "validation", "step": validated}) + "\n"
         )
-    reason = pretrain_glm.nothing_to_do(config)
+    reason = nothing_to_do(config, RunState(tmp_path / "run", Condition.SAVED, newest=newest))
     assert (reason is None) == (message is None) and (message is None or message in reason)
 
 

@@ -1,5 +1,6 @@
 """The loop on a real small corpus: exact resume, evaluation, records, skips."""
 
+import json
 import logging
 import shutil
 import signal
@@ -72,6 +73,34 @@ def test_corpora_are_read_from_a_local_copy(settings, tmp_path):
     assert len(list((tmp_path / "scratch").glob("*.bin"))) == 2
 
 
+def fit_until_the_evaluation(context, tree):
+    """The process is ended between the save and the evaluation of a step."""
+    trainer = make_trainer(context, tree)
+
+    def end():
+        raise ZeroDivisionError
+
+    trainer.evaluate = end
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+
+
+def test_a_validation_is_made_up_for(settings, tmp_path):
+    changes = {"training": {"steps": 4, "eval_interval": 2}, "checkpoint": {"save_interval": 2}}
+    settings = merge(settings, changes)
+    run_ranks(fit_until_the_evaluation, 2, settings)
+    assert records(tmp_path / "run", "checkpoint").keys() == {2} and not records(
+        tmp_path / "run", "validation"
+    )
+    run_ranks(fit, 2, settings)
+    run_ranks(fit, 2, settings)  # nothing is done twice
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [record["step"] for record in lines if record["kind"] == "validation"] == [2, 4]
+    whole = merge(settings, {"run": {"directory": str(tmp_path / "whole")}})
+    run_ranks(fit, 2, whole)
+    assert records(tmp_path / "run", "validation") == records(tmp_path / "whole", "validation")
+
+
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_path):
     dropout = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1}
     settings = merge(settings, {"model": dropout, "training": {"eval_interval": 2}})
@@ -107,6 +136,8 @@ def test_a_run_without_a_checkpoint_begins_new_records_and_keeps_the_old(setting
     run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 4}}))
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     shutil.rmtree(tmp_path / "run/checkpoints")
+    before = b"".join(line for line in before.splitlines(True) if b'"checkpoint"' not in line)  # of a save
+    (tmp_path / "run/metrics.jsonl").write_bytes(before)
     run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 2}}))
     assert sorted(records(tmp_path / "run")) == [1, 2]
     (kept,) = (tmp_path / "run").glob("metrics_before_*.jsonl")

@@ -116,6 +116,9 @@ def test_a_rank_that_is_killed_is_named(settings, capfd):
     assert [line.split()[:2] for line in lines] == [["1", "True"], ["2", "False"]]  # one of them reports it
     assert all(f"rank 0 on {socket.gethostname()} (" in line for line in lines)
     assert all(f"process {ranks[0].pid}, has died" in line for line in lines), lines
+    assert all(re.search(r"rank 0 on \S+ \(step, .*\), noted \d+ s ago, process", line) for line in lines), (
+        lines
+    )
 
 
 def train_while_writing_hangs(tree):
@@ -214,6 +217,17 @@ def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     (beat,) = read_heartbeats(tmp_path / "heartbeats")
     assert beat.section == "exit" and beat.step == 5 and beat.passed == 7
+
+
+def test_the_beginning_of_a_save_is_noted_at_once(tmp_path):
+    """A rank that dies there is named with that place, and not with one that it left seconds ago."""
+    (tmp_path / "config.yaml").touch()
+    program = (
+        "dog._limits['checkpoint'] = 9.0; dog.enter(Section.CHECKPOINT, 'saving', 7); os.kill(os.getpid(), 9)"
+    )
+    assert start(tmp_path, program).returncode == -signal.SIGKILL
+    (beat,) = read_heartbeats(tmp_path / "heartbeats")
+    assert (beat.section, beat.place, beat.step) == ("checkpoint", "saving", 7)
 
 
 def test_an_unwritable_run_directory_does_not_matter(tmp_path):

@@ -107,7 +107,7 @@ def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     manifest = json.loads((tmp_path / "d.json").read_text())
     manifest["files"][".bin"] |= entry
     (tmp_path / "d.json").write_bytes(manifest_bytes(manifest))
-    with pytest.raises(DataError, match="does not hold the checksums of both files"):
+    with pytest.raises(DataError, match=r"d\.json (says files\.\.bin\.|does not hold the checksums of all)"):
         IndexedDataset(tmp_path / "d")
 
 

@@ -34,6 +34,14 @@ def test_a_failed_write_leaves_the_old_file(error, tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_that_someone_planted_is_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "vocab.txt.partial").symlink_to(tmp_path / "theirs")
+    with pytest.raises(DataError, match="choose another --output"):
+        write_whole(tmp_path / "vocab.txt", b"new", "--output")
+    assert (tmp_path / "theirs").read_text() == "theirs" and not (tmp_path / "vocab.txt").exists()
+
+
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     require_writable(tmp_path / "new/deep/file", "--output")

@@ -31,6 +31,16 @@ def test_a_dataset_with_the_same_tokens_and_another_manifest_is_copied_again(tmp
     assert copies[0] != copies[1]
 
 
+def test_another_dataset_under_the_name_of_the_copy_is_refused(tmp_path):
+    build(tmp_path / "d", [[1, 2], [3]])
+    copy = local_copy(tmp_path / "d", tmp_path / "local")
+    build(copy, [[9]])
+    with pytest.raises(
+        DataError, match=r"is not a copy of .*/d, though it has its name; remove it, or choose"
+    ):
+        local_copy(tmp_path / "d", tmp_path / "local")
+
+
 def test_ranks_of_a_node_copy_at_the_same_time(tmp_path):
     build(tmp_path / "d", [[1, 2, 3]] * 1000)
     with multiprocessing.get_context("fork").Pool(4) as pool:

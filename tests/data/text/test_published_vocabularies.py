@@ -232,3 +232,11 @@ def test_the_tokens_of_optimus_are_those_that_a_vocabulary_lacks(tmp_path):
     ids = [size + 1, *tokenizer.encode("the fox"), size + 2]
     assert tokenizer.decode(ids) == "<BOS> the fox<EOS>"
     assert tokenizer.decode(ids, skip_special=True) == "the fox"
+
+
+def test_a_sentencepiece_model_with_a_piece_that_is_no_text_is_refused(tmp_path):
+    path = sentencepiece_model(tmp_path, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    file = next(path.glob("*.model"))
+    file.write_bytes(file.read_bytes().replace(b"<pad>", b"\xff\xfe\xfdd>", 1))
+    with pytest.raises(DataError, match=r"is not a SentencePiece model; give the \.model file"):
+        load(path, "sentencepiece")
