@@ -1,0 +1,304 @@
+"""The bugs that support/planted.py plants: what is replaced by what, and the tests that should notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One bug."""
+
+    name: str
+    file: str
+    old: str  # occurs once in the file
+    new: str
+    tests: tuple[str, ...]  # what pytest is called with
+    shipped: str = ""  # a report of it in another project: owner/repository#number
+
+
+PARITY = "tests/train/test_parity.py::test_layouts_equal_one_process"
+FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
+HALF = "tests/train/test_parity.py::test_stages_of_zero_agree_in_half_precision"
+SAME_SAMPLES = "tests/train/test_trainer.py::test_another_number_of_ranks_sees_the_same_samples"
+EPOCHS = "tests/data/samples/test_mixture.py::test_each_epoch_visits_every_window_once_in_another_order"
+VIEWS = "tests/model/test_attention_layout.py::test_views_are_those_of_the_rule"
+RECIPES = "tests/data/objectives/test_recipes.py"
+HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
+SHARDED = "megatron_lite/train/sharded.py"
+TENSOR = "megatron_lite/model/tensor_parallel.py"
+ENGINE = "megatron_lite/train/engine.py"
+TRAINER = "megatron_lite/train/trainer.py"
+WRITE = "data_utils/objectives/blank_infilling/write.py"
+
+GRADIENTS = (
+    Plant(
+        "gradient of replicated parameters not summed under tensor parallelism",
+        TENSOR,
+        "grad_hidden, summing = grad_whole, start_sum(grad_whole, group)",
+        "grad_hidden, summing = grad_whole, None",
+        (f"{PARITY}[2x1x1]",),
+    ),
+    Plant(
+        "gradient of the norms not summed under sequence parallelism",
+        TENSOR,
+        "= self.sequence_parallel and not self.sums_at_once",
+        "= False",
+        (f"{PARITY}[2x1x2]",),
+        "EleutherAI/gpt-neox#1257",
+    ),
+    Plant(
+        "the same at ZeRO 3",
+        TENSOR,
+        "if self.sequence_parallel and self.sums_at_once",
+        "if False",
+        (f"{PARITY}[2x1x1]",),
+    ),
+    Plant(
+        "gradient of the final norm differs on tensor-parallel ranks under sequence parallelism",
+        "megatron_lite/model/heads.py",
+        "hidden = gather_tokens(hidden, self.parallel.group)\n        rows",
+        "rows_of_all = gather_tokens(hidden, self.parallel.group)\n"
+        "            own = rows_of_all * 0\n"
+        "            own[self.parallel.group.rank :: self.parallel.group.size] = 1\n"
+        "            hidden = rows_of_all * own + (rows_of_all * (1 - own)).detach()\n        rows",
+        (f"{PARITY}[2x1x1]",),
+        "NVIDIA/Megatron-LM#1446",
+    ),
+    Plant(
+        "ZeRO 2 reduces a block that runs twice after its first use",
+        ENGINE,
+        "        if self._config.model.share_layers:\n            return\n",
+        "",
+        (f"{HEADS}[2-parallel4-True]",),
+        "deepspeedai/DeepSpeed#8224",
+    ),
+    Plant(
+        "tied embedding of the last pipeline stage not synchronised",
+        ENGINE,
+        "summed_over = self.context.pipeline_ends()",
+        "summed_over = None",
+        (f"{PARITY}[1x2x1]",),
+    ),
+    Plant(
+        "gradients of the step before not zeroed",
+        SHARDED,
+        "self.begun: set[nn.Parameter] = set()  # which have",
+        'self.begun: set[nn.Parameter] = getattr(self, "begun", set())  # which have',
+        (f"{PARITY}[1x1x1]",),
+    ),
+    Plant(
+        "bf16 gradients summed in bf16",
+        SHARDED,
+        "self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)",
+        "self.summed = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)",
+        (f"{HALF}[bf16]",),
+        "deepspeedai/DeepSpeed#1800",
+    ),
+    Plant(
+        "clipping by the norm of each rank's own part",
+        SHARDED,
+        "norm = self._context.sum(total).sqrt().float() / scale",
+        "norm = total.sqrt().float() / scale",
+        (f"{PARITY}[1x1x2]",),
+        "areal-project/AReaL#312",
+    ),
+    Plant(
+        "gradient norm counts replicated parameters on every rank",
+        ENGINE,
+        "counts=(is_split or tp.rank == 0) and not",
+        "counts=not",
+        (f"{PARITY}[2x1x1]",),
+    ),
+    Plant(
+        "gradient norm counts the tied embedding twice",
+        ENGINE,
+        "counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name)",
+        "counts=is_split or tp.rank == 0",
+        (f"{PARITY}[1x2x1]",),
+    ),
+    Plant(
+        "loss of fp16 not scaled up, but its gradients scaled down",
+        SHARDED,
+        '        """What each micro-batch\'s share of the loss is multiplied by before its backward pass."""\n'
+        "        return float(self.loss_scaler.cur_scale)",
+        '        """What each micro-batch\'s share of the loss is multiplied by before its backward pass."""\n'
+        "        return 1.0",
+        (f"{FURTHER}[1x1x2-zero1-none-accumulation4-fp16]",),
+    ),
+    Plant(
+        "gradients of fp16 clipped before they are scaled down",
+        SHARDED,
+        "norm = self._context.sum(total).sqrt().float() / scale",
+        "norm = self._context.sum(total).sqrt().float()",
+        (f"{FURTHER}[1x1x2-zero1-none-accumulation4-fp16]",),
+    ),
+    Plant(
+        "gradients of pipeline stages divided by the micro-batches once too often",
+        "megatron_lite/train/pipeline.py",
+        "scale = len(micro_batches) * self._zero.loss_factor",
+        "scale = self._zero.loss_factor",
+        (f"{FURTHER}[1x2x1-zero1-full-accumulation4-dropout]",),
+    ),
+)
+
+LOSSES = (
+    Plant(
+        "loss divided by each micro-batch's own tokens",
+        "megatron_lite/train/loss_shares.py",
+        "        if self._is_global:\n            return 1.0 / max(loss_weight, 1.0)\n",
+        "",
+        (SAME_SAMPLES,),
+        "PrimeIntellect-ai/prime-rl#583",
+    ),
+    Plant(
+        "cross entropy counts the padding rows of the vocabulary",
+        "megatron_lite/model/heads.py",
+        "    real = logits[:, :valid]\n    log_sums",
+        "    real = logits\n    log_sums",
+        ("tests/model/test_cross_entropy.py",),
+    ),
+    Plant(
+        "labels of causal language modelling one place late",
+        "data_utils/objectives/causal.py",
+        "predict_range(row, used, end, text, start)",
+        "predict_range(row, used, end - 1, text, start + 1)",
+        (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
+        "huggingface/transformers#47394",
+    ),
+    Plant(
+        "weight decay on norms",
+        ENGINE,
+        'no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)',
+        'no_decay = name.endswith("bias") or is_idle(name, config)',
+        ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
+    ),
+    Plant(
+        "weight decay on biases",
+        ENGINE,
+        'no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)',
+        'no_decay = "layernorm" in name or is_idle(name, config)',
+        ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
+    ),
+    Plant(
+        "schedule of the learning rate advanced twice a step",
+        TRAINER,
+        "        lr = self._learning_rate(step)\n",
+        "        lr = self._learning_rate(2 * step)\n",
+        ("tests/train/test_events.py::test_the_changes_reach_model_and_optimizer",),
+        "huggingface/accelerate#2926",
+    ),
+)
+
+DROPOUT = (
+    Plant(
+        "dropout of hidden states different on tensor-parallel ranks",
+        "megatron_lite/model/model_input.py",
+        "keys = token_keys(dropout_seed, batch.samples,",
+        "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
+        (f"{FURTHER}[2x1x1-zero2-none-accumulation4-dropout-post-norm]",),
+        "NVIDIA/Megatron-LM#206",
+    ),
+)
+
+SAMPLES = (
+    Plant(
+        "all data-parallel ranks take the same samples",
+        "data_utils/samples/mixture.py",
+        "return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]",
+        "return samples.reshape(-1, dp_size, micro_batch_size)[:, 0]",
+        ("tests/data/samples/test_mixture.py::test_ranks_and_micro_batches_share_the_step_exactly",),
+    ),
+    Plant(
+        "every epoch in the same order",
+        "data_utils/samples/sampler.py",
+        "key = derive_key(seed, corpus + 1, epochs[i])",
+        "key = derive_key(seed, corpus + 1, 0)",
+        (EPOCHS,),
+    ),
+    Plant(
+        "a window repeated where an epoch begins",
+        "data_utils/samples/sampler.py",
+        "windows[i] = permute(ordinal % num_windows[corpus], num_windows[corpus], key)",
+        "place = max(ordinal % num_windows[corpus], 1)\n"
+        "        windows[i] = permute(min(place, num_windows[corpus] - 1), num_windows[corpus], key)",
+        (EPOCHS,),
+    ),
+    Plant(
+        "the last window of an epoch skipped",
+        "data_utils/samples/sampler.py",
+        "self.num_windows = -(-cost // window_length)",
+        "self.num_windows = max(1, cost // window_length)",
+        ("tests/data/samples/test_sampler.py::test_windows_cover_every_token_once",),
+    ),
+    Plant(
+        "the order of blocks repeats after the first",
+        "data_utils/samples/sampler.py",
+        "ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
+        "ordinal = ranks_of_places[place]",
+        ("tests/data/samples/test_mixture.py",),
+    ),
+)
+
+ROWS = (
+    Plant(
+        "a token sees the one after it",
+        "megatron_lite/model/batch.py",
+        "seen = time <= bound",
+        "seen = time <= bound + 1",
+        (VIEWS,),
+    ),
+    Plant(
+        "the query stream sees the token that it predicts",
+        "megatron_lite/model/batch.py",
+        "query_bound=np.where(step >= 0, step, -step - 1)",
+        "query_bound=np.where(step >= 0, step, -step)",
+        (VIEWS,),
+    ),
+    Plant(
+        "attention across the documents of a row",
+        "megatron_lite/model/batch.py",
+        "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
+        "document = rows // doc.shape[1]",
+        (VIEWS,),
+        "axolotl-ai-cloud/axolotl#3796",
+    ),
+    Plant(
+        "positions not begun anew in each document of a row",
+        "data_utils/objectives/causal.py",
+        "count_up(row, POSITION_IDS, used, end, 0)",
+        "count_up(row, POSITION_IDS, used, end, used)",
+        (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
+        "huggingface/nanoVLM#204",
+    ),
+    Plant(
+        "positions begin with 1",
+        "data_utils/objectives/causal.py",
+        "count_up(row, POSITION_IDS, used, end, 0)",
+        "count_up(row, POSITION_IDS, used, end, 1)",
+        (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
+    ),
+    Plant(
+        "positions within a span begin with 0",
+        WRITE,
+        "count_up(row, BLOCK_POSITION_IDS, at, end, 1)",
+        "count_up(row, BLOCK_POSITION_IDS, at, end, 0)",
+        ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
+    ),
+    Plant(
+        "positions within spans count on from span to span",
+        WRITE,
+        "count_up(row, BLOCK_POSITION_IDS, at, end, 1)",
+        "count_up(row, BLOCK_POSITION_IDS, at, end, at - part_b + 1)",
+        ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
+    ),
+    Plant(
+        "position of a span is that of the token after its mask",
+        WRITE,
+        "w[MASK_AT, i] = at - used\n",
+        "w[MASK_AT, i] = at - used + 1\n",
+        ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
+    ),
+)
+
+PLANTS = (*GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS)

@@ -1,0 +1,96 @@
+"""The tests catch bugs: every planted one still applies; `-m slow` runs the tests against all (support/planted.py)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support import planted
+from support.plants import PLANTS, Plant
+from support.project import ROOT
+
+from data_utils.base.errors import ConfigError
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_a_bug_still_applies(plant):
+    """Its text occurs once, and the functions of its tests exist."""
+    text = (ROOT / plant.file).read_text(encoding="utf-8")
+    assert planted.planted_text(plant, text) != text
+    for test in plant.tests:
+        file, _, function = test.split("[")[0].partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not function or f"\ndef {function}(" in source, test
+    assert re.fullmatch(r"([\w.-]+/[\w.-]+#\d+)?", plant.shipped)
+
+
+def test_the_page_lists_every_bug_as_caught():
+    """After a change of the bugs: python tests/support/planted.py --output docs/planted_bugs.md"""
+    page = (ROOT / "docs/planted_bugs.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if "| `" in line]
+    assert [row[1:3] for row in rows] == [[plant.name, f"`{plant.file}`"] for plant in PLANTS]
+    assert all(row[4].startswith("yes, by `test_") for row in rows)
+
+
+SMALL = Plant("sums are differences", "sums.py", "a + b", "a - b", ("test_sums.py",))
+TESTS = """import sums
+
+def test_one():
+    assert sums.sum_of(1, 2) == 3
+
+def test_zero():
+    assert sums.sum_of(1, 0) == 1
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "sums.py").write_text("def sum_of(a, b):\n    return a + b\n")
+    (tmp_path / "test_sums.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_a_bug_is_caught_or_not_and_leaves_nothing(project):
+    """By the test that notices it; the file is as before, with its time, which numba's cache depends on."""
+    before = (project / "sums.py").stat()
+    assert planted.try_plant(SMALL, project).caught_by == "test_sums.py::test_one"
+    blind = Plant(**{**vars(SMALL), "tests": ("test_sums.py::test_zero",)})
+    assert planted.try_plant(blind, project).caught_by is None
+    after = (project / "sums.py").stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+    assert "a + b" in (project / "sums.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"old": "a * b"}, "has the text to be replaced 0 times"),
+        ({"old": "a"}, "times"),
+        ({"new": "a - c"}, "did not fail"),
+        ({"new": "a -"}, "did not fail"),
+        ({"tests": ("test_sums.py::test_absent",)}, "did not fail"),
+    ],
+)
+def test_a_bug_that_proves_nothing_is_an_error(project, change, message):
+    """Its text is not there, the copy cannot be imported, or the test does not exist."""
+    with pytest.raises(planted.PlantError, match=message):
+        planted.try_plant(Plant(**{**vars(SMALL), **change}), project)
+
+
+def test_tests_that_fail_anyway_catch_nothing(project):
+    (project / "test_sums.py").write_text("def test_one():\n    assert False\n")
+    with pytest.raises(planted.PlantError, match="tests fail without a bug"):
+        planted.require_clean(project, [SMALL])
+
+
+def test_the_command_refuses_at_once_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="--only a bug is not known"):
+        planted.main(["--only", "a bug"])
+    with pytest.raises(ConfigError, match="does not exist"):
+        planted.main(["--output", "absent/page.md"])
+
+
+@pytest.mark.slow
+def test_every_bug_is_caught():
+    missed = [result.plant.name for result in planted.results_of(PLANTS) if result.caught_by is None]
+    assert missed == []
