@@ -31,6 +31,7 @@ from megatron_lite.hf.published_proof import compare_published
 from megatron_lite.hf.published_runs import trained_layout, write_published
 from megatron_lite.hf.recipe import FORMAT, recipe_of, tokenizer_options
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
+from megatron_lite.hf.tokenizer_proof import prove_exported
 from megatron_lite.hf.weights import (
     DTYPES,
     PADDING_ROWS,
@@ -289,6 +290,7 @@ def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
 
 
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:
+    prove_exported(run.tokenizer, directory)
     dtype = DTYPES[options.dtype]
     model = load_model(run.checkpoint, run.config.model, lambda weight: weight.to(dtype).float())
     layout = trained_layout(run)

@@ -55,6 +55,7 @@ from megatron_lite.hf.published_runs import (
 )
 from megatron_lite.hf.published_tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.hf.recipe import Recorded
+from megatron_lite.hf.tokenizer_proof import prove_exported
 from megatron_lite.hf.weights import (
     DTYPES,
     METADATA,
@@ -292,6 +293,8 @@ def prove(run: OpenRun, directory: Path, dtype: str, tolerance: float, what: str
     matrices = open_safetensors(directory / MATRICES)
     latent = {name: matrices.read(name).float() for name in matrices.shapes}
     generator = torch.Generator().manual_seed(0)
+    prove_exported(run.tokenizer, directory / "encoder")
+    prove_exported(run.decoder_tokenizer or run.tokenizer, directory / "decoder")
     result = _compare_posteriors(ours, directory / "encoder", latent, generator, tolerance)
     result = result.joined(_compare_logits(ours, directory / "decoder", latent, generator, tolerance))
     result.require(tolerance, what)

@@ -117,11 +117,11 @@ def _config(
     model = tree.get("model")
     given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
     rows = source.settings["vocab_size"]
-    tokenizer = dict(tree.get("tokenizer") or {})
+    tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
     brought = "path" not in tokenizer
     if brought:
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
-    tokenizer = {"added_tokens": "none", "vocab_size": rows, **tokenizer}
+    tokenizer = {"vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
@@ -283,6 +283,6 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     present = {name: i for name, i in ids.items() if i is not None}
-    write_tokenizer(directory, stack.tokenizer, present, kept)
+    write_tokenizer(directory, stack.tokenizer, present, kept, config.system)
     write_generation_config(directory, described, system, stack.layout, is_kept=kept.exists())
     return class_name, extra_file if extra else None

@@ -6,6 +6,7 @@ with the fingerprint its corpora were built with.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> N
         )
     else:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        exported = GLMTokenizerFast(tokenizer_object=_visible_backend(tokenizer), **options)
+        exported = GLMTokenizerFast(tokenizer_object=_glm_backend(tokenizer), **options)
     exported.save_pretrained(directory)
 
 
@@ -100,17 +101,9 @@ def _special_ids(tokenizer: Tokenizer) -> set[int]:
     return set(asdict(tokenizer.special).values())
 
 
-def _visible_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
+def _glm_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
     """The training tokenizer, changed to find special tokens in texts and to put [CLS] and eos around them."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str().replace(HIDDEN, ""))
-    ids = sorted(_special_ids(tokenizer))
-    backend.add_special_tokens([special_token(tokenizer.special_names[i]) for i in ids])
-    for i in ids:
-        name = tokenizer.special_names[i]
-        if backend.token_to_id(name) != i:
-            raise DataError(
-                f"{tokenizer.config.path}: {name!r} has id {i} but would load as {backend.token_to_id(name)}."
-            )
+    backend = visible_backend(tokenizer, {i: tokenizer.special_names[i] for i in _special_ids(tokenizer)})
     special = tokenizer.special
     cls, eos = tokenizer.special_names[special.cls], tokenizer.special_names[special.eos]
     backend.post_processor = processors.TemplateProcessing(
@@ -118,4 +111,16 @@ def _visible_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
         pair=[cls, "$A", "$B", eos],
         special_tokens=[(cls, special.cls), (eos, special.eos)],
     )
+    return backend
+
+
+def visible_backend(tokenizer: HuggingFaceTokenizer, names: Mapping[int, str]) -> tokenizers.Tokenizer:
+    """The training tokenizer, changed to find special tokens in texts. Args: names: theirs by id."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str().replace(HIDDEN, ""))
+    backend.add_special_tokens([special_token(name) for _, name in sorted(names.items())])
+    for i, name in names.items():
+        if backend.token_to_id(name) != i:
+            raise DataError(
+                f"{tokenizer.config.path}: {name!r} has id {i} but would load as {backend.token_to_id(name)}."
+            )
     return backend

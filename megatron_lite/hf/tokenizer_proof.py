@@ -108,13 +108,24 @@ def tokenizer_proof(tokenizer: Tokenizer, directory: Path, more: Sequence[str] =
     return compare(tokenizer, load_theirs(directory), more)
 
 
+def prove_exported(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
+    """Compare a run's tokenizer with that of its export, loaded in its own right. Raises: CheckpointError."""
+    result = tokenizer_proof(tokenizer, directory)
+    result.require(
+        f"tokenizer.kind {tokenizer.config.kind}",
+        "the class of this system has no such tokenizer; --no-verify exports the model with it all the same.",
+    )
+    return result
+
+
 def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str] = ()) -> TokenizerProof:
     """`tokenizer_proof` with a tokenizer of transformers that is loaded already."""
     texts = [*awkward_texts(theirs), *more]
-    found = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    found = encoded(theirs, texts, add_special_tokens=False, split_special_tokens=True)
     normalizer = theirs.backend_tokenizer.normalizer
     normalised: Callable[[str], str] = str if normalizer is None else normalizer.normalize_str
-    special = {i: str(token) for i, token in theirs.added_tokens_decoder.items() if token.special}
+    special = dict(tokenizer.special_names)
+    special |= {i: str(token) for i, token in theirs.added_tokens_decoder.items() if token.special}
     spelled, differing, difference = 0, 0, None
     for text, expected in zip(texts, found, strict=True):
         actual = tokenizer.encode(text)
@@ -130,6 +141,19 @@ def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str]
         if difference is None:
             difference = _described(text, actual, expected)
     return TokenizerProof(type(theirs).__name__, len(texts), spelled, differing, difference)
+
+
+def encoded(theirs: TokenizersBackend, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    """The ids of texts by a tokenizer of transformers. Raises: CheckpointError if it cannot be used."""
+    try:
+        return theirs(list(texts), verbose=False, **options)["input_ids"]
+    except (
+        Exception
+    ) as error:  # the library raises plain Exception, such as for a vocabulary without its [UNK]
+        raise CheckpointError(
+            f"{type(theirs).__name__} cannot encode texts by these files ({shorten(str(error), 200)}); check that they "
+            "belong together."
+        ) from None
 
 
 def _described(text: str, actual: Sequence[int], expected: Sequence[int]) -> str:
