@@ -100,7 +100,7 @@ def test_they_hold_what_metrics_jsonl_holds_and_a_resumed_run_is_the_same_run(co
     run_ranks(fit, 1, tree)
     records = expected(run)
     assert len(records) > 100 and {kind.partition("/")[0] for kind, _ in records} == {
-        "start", "train", "validation", "gradient_norms",
+        "start", "train", "validation", "checkpoint", "gradient_norms",
     }  # fmt: skip
     sent, ids = in_wandb(run)
     assert sent == records and len(ids) == 2 and len(set(ids)) == 1
