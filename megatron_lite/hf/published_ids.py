@@ -39,6 +39,8 @@ def special_ids(
             "one of its own can be exported."
         )
     ids = {field: None if role in lacking else getattr(special, role) for field, role in roles.items()}
+    if special.pad == special.unk and not system.is_encoder_decoder:
+        ids["pad_token_id"] = None  # without a mask `generate` would take unknown words for padding
     return dict.fromkeys(system.unused_ids) | ids
 
 

@@ -196,3 +196,10 @@ def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
             1e-4,
             "the export",
         )
+
+
+def test_unknown_words_are_no_padding(found):
+    """GPT's vocabulary has no padding, for which another id stands."""
+    root, cases = found
+    described = json.loads((root / cases["gpt"][0]["directory"] / "config.json").read_text())
+    assert described["pad_token_id"] is described["eos_token_id"] is None
