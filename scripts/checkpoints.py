@@ -30,6 +30,7 @@ from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError,
 from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform
 from megatron_lite.train.lease import held
+from megatron_lite.train.metrics import record_rewind
 from megatron_lite.train.run_state import state_of
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
@@ -116,6 +117,8 @@ def rewind(run: Path, step: int) -> None:
         state_of(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run / "checkpoints", step)
+            # Also if nothing moved: a call before may have been killed between the two.
+            record_rewind(run, step)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}; get permission to move it.") from None
     if aside is None:

@@ -23,7 +23,7 @@ BUFFERED = 1024  # values of a curve that are taken in together
 MAX_CURVES = 64  # of a kind of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
-KINDS = ("train", "validation")  # whose numbers are curves
+KINDS = ("train", "validation", "scores")  # whose numbers are curves; scores are those of a task
 NO_CURVES = ("kind", "step", "time")
 
 
@@ -117,6 +117,7 @@ class Records:
     last_train: dict[str, Any] = field(default_factory=dict)
     first_time: float | None = None
     last_time: float | None = None
+    seconds: float = 0.0  # from each start to its last record, without the time between
     last_step: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -130,6 +131,8 @@ class Records:
         self.last_step = max(self.last_step, step)
         if isinstance(time, (int, float)) and math.isfinite(time):
             self.first_time = time if self.first_time is None else self.first_time
+            if kind != "start" and self.last_time is not None:
+                self.seconds += max(0.0, time - self.last_time)
             self.last_time = time
         if kind in KINDS:
             self._add_numbers(kind, record)

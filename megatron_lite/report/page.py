@@ -17,7 +17,7 @@ from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, joined, table
 from megatron_lite.report.run import RunReport, flat
 from megatron_lite.report.style import STYLE
-from megatron_lite.train.words import format_count
+from megatron_lite.train.words import format_count, format_duration
 
 MAX_RUNS = 8  # as many as there are colours
 MAX_TEXT = 400  # characters of a value
@@ -45,6 +45,9 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_section("Overview", _overview(runs)),
         _legend(runs),
         *_section(f"Losses, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
+        *_section(
+            "Scores", *_charts(_score_charts(runs)), *(part for run in runs for part in _scores(run, runs))
+        ),
         *_section("Latent space", *_charts(_latent_charts(runs))),
         *_section("Optimization", *_charts(_optimization_charts(runs))),
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
@@ -111,15 +114,22 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
             yield kind, f"{curve.last.value:.4f}, lowest {curve.least.value:.4f} at step {curve.least.step:,}"
     if (curve := records.curve("validation", "perplexity")) is not None:
         yield "perplexity", f"{curve.last.value:.4g}"
+    if (curve := records.curve("scores", "score")) is not None:
+        yield (
+            "score",
+            f"{curve.last.value:.4f}, best {curve.greatest.value:.4f} at step {curve.greatest.step:,}",
+        )
+    counted, at = _counted(run)
     for name, key in (("tokens trained on", "consumed_tokens"), ("samples", "consumed_samples")):
-        if isinstance(value := records.last_train.get(key), int):
-            yield name, f"{value:,}"
+        if isinstance(value := counted.get(key), int):
+            yield name, f"{value:,}" + ("" if at == records.last_step else f" at step {at:,}")
     if (curve := records.curve("train", "tokens_per_second")) is not None:
         yield "tokens/s, mean", format_count(curve.mean)
     if (share := _share(run)) is not None:
         yield share
     if records.first_time is not None:
         yield "first and last record", f"{utc(records.first_time)} to {utc(records.last_time)}"
+        yield "time between them, without pauses", format_duration(records.seconds)
     yield "restarts", f"{max(records.num_starts - 1, int_or_0(run.state.get('restarts'))):,}"
     yield "steps skipped (not finite)", f"{int_or_0(records.last_train.get('skipped_steps')):,}"
     for name in ("parameters", "processes"):
@@ -128,6 +138,13 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
     for name in ("layout", "device", "program"):
         if name in start:
             yield name, shorten(_brief(str(start[name])), MAX_TEXT)
+
+
+def _counted(run: RunReport) -> tuple[dict[str, Any], int]:
+    """What says how much was consumed, the last record or the newest checkpoint, and its step."""
+    recorded = run.records.last_train, int_or_0(run.records.last_train.get("step"))
+    saved = run.state, run.checkpoints[0].step if run.checkpoints else 0
+    return saved if run.state and recorded[1] < saved[1] <= run.records.last_step else recorded
 
 
 def _brief(text: str) -> str:
@@ -140,16 +157,15 @@ def int_or_0(value: Any) -> int:
 
 
 def _share(run: RunReport) -> tuple[str, str] | None:
-    """The mean share of the rate that the run is compared with."""
-    rate, machine = (run.records.curve("train", name) for name in ("tflops_per_device", "machine_tflops"))
-    if rate is not None and machine is not None and machine.last.value > 0:
-        share = rate.mean / machine.last.value
+    """The mean share of the rate that the run is compared with, as its curve shows it."""
+    share, machine = (run.records.curve("train", name) for name in ("machine_share", "machine_tflops"))
+    if share is not None and machine is not None:
         return (
             "share of the machine's rate, mean",
-            f"{share:.1%} of {machine.last.value:.3g} TFLOP/s per rank, measured",
+            f"{_percent(share.mean)}; the rate, measured during the run, is {machine.last.value:.3g} TFLOP/s per rank",
         )
     mfu = run.records.curve("train", "mfu")
-    return None if mfu is None else ("MFU, mean", f"{mfu.mean:.1%}")
+    return None if mfu is None else ("MFU, mean", _percent(mfu.mean))
 
 
 # Curves
@@ -211,6 +227,15 @@ def _loss_unit(runs: Sequence[RunReport]) -> str:
     return "token (with a latent vector: per sentence)" if any(of_sentences) else "token"
 
 
+def _score_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    """Metrics of a task's validation, the score that chooses the best checkpoint first."""
+    names = dict.fromkeys(["score", *(name for run in runs for name in run.records.curves["scores"])])
+    return [
+        Chart(shorten(name, 60), _lines(runs, "scores", name), "{:.4g}".format, (), _restarts(runs))
+        for name in names
+    ]
+
+
 def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Of runs of the objective optimus."""
     measured = (("mutual information, nats", "mutual_information"), ("active units", "active_units"))
@@ -255,6 +280,23 @@ def _percent(value: float) -> str:
 
 
 # Tables of each run
+
+
+def _scores(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    """A column for each model or file that was measured, a row for each figure."""
+    if not run.scores:
+        return
+    yield from _heading(run, runs)
+    names = dict.fromkeys(name for figures in run.scores.values() for name in figures)
+    rows: list[list[object]] = [
+        [shorten(name, 60), *(_figure(figures.get(name)) for figures in run.scores.values())]
+        for name in names
+    ]
+    yield table(["", *(shorten(name, 60) for name in run.scores)], rows, "numbers")
+
+
+def _figure(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4g}"
 
 
 def _fillings(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:

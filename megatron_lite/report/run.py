@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from data_utils.base.errors import DataError, UserError
 from data_utils.base.files import require_directory
-from data_utils.base.setting_files import load_json, load_yaml
+from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.base.setting_files import MAX_BYTES, load_json, load_yaml
 from data_utils.base.settings import build, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
 from megatron_lite.config.tree import Config
@@ -24,6 +27,19 @@ from megatron_lite.train.metrics import FILE
 from megatron_lite.train.run_state import MEANINGS, state_of
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
+# Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
+SCORES, RESULTS = "scores.json", "results.json"
+_Figures = dict[str, float | int | None]
+
+
+class _OfFile(TypedDict):
+    metrics: _Figures
+
+
+class _Results(TypedDict):
+    files: dict[str, _OfFile]
+
+
 REQUIRED = {  # settings without a default
     "model": ("num_layers", "hidden_size", "num_attention_heads"),
     "training": ("steps",),
@@ -52,6 +68,7 @@ class RunReport:
     num_checkpoints: int = 0
     state: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
     unigram: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # what was measured -> figure -> value
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -75,6 +92,7 @@ def read_run(path: Path) -> RunReport:
     _read_checkpoints(run)
     try:
         run.unigram = read_unigram(path)
+        run.scores = read_scores(path)
     except DataError as error:
         run.notes.append(str(error))
     return run
@@ -147,6 +165,27 @@ def read_unigram(run: Path) -> dict[str, float]:
         raise DataError(
             f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
         ) from None
+
+
+def read_scores(run: Path) -> dict[str, dict[str, float]]:
+    """Figures by what they are of: models beside each other in scores.json, files of a task in results.json.
+
+    Raises DataError for a damaged file.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in (SCORES, RESULTS):
+        path = run / name
+        if not path.exists():
+            continue
+        try:
+            tree = parse_json(read_bounded(path, MAX_BYTES))
+            tables = (
+                conform(tree, _Results)["files"] if name == RESULTS else conform(tree, dict[str, _Figures])
+            )
+        except (ValueError, OSError) as error:
+            raise DataError(f"{path} {error}; write it again, or remove it.") from None
+        found |= {of: figures["metrics"] if name == RESULTS else figures for of, figures in tables.items()}
+    return found
 
 
 def flat(tree: Any, path: str = "") -> dict[str, str]:

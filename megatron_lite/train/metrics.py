@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 FILE = "metrics.jsonl"
 SAVED = "checkpoint"  # the kind of the record that each save makes
 MAX_LINE_BYTES = 1 << 16  # of a record
+BEGINNINGS = ("start", "rewind")  # kinds of records that make those of later steps before them void
 _MOST_BYTES = 1 << 24  # of a line that is read
 
 
@@ -37,6 +38,14 @@ def keep_aside(directory: Path) -> None:
             kept = directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
             old.rename(kept)
             log.warning("no checkpoint to continue from; the records of an earlier start are in %s", kept)
+
+
+def record_rewind(directory: Path, step: int) -> None:
+    """Record that the run goes on after `step`: its records of later steps are void for every reader."""
+    if (directory / FILE).exists():
+        metrics = Metrics(directory, enabled=True, tensorboard=False)
+        metrics.write("rewind", step, {})
+        metrics.close("FINISHED")
 
 
 class Metrics:
@@ -223,9 +232,9 @@ def _voids(path: Path) -> list[tuple[int, int]]:
             continue
         kind, step = record["kind"], record["step"]
         # Without a record of its start, as in files of earlier versions, a restart shows by a step that comes again.
-        if kind == "start" or (kind == "train" and step <= last):
-            found.append((number, step + (kind == "start")))
-        if kind in ("start", "train"):
+        if kind in BEGINNINGS or (kind == "train" and step <= last):
+            found.append((number, step + (kind in BEGINNINGS)))
+        if kind in (*BEGINNINGS, "train"):
             last = step
     least = math.inf
     effective = []

@@ -1,6 +1,7 @@
 """The page as text: what it says of a run, and what it says when parts of a run are missing."""
 
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -12,8 +13,10 @@ from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted,
 from data_utils.base.errors import ConfigError, DataError
 from megatron_lite.report.charts import linear_scale, logarithmic_scale
 from megatron_lite.report.html import element, escaped
-from megatron_lite.report.page import page
+from megatron_lite.report.page import _facts, page
 from megatron_lite.report.run import read_run
+from megatron_lite.train.metrics import read_metrics
+from scripts import checkpoints
 from scripts.report import main
 
 
@@ -193,3 +196,79 @@ def test_scales_have_round_ticks_and_hold_their_values():
     assert linear_scale(5.1, 6.9).ticks == (5.0, 5.5, 6.0, 6.5, 7.0)
     scale = logarithmic_scale(0.3, 92)
     assert scale.ticks == (0.1, 1.0, 10.0, 100.0) and scale.place(10.0) == pytest.approx(2 / 3)
+
+
+def shown(run, name):
+    """A row of the overview."""
+    facts = dict(_facts(read_run(run)))
+    return facts.get(name)
+
+
+def test_figures_are_of_the_step_they_are_shown_with(tmp_path):
+    """The last record of a step may be older than the last one of all, as an evaluation's."""
+    records = [
+        train(80, consumed_tokens=8000),
+        {"kind": "validation", "step": 90, "time": 1.7e9, "loss": 5.0},
+    ]
+    run = write_records(tmp_path / "run", records)
+    assert shown(run, "trained") == "step 90" and shown(run, "tokens trained on") == "8,000 at step 80"
+    write_records(run, [train(80, consumed_tokens=8000), train(90, consumed_tokens=9000)])
+    assert shown(run, "tokens trained on") == "9,000"
+
+
+def test_a_rewound_run_is_at_its_step(real_run, tmp_path, capsys):
+    """Before and after it is started again, and also for the other readers of its records."""
+    run = tmp_path / "run"
+    shutil.copytree(real_run, run)
+    assert shown(run, "trained") == "step 6 of 6"
+    for _ in range(2):  # the second call finds nothing to move
+        checkpoints.rewind(run, 3)
+    assert shown(run, "trained") == "step 3 of 6" and read_metrics(run)[-1]["step"] == 3
+    assert max(record["step"] for record in read_metrics(run) if record["kind"] == "train") <= 3
+    capsys.readouterr()
+
+
+def test_the_share_is_that_of_its_curve(tmp_path):
+    """The machine's rate is measured again during the run, so shares of the last one would be others."""
+    records = [
+        train(1, tflops_per_device=0.1, machine_share=0.4, machine_tflops=0.25),
+        train(2, tflops_per_device=0.1, machine_share=0.2, machine_tflops=0.5),
+    ]
+    found = shown(write_records(tmp_path / "run", records), "share of the machine's rate, mean")
+    assert found == "30 %; the rate, measured during the run, is 0.5 TFLOP/s per rank"
+
+
+def test_time_without_pauses(tmp_path):
+    def start(step, time):
+        return {"kind": "start", "step": step, "time": time}
+
+    records = [start(0, 100), train(1, time=160), train(2, time=220), start(2, 9000), train(3, time=9060)]
+    run = write_records(tmp_path / "run", records)
+    assert shown(run, "time between them, without pauses") == "3m00s"
+
+
+def test_scores_are_shown(tmp_path):
+    records = [
+        {"kind": "scores", "step": s, "time": 1.7e9, "score": s / 10, "accuracy": s / 10} for s in (5, 7, 6)
+    ]
+    run = write_records(tmp_path / "run", [train(1), *sorted(records, key=lambda record: record["step"])])
+    (run / "scores.json").write_text(
+        '{"model": {"exact match": 0.25}, "5-gram": {"exact match": 0.125, "nats": 2.5}}'
+    )
+    (run / "results.json").write_text(
+        '{"seed": 1, "files": {"test.jsonl": {"samples": 2, "metrics": {"f1": 0.5}}}}'
+    )
+    found = read(run)
+    assert "score 0.7000, best 0.7000 at step 7" in found.text and "accuracy" in found.text
+    assert "model 5-gram test.jsonl" in found.text and "exact match 0.25 0.125 -" in found.text
+    assert "nats - 2.5 -" in found.text and "f1 - - 0.5" in found.text
+
+
+@pytest.mark.parametrize("name", ["scores.json", "results.json"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[1]", b'{"files": 3}', b'{"model": {"nats": "x"}}', b'{"files": {"a": {}}}']
+)
+def test_damaged_scores_are_a_note(name, content, tmp_path):
+    run = write_records(tmp_path / "run", [train(1)])
+    (run / name).write_bytes(content)
+    assert f"{name} " in read(run).text and "write it again, or remove it" in read(run).text
