@@ -9,8 +9,11 @@ import data_utils.base.entry  # noqa: F401
 
 # isort: split
 import argparse
+import difflib
 import logging
+import re
 import sys
+import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +27,7 @@ from data_utils.base.settings import describe, to_tree
 from data_utils.samples.extent import extent, extent_if_here, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.config.tree import CheckpointConfig, Config, load_config
+from megatron_lite.config.tree import CheckpointConfig, Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import RunControl
 from megatron_lite.train.finished import nothing_to_do
@@ -38,11 +41,10 @@ log = logging.getLogger(__name__)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="settings (file key or override; type, range, default):\n" + "\n".join(describe(Config)),
-    )
+    parser = ArgumentParser(description=__doc__, add_help=False)
     add = parser.add_argument
+    text = "show these options and the names of all sections; or the settings of one SECTION, or of all"
+    add("-h", "--help", action=_Help, nargs="?", default=argparse.SUPPRESS, metavar="SECTION", help=text)
     add(
         "--config",
         type=expanded_path,
@@ -76,15 +78,46 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+class _Help(argparse.Action):
+    """--help: the options and the sections. --help SECTION: what can be set there, with type, range and default."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
+    ) -> None:
+        settings: dict[str, list[str]] = {}
+        lines = [line for line in describe(Config) if line]
+        for title, text in zip(lines[::2], lines[1::2], strict=True):
+            key = re.split(r"[. ]", title.strip(), maxsplit=1)[0]
+            settings.setdefault(key, []).extend((title, text))
+        if value is None:
+            print(parser.format_help())
+            print(
+                "sections and single settings; --help SECTION explains what is in one, --help all everything:\n"
+            )
+            print(textwrap.fill(", ".join(settings), 110, initial_indent="  ", subsequent_indent="  "))
+        elif value == "all" or value in settings:
+            shown = settings if value == "all" else [value]
+            print("settings (file key or override; type, range, default):")
+            for key in shown:
+                print("", *settings[key], sep="\n")
+        else:
+            nearest = difflib.get_close_matches(value.partition(".")[0], settings, n=1, cutoff=0)[0]
+            raise ConfigError(f"--help {value}: there is no such section; the nearest is {nearest}.")
+        sys.exit(0)
+
+
 def main() -> ExitStatus:
     arguments = parse_arguments()
     config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
+    if arguments.print_config and arguments.dry_run is not None:
+        raise ConfigError("--print-config and --dry-run exclude each other; give one of them.")
     if arguments.print_config:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
+    require_validation(arguments.overrides, config)
     return train(config, arguments.local_rank)
 
 

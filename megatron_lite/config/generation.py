@@ -38,7 +38,7 @@ class GenerationConfig:
     length_penalty_form: str = setting(
         "power", "beam: what is raised to it: power, the length; gnmt, (5 + length) / 6", one_of=PENALTIES
     )
-    seed: int = setting(0, "sample: seed of the draws")
+    seed: int = setting(0, "sample: seed of the draws", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -430,15 +430,43 @@ def load_config(
     tree: dict[str, Any] = {}
     for path in files:
         tree = merge(tree, load_yaml(path))
+    given: dict[str, Any] = {}
     for override in overrides:
-        tree = merge(tree, parse_override(override))
+        given = merge(given, parse_override(override))
+    tree = merge(tree, given)
     if deepspeed_config is not None:
         ours = tree.get("deepspeed", {})
         if isinstance(ours, Mapping):
             tree["deepspeed"] = _joined(
                 load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
             )
-    return build(Config, tree)
+    config = build(Config, tree)
+    _require_chosen(given, config)
+    return config
+
+
+def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
+    """Raise ConfigError for an override of an objective that the run has not. Files may hold several objectives'."""
+    chosen = [choice.name for choice in config.objective_choices]
+    for name in given.keys() & OBJECTIVES.keys():
+        if name not in chosen and config.task is None:
+            raise ConfigError(
+                f"{name} is set, but the run trains {', '.join(chosen)}, which does not read it; set "
+                f"objectives={{{name}: 1}} to train it, or leave the setting out."
+            )
+
+
+def require_validation(overrides: Iterable[str], config: Config) -> None:
+    """Raise ConfigError for an override that concerns evaluations where there are none. Files may say when and how."""
+    if config.data.validation or config.task is not None:
+        return
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.startswith("training.eval_"):
+            raise ConfigError(
+                f"{key} is set, but data.validation is not, so nothing is evaluated; set data.validation, or leave it "
+                "out."
+            )
 
 
 def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]
 
 def test_a_model_option_touches_at_most_three_files(project, settings):
     assert len(documented_changes()) <= 3
-    assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help"))
+    assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help", "model"))
     count, losses = train(project, settings, True)
     default_count, default_losses = train(project, settings, False)
     model = settings["model"]

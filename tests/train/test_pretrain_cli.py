@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import reduce
@@ -25,10 +26,37 @@ BASE = str(ROOT / "configs" / "glm-base.yaml")
 
 
 def test_help_lists_every_setting():
-    result = pretrain("--help")
+    result = pretrain("--help", "all")
     assert result.returncode == 0 and result.stderr == ""
     for name in setting_names(Config):
         assert f"  {name} (" in result.stdout
+
+
+def test_help_fits_a_screen_and_explains_a_section():
+    """More than 600 lines of settings would hide the options."""
+    short = pretrain("--help").stdout
+    assert "--dry-run PROCESSES" in short and short.count("\n") < 45
+    for name in {name.partition(".")[0] for name in setting_names(Config)}:
+        assert re.search(rf"\b{name}\b", short), name
+    found = pretrain("--help", "batch").stdout
+    assert "  batch.micro_batch_size (int" in found and "optimizer." not in found
+    assert_refused(pretrain("--help", "optimiser"), "the nearest is optimizer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--print-config", "--dry-run", "8"], "--print-config and --dry-run exclude each other"),
+        (
+            ["masked_lm.masked_ratio=0.2", "--print-config"],
+            "masked_lm is set, but the run trains blank_infilling",
+        ),
+        (["training.eval_interval=5"], "training.eval_interval is set, but data.validation is not"),
+        (["training.eval_fillings=1"], "training.eval_fillings is set, but data.validation is not"),
+    ],
+)
+def test_what_nothing_would_read_is_refused(arguments, message):
+    assert_refused(pretrain("--config", BASE, "data.train=[{prefix: a}]", *arguments), message)
 
 
 def test_the_printed_configuration_is_the_resolved_one(tmp_path):
