@@ -98,7 +98,10 @@ def inspect(arguments: argparse.Namespace) -> None:
         "contamination",
     ):
         if manifest.get(key):
-            text = str(manifest[key])
+            value = manifest[key]
+            text = (
+                f"{len(value)}, the first {value[0]}" if key == "sources" and len(value) > 1 else str(value)
+            )
             print(f"  {key}: {text if len(text) <= TEXT_CHARACTERS else text[:TEXT_CHARACTERS] + ' ...'}")
     count = min(arguments.documents, len(dataset))
     numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()

@@ -82,7 +82,7 @@ def main() -> None:
     notes = shown.notes or [[]] * len(titles)
     for title, row, more in zip(titles, shown.rows, notes, strict=True):
         print(title)
-        print("\n".join([table(row, shown.spell, shown.spell_decoders), *more]))
+        print("\n".join([table(row, shown.spell, shown.spell_decoders, arguments.lines), *more]))
         seen, _ = masks(row)
         print(f"\nattention of {len(seen)} rows (across: keys){thinned(len(seen))}")
         print(drawing(seen))
@@ -113,12 +113,15 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="sample numbers (default 0)",
     )
+    add("--lines", type=int, default=60, metavar="N", help="tokens shown of a row; 0 = all (default 60)")
     add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if not 0 <= min(arguments.samples) <= max(arguments.samples) < MAX_SAMPLES:
         wrong = next(number for number in arguments.samples if not 0 <= number < MAX_SAMPLES)
         raise ConfigError(f"--samples is {wrong}; it must be 0 or more, and below 2^62.")
+    if arguments.lines < 0:
+        raise ConfigError(f"--lines is {arguments.lines}; it must be 0 or more.")
     if arguments.task and (not arguments.config or arguments.text is not None or arguments.objective):
         raise ConfigError("--task shows a task's own records to one model; give it with --config FILE alone.")
     if not arguments.config and arguments.text is None:
@@ -283,9 +286,15 @@ def role(row: Example, i: int) -> str:
 
 
 def table(
-    row: Example, spell: Callable[[int], str], spell_decoders: Callable[[int], str] | None = None
+    row: Example,
+    spell: Callable[[int], str],
+    spell_decoders: Callable[[int], str] | None = None,
+    most: int = 0,
 ) -> str:
-    """One line per token; the padding at the end as a count. Tokens of an order above 0 are the decoder's."""
+    """One line per token; the padding at the end as a count. Tokens of an order above 0 are the decoder's.
+
+    Args: most: lines of a longer row, half of them of its beginning and half of its end; 0 = all.
+    """
     length = int((row.doc >= 0).sum())
     spells = [spell if order <= 0 else spell_decoders or spell for order in row.ord.tolist()]
     words = [visible(spells[i](token)) for i, token in enumerate(row.tokens[:length].tolist())]
@@ -293,7 +302,12 @@ def table(
         f"{'row':>4} {'token':16} {'role':9} {'target':16} {'pos0':>4} {'pos1':>4} {'seg':>3} {'doc':>3} "
         f"{'ord':>4} {'grp':>3}  objective"
     ]
+    left_out = range(most // 2, length - most // 2) if 0 < most < length else range(0)
     for i in range(length):
+        if i in left_out:
+            if i == left_out[0]:
+                lines.append(f"{'':4} and {len(left_out)} tokens between, which --lines 0 shows")
+            continue
         target = ""
         if row.weights[i] > 0:
             is_label = role(row, i) == "label"

@@ -29,6 +29,8 @@ def test_verify_merge_and_stats(corpus, tmp_path):
     parts = [corpus / "corpus_train", corpus / "corpus_validation"]
     done = run("merge", *parts, "--output", tmp_path / "all")
     assert done.returncode == 0 and "400 documents" in done.stdout, done.stderr
+    done = run("inspect", tmp_path / "all", "--documents", 0)
+    assert "\n  sources: 2, the first " in done.stdout, done.stdout
     done = run("stats", tmp_path / "all", "--histogram", tmp_path / "h.png", "--tokens")
     assert done.returncode == 0 and "percentiles" in done.stdout and "'word" in done.stdout, done.stderr
     assert (tmp_path / "h.png").exists()

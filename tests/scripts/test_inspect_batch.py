@@ -37,6 +37,16 @@ def test_every_objective_can_be_shown(monkeypatch, capsys, name):
     assert any(role in shown for role in ("predicts", "query"))
 
 
+def test_a_long_row_is_shown_by_its_ends(monkeypatch, capsys):
+    text = " ".join(f"w{number}" for number in range(300))
+    short = run(monkeypatch, capsys, "--text", text)
+    assert short.count("\n") < 60 + 80 and "w0 " in short and "tokens between, which --lines 0 shows" in short
+    whole = run(monkeypatch, capsys, "--text", text, "--lines", "0")
+    assert whole.count("\n") > 300 and "between" not in whole
+    with pytest.raises(UserError, match="--lines is -1; it must be 0 or more"):
+        run(monkeypatch, capsys, "--text", text, "--lines", "-1")
+
+
 def test_roles_targets_and_labels(monkeypatch, capsys):
     shown = run(
         monkeypatch, capsys, "--objective", "masked_lm", "--text", TEXT, "masked_lm.next_sentence=true"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lite.config.tree import BatchConfig, ParallelConfig
+from megatron_lite.config.tree import BatchConfig, ParallelConfig, load_config, require_validation
 from support.configs import tiny
+from support.project import ROOT
 
+TINY = ROOT / "configs/tiny.yaml"
 TASK = "task={name: one, kind: classification, reader: jsonl}"
 
 
@@ -141,6 +143,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "batch.micro_batch_size=1",
         ),
         ("= 585 tokens", "tensor_parallel_size (4)", "change data.row_length"),
+    ),
+    "settings of another objective": (
+        lambda: load_config([TINY], ["masked_lm.masked_ratio=0.2"]),
+        ("masked_lm is set", "trains blank_infilling", "objectives={masked_lm: 1}"),
+    ),
+    "evaluations without a validation set": (
+        lambda: require_validation(["training.eval_samples=5"], tiny("data.validation=[]")),
+        ("training.eval_samples is set", "data.validation is not", "leave it out"),
     ),
     "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
     "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "at least 0")),
