@@ -373,12 +373,12 @@ def system_of(config: ModelConfig) -> System:
     return OF_MODEL[config.system]
 
 
-def load_class(directory: Path, class_name: str) -> torch.nn.Module:
-    """A model as its users load it, in fp32. Raises: CheckpointError for missing or unexpected tensors."""
+def load_class(directory: Path, class_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A model as its users load it. Raises: CheckpointError for missing or unexpected tensors."""
     cls = getattr(transformers, class_name)
     with by_transformers(directory):
         model, loading = cls.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            directory, dtype=dtype, output_loading_info=True, local_files_only=True
         )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[what]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -19,17 +21,19 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import checked, setting
 from data_utils.tasks.readers import labels_of
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import ModelConfig
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
-from megatron_lite.hf import optimus, proof, released
+from megatron_lite.hf import glm_proof, optimus, proof, published_proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.model_card import model_card, optimus_card
+from megatron_lite.hf.proof import Question
 from megatron_lite.hf.published import OF_MODEL
-from megatron_lite.hf.published_proof import compare_published
 from megatron_lite.hf.published_runs import trained_layout, write_published
 from megatron_lite.hf.recipe import FORMAT, recipe_of, tokenizer_options
+from megatron_lite.hf.report import Report, write_report
 from megatron_lite.hf.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.tokenizer_proof import prove_exported
 from megatron_lite.hf.weights import (
@@ -47,6 +51,7 @@ from megatron_lite.hf.weights import (
     write_sharded,
 )
 from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.model.optimus import DECODER, ENCODER
 
 _PREFIX = "glm."
 
@@ -107,14 +112,23 @@ def export_run(
         check_shapes(weights, parameter_shapes(model), checkpoint.path)
         if model.system in OF_MODEL and options.layout == "huggingface":
             class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
-            return _prove_published(directory, run, options, class_name) if options.verify else None
+            return _reported(
+                directory, options, lambda: _prove_published(directory, run, options, class_name)
+            )
         if options.layout == "released":
             padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
             _write_provenance(directory, run, model_card(run))
-        return _prove_export(directory, run, options) if options.verify else None
+        return _reported(directory, options, lambda: _prove_export(directory, run, options))
+
+
+def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Report]) -> proof.Proof | None:
+    """The proof, if it is asked for, and its report in the directory."""
+    report = prove() if options.verify else None
+    write_report(directory, report)
+    return None if report is None else proof.joined(report.comparisons)
 
 
 def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
@@ -125,10 +139,20 @@ def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> pr
         )
     optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
     _write_provenance(directory, run, optimus_card(run))
-    if not options.verify:
-        return None
     what = f"the export of {run.checkpoint.path}"
-    return optimus.prove(run, directory, options.dtype, options.tolerance, what)
+
+    def prove() -> Report:
+        found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
+        parts = {
+            optimus.directory_of(ENCODER): run.tokenizer,
+            optimus.directory_of(DECODER): run.decoder_tokenizer,
+        }
+        tokenizers = {
+            name: _compared(tokenizer or run.tokenizer, directory / name) for name, tokenizer in parts.items()
+        }
+        return Report(found, options.tolerance, tokenizers)
+
+    return _reported(directory, options, prove)
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
@@ -289,35 +313,42 @@ def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
     (directory / "README.md").write_text(card, encoding="utf-8")
 
 
-def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> proof.Proof:
-    prove_exported(run.tokenizer, directory)
-    dtype = DTYPES[options.dtype]
-    model = load_model(run.checkpoint, run.config.model, lambda weight: weight.to(dtype).float())
-    layout = trained_layout(run)
+def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
+    dtype, config, layout = DTYPES[options.dtype], run.config.model, trained_layout(run)
     start = None if layout is None else next(iter(layout.start), None)
-    comparisons = compare_published(model, directory, class_name, options.tolerance, start)
-    return proof.require_all(comparisons, options.tolerance, f"the export of {run.checkpoint.path}")
+    tokenizers = {"tokenizer": _compared(run.tokenizer, directory)}
+    found = proof.prove(
+        lambda computed: published_proof.ask(directory, class_name, config, start, computed),
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)
 
 
-def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof:
-    config = run.config.model
-    batch = proof.proof_batch(config)
-    dtype = DTYPES[
-        options.dtype
-    ]  # a model rounded to half precision is compared with the rounded training model
-    model = load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float())
-    expected = proof.training_logits(model, batch)
-    classes = None if config.task_head == "none" else proof.training_classes(model, batch)
-    del model
-    if options.layout == "released":
-        actual = proof.released_logits([open_directory(directory)], config, batch)
-    else:
-        prove_tokenizer(run.tokenizer, directory)
-        actual = proof.exported_logits(directory, batch)
-    result = proof.compare(actual, expected, options.tolerance)
-    result.require(options.tolerance, f"the export of {run.checkpoint.path}")
-    if classes is not None:
-        of_head = proof.compare(proof.exported_classes(directory, batch), classes, options.tolerance)
-        of_head.require(options.tolerance, f"the head in the export of {run.checkpoint.path}")
-        result = result.joined(of_head)
-    return result
+def _compared(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
+    """The record of a published directory's tokenizer. Raises: CheckpointError if it gives other ids."""
+    return prove_exported(tokenizer, directory).as_record()
+
+
+def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Report:
+    """A model that is rounded to half precision is compared with the rounded training model."""
+    dtype, config, tokenizers = DTYPES[options.dtype], run.config.model, {}
+    if options.layout == "huggingface":
+        tokenizers["tokenizer"] = prove_tokenizer(run.tokenizer, directory).as_record()
+    writer = run.tokenizer if "blank_infilling" in objective_names(run.objectives) else None
+
+    def ask(computed: torch.dtype) -> list[Question]:
+        if options.layout == "huggingface":
+            return glm_proof.ask(directory, config, writer, is_export=True, dtype=computed)
+        return glm_proof.ask_released([open_directory(directory)], config, computed)
+
+    found = proof.prove(
+        ask,
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)

@@ -25,17 +25,24 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import load_model
-from megatron_lite.hf import proof, released
+from megatron_lite.hf import glm_proof, proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig
 from megatron_lite.hf.conversion import is_published, unsupported
-from megatron_lite.hf.described import CONFIG_JSON, check_sizes, own_layout, read_described, released_layout
+from megatron_lite.hf.described import (
+    CONFIG_JSON,
+    by_transformers,
+    check_sizes,
+    own_layout,
+    read_described,
+    released_layout,
+)
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.optimus import import_optimus, is_optimus
 from megatron_lite.hf.published_runs import import_published
 from megatron_lite.hf.recipe import read_recipe
-from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, training_tokenizer
+from megatron_lite.hf.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
 from megatron_lite.hf.weights import (
     METADATA,
     PADDING_ROWS,
@@ -183,7 +190,7 @@ def import_source(
         write_training_checkpoint(path, Weights(shapes, weights.read), config)
         config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
         (directory / "config.yaml").write_text(config_text, encoding="utf-8")
-        return _prove_import(source, path, config.model, tolerance) if verify else None
+        return _prove_import(source, path, config, tokenizer, tolerance) if verify else None
 
 
 def _keep_padding_rows(weights: Weights, vocab_size: int, path: Path) -> None:
@@ -193,21 +200,33 @@ def _keep_padding_rows(weights: Weights, vocab_size: int, path: Path) -> None:
     write_tensors(path, {WORDS: (rows - vocab_size, *columns)}, [padding], metadata=METADATA)
 
 
-def _prove_import(source: Source, path: Path, config: ModelConfig, tolerance: float) -> proof.Proof:
-    batch = proof.proof_batch(config)
-    if source.shards is None:
-        expected = proof.exported_logits(source.path, batch)
-    else:
+def _prove_import(
+    source: Source, path: Path, config: Config, tokenizer: Tokenizer, tolerance: float
+) -> proof.Proof:
+    model, shards = config.model, source.shards
+    if shards is not None:
         check(
-            config.num_attention_heads % len(source.shards) == 0,
-            f"model.num_attention_heads ({config.num_attention_heads}) must be a multiple of the "
-            f"{len(source.shards)} shards of {source.path}; give the number the model was trained with.",
+            model.num_attention_heads % len(shards) == 0,
+            f"model.num_attention_heads ({model.num_attention_heads}) must be a multiple of the "
+            f"{len(shards)} shards of {source.path}; give the number the model was trained with.",
         )
-        expected = proof.released_logits(source.shards, config, batch)
-    model = load_model(read_checkpoint(path), config)
-    result = proof.compare(proof.training_logits(model, batch), expected, tolerance)
-    result.require(tolerance, f"the import of {source.path}")
-    return result
+    has_tokenizer = shards is None and (source.path / "tokenizer_config.json").exists()
+    if has_tokenizer:
+        with by_transformers(source.path):
+            prove_tokenizer(tokenizer, source.path)
+    fills = any(choice.name == "blank_infilling" for choice in config.objective_choices)
+
+    def ask(dtype: torch.dtype) -> list[proof.Question]:
+        if shards is not None:
+            return glm_proof.ask_released(shards, model, dtype)
+        writer = tokenizer if fills and has_tokenizer else None
+        return glm_proof.ask(source.path, model, writer, is_export=False, dtype=dtype)
+
+    saved = read_checkpoint(path)
+    found = proof.prove(
+        ask, lambda: load_model(saved, model), tolerance, f"the import of {source.path}", saved.shapes
+    )
+    return proof.joined(found)
 
 
 def _import_config(

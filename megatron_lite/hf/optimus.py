@@ -44,6 +44,7 @@ from megatron_lite.hf.conversion import (
     system_of,
     to_ours,
 )
+from megatron_lite.hf.described import by_transformers
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.published_runs import (
     KEPT_FILES,
@@ -66,7 +67,7 @@ from megatron_lite.hf.weights import (
     read_json,
 )
 from megatron_lite.latent.interface import Sentence
-from megatron_lite.latent.open_run import LatentRun, Rows, latent_run
+from megatron_lite.latent.open_run import LatentRun, Rows, latent_run, longest_sentence
 from megatron_lite.model.build import model_shapes
 from megatron_lite.model.optimus import DECODER, ENCODER, LATENT
 
@@ -175,7 +176,9 @@ def import_optimus(
         run = open_run(
             directory, Path(config.tokenizer.path), None if of_decoder is None else Path(of_decoder.path)
         )
-        return prove(run, path, "fp32", tolerance, f"the import of {path}")
+        prove_exported(run.tokenizer, path / directory_of(ENCODER))
+        prove_exported(run.decoder_tokenizer or run.tokenizer, path / directory_of(DECODER))
+        return proof.joined(prove(run, path, "fp32", tolerance, f"the import of {path}"))
 
 
 def _open(path: Path) -> _Source:
@@ -283,62 +286,79 @@ def _moved(config: Config, directory: Path, output: Path) -> Config:
 # Proof
 
 
-@torch.no_grad()
-def prove(run: OpenRun, directory: Path, dtype: str, tolerance: float, what: str) -> proof.Proof:
+def prove(run: OpenRun, directory: Path, dtype: str, tolerance: float, what: str) -> dict[str, proof.Proof]:
     """Compare a run with its directory: posteriors, and logits given latent vectors. Raises CheckpointError.
 
     Args: dtype: of the directory's weights, to which those of the run are rounded.
     """
-    ours = latent_run(run, torch.device("cpu"), lambda weight: weight.to(DTYPES[dtype]).float())
-    matrices = open_safetensors(directory / MATRICES)
-    latent = {name: matrices.read(name).float() for name in matrices.shapes}
-    generator = torch.Generator().manual_seed(0)
-    prove_exported(run.tokenizer, directory / "encoder")
-    prove_exported(run.decoder_tokenizer or run.tokenizer, directory / "decoder")
-    result = _compare_posteriors(ours, directory / "encoder", latent, generator, tolerance)
-    result = result.joined(_compare_logits(ours, directory / "decoder", latent, generator, tolerance))
-    result.require(tolerance, what)
-    return result
+    return proof.prove(
+        lambda computed: _ask(run, directory, computed),
+        lambda: latent_run(run, torch.device("cpu"), lambda weight: weight.to(DTYPES[dtype]).float()),
+        tolerance,
+        what,
+        run.checkpoint.shapes,
+    )
 
 
 Latent = Mapping[str, torch.Tensor]  # the matrices of MATRICES
 
 
-def _compare_posteriors(
-    ours: LatentRun, directory: Path, latent: Latent, generator: torch.Generator, tolerance: float
-) -> proof.Proof:
+@torch.no_grad()
+def _ask(run: OpenRun, directory: Path, dtype: torch.dtype) -> list[proof.Question]:
+    """What the classes of both stacks say, one after the other, computed in a type."""
+    matrices = open_safetensors(directory / MATRICES)
+    latent = {name: matrices.read(name).to(dtype) for name in matrices.shapes}
+    generator = torch.Generator().manual_seed(0)
+    posteriors = _of_posteriors(run, directory / directory_of(ENCODER), latent, generator, dtype)
+    return [posteriors, _of_logits(run, directory / directory_of(DECODER), latent, generator, dtype)]
+
+
+def _of_posteriors(
+    run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
+) -> proof.Question:
     """Of sentences of several lengths."""
-    config, special, section = ours.config.model, ours.tokenizer.special, ours.config.latent
+    config, special, section = run.config.model, run.tokenizer.special, run.config.latent
     assert config.vocab_size is not None and section is not None
-    system, longest = system_of(config), min(ours.longest, 200)
-    theirs = load_class(directory, system.class_of(config))
+    longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
+    theirs = load_class(directory, system_of(config).class_of(config), dtype)
     base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
-    is_pooled, found, expected = section.feature == "pooler", [], []
     for length in {longest, max(1, longest // 2), 1}:
         random = torch.randint(config.vocab_size, (length,), generator=generator)
         drawn = random.masked_fill(random == base.config.pad_token_id, special.unk).tolist()
-        found.append(torch.cat(ours.encode([Sentence("", drawn, [special.unk])]), dim=1))
+        sentences.append(Sentence("", drawn, [special.unk]))
         tokens = torch.tensor([[special.cls, *drawn, special.sep]])
-        out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        feature = out.pooler_output if is_pooled else out.last_hidden_state[:, 0]
+        with by_transformers(directory):
+            out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        feature = out.pooler_output if section.feature == "pooler" else out.last_hidden_state[:, 0]
         expected.append(feature @ latent["posterior.weight"].T)
-    return proof.compare(torch.cat(found), torch.cat(expected), tolerance)
+
+    def answer(ours: LatentRun) -> torch.Tensor:
+        return torch.cat([torch.cat(ours.encode([sentence]), dim=1) for sentence in sentences])
+
+    return proof.Question("posteriors", torch.cat(expected), answer)
 
 
-def _compare_logits(
-    ours: LatentRun, directory: Path, latent: Latent, generator: torch.Generator, tolerance: float
-) -> proof.Proof:
+def _of_logits(
+    run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
+) -> proof.Question:
     """Of three texts of BOS and random tokens, each with its own latent vector."""
-    config, begin = ours.config.decoder, ours.decoder_tokenizer.special.sop
-    assert config is not None and config.vocab_size is not None
-    z = torch.randn(3, ours.latent_size, generator=generator)
-    drawn = torch.randint(config.vocab_size, (3, min(ours.longest, 200)), generator=generator)
+    config, section = run.config.decoder, run.config.latent
+    assert config is not None and config.vocab_size is not None and section is not None
+    begin = (run.decoder_tokenizer or run.tokenizer).special.sop
+    z = torch.randn(3, section.latent_size, generator=generator)
+    length = min(longest_sentence(run.config), 200)
+    drawn = torch.randint(config.vocab_size, (3, length), generator=generator)
     tokens = torch.cat([torch.full((3, 1), begin), drawn], dim=1)
     has_memory = "memory.weight" in latent
     with_slot = torch.cat([tokens[:, :1], tokens], dim=1) if has_memory else tokens
-    logits = Rows(ours.model, z, begin, has_memory).read(with_slot, has_memory)[:, has_memory:]
-    expected = their_logits(load_class(directory, _DECODER_CLASS), latent, tokens, z)
-    return proof.compare(logits, expected, tolerance)
+    decoder = load_class(directory, _DECODER_CLASS, dtype)
+    with by_transformers(directory):
+        expected = their_logits(decoder, latent, tokens, z.to(dtype))
+
+    def answer(ours: LatentRun) -> torch.Tensor:
+        return Rows(ours.model, z, begin, has_memory).read(with_slot, has_memory)[:, has_memory:]
+
+    return proof.Question("logits", expected, answer)
 
 
 def their_logits(

@@ -9,7 +9,7 @@
     head             the head on CLS, or that of a task
     memory           XLNet's: a text in two segments
 
-`ask` puts the questions to the class, and `compare` to our model, so that only one of them has to be in memory.
+`ask` puts the questions to the class, and proof.py to our model, so that only one of them is in memory.
 
 Shapes: B rows, S tokens of a row, V vocabulary.
 """
@@ -17,8 +17,8 @@ Shapes: B rows, S tokens of a row, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ from data_utils.objectives.planes import (
     WEIGHTS,
 )
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf import proof
 from megatron_lite.hf.conversion import load_class, system_of
+from megatron_lite.hf.described import by_transformers
+from megatron_lite.hf.proof import Question
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.memory import read_segment
@@ -53,37 +54,28 @@ _STEPS = 6  # tokens that `generate` writes in a proof
 _LONGEST_PROMPT = 24
 
 
-@dataclass(frozen=True)
-class Question:
-    """One comparison of a proof.
-
-    Args:
-        name: as in the table above.
-        expected: what the class says, fp32 [rows, V].
-        answer: the same of our model.
-    """
-
-    name: str
-    expected: torch.Tensor
-    answer: Callable[[GLM], torch.Tensor]
-
-
-def compare_published(
-    model: GLM, directory: Path, class_name: str, tolerance: float, start: int | None = None
-) -> dict[str, proof.Proof]:
-    """`ask` and `compare`. Args: start: as of `ask`. Returns: name of a comparison -> its result."""
-    return compare(model, ask(directory, class_name, model.config, start), tolerance)
-
-
 @torch.no_grad()
-def ask(directory: Path, class_name: str, config: ModelConfig, start: int | None = None) -> list[Question]:
-    """What the class of transformers says of a directory's model.
+def ask(
+    directory: Path,
+    class_name: str,
+    config: ModelConfig,
+    start: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Question]:
+    """What the class of transformers says of a directory's model, computed in `dtype`.
+
+    Raises: CheckpointError, also for what the class raises over files of a stranger.
 
     Args:
         config: of our model.
         start: what a decoder begins with in training; None: what the class begins with.
     """
-    theirs: Any = load_class(directory, class_name)
+    theirs: Any = load_class(directory, class_name, dtype)
+    with by_transformers(directory):
+        return _questions(theirs, config, start)
+
+
+def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
     if config.task_head != "none":
         return [_of_task(theirs, config, proof_batch(config))]
     found = _of_all_inputs(theirs, config, proof_batch(config))
@@ -98,16 +90,6 @@ def ask(directory: Path, class_name: str, config: ModelConfig, start: int | None
         found.append(_of_generation(theirs, config, start))
     if config.relative == "xlnet":
         found.append(_of_memory(theirs, proof_batch(config)[:1]))
-    return found
-
-
-@torch.no_grad()
-def compare(model: GLM, questions: Sequence[Question], tolerance: float) -> dict[str, proof.Proof]:
-    """Name of a comparison -> its result."""
-    found: dict[str, proof.Proof] = {}
-    for question in questions:
-        result = proof.compare(question.answer(model), question.expected, tolerance)
-        found[question.name] = found[question.name].joined(result) if question.name in found else result
     return found
 
 

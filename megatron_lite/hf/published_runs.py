@@ -44,7 +44,7 @@ from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.model_card import published_card
 from megatron_lite.hf.published_heads import OTHER_HEADS, class_of_model, task_section
 from megatron_lite.hf.published_ids import special_ids, write_generation_config, writing_ids
-from megatron_lite.hf.published_proof import compare_published
+from megatron_lite.hf.published_proof import ask
 from megatron_lite.hf.published_tokenizers import (
     brought_tokenizer,
     copy_tokenizer_files,
@@ -105,10 +105,15 @@ def import_published(
         )
         if not verify:
             return None
-        model = load_model(read_checkpoint(checkpoint), config.model)
-        class_name = class_of_model(source.system, config.model)
-        comparisons = compare_published(model, path, class_name, tolerance)
-        return proof.require_all(comparisons, tolerance, f"the import of {path}")
+        class_name, saved = class_of_model(source.system, config.model), read_checkpoint(checkpoint)
+        found = proof.prove(
+            lambda dtype: ask(path, class_name, config.model, dtype=dtype),
+            lambda: load_model(saved, config.model),
+            tolerance,
+            f"the import of {path}",
+            saved.shapes,
+        )
+        return proof.joined(found)
 
 
 def _config(

@@ -127,7 +127,7 @@ def _portable(name: str, cls: type) -> tuple[str, ...]:
 def _numbers_and_choices(cls: type) -> Iterator[str]:
     for key, (hint, field) in keys_of(cls).items():
         allowed = field.metadata.get("range")
-        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
         if kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
             yield key
 
@@ -135,7 +135,7 @@ def _numbers_and_choices(cls: type) -> Iterator[str]:
 def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
     """What is taken of a section, and the names of what is left out. Raises: CheckpointError."""
     if name in SHARES:
-        return _checked(path, f"config.{name}", section, dict[str, float]), []
+        return _checked(path, f"config.{name}", section, dict[str, int | float]), []
     cls = _sections().get(name)
     if cls is None:
         raise CheckpointError(

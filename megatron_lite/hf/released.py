@@ -153,8 +153,9 @@ def reference_logits(
     position_ids: torch.Tensor,
     block_position_ids: torch.Tensor,
     visible: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """fp32 logits [B, S, vocab_size] from the released layout, one layer in memory at a time.
+    """Logits [B, S, vocab_size] in `dtype` from the released layout, one layer in memory at a time.
 
     Args:
         shards: one Weights per model-parallel rank (one for a whole model), names without prefix.
@@ -163,7 +164,7 @@ def reference_logits(
     """
 
     def get(shard: Weights, name: str) -> torch.Tensor:
-        return shard.read(name).float()
+        return shard.read(name).to(dtype)
 
     first = shards[0]
 
@@ -176,7 +177,7 @@ def reference_logits(
     hidden = hidden + get(first, "transformer.position_embeddings.weight")[position_ids.long()]
     hidden = hidden + get(first, "transformer.block_position_embeddings.weight")[block_position_ids.long()]
     heads = config.num_attention_heads // len(shards)
-    bias = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[:, None]
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))[:, None]
     for i in range(config.num_layers):
         layer = f"transformer.layers.{i}"
         x = norm(hidden, f"{layer}.input_layernorm")

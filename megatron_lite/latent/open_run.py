@@ -44,8 +44,7 @@ class LatentRun:
         self.tokenizer, self.decoder_tokenizer = tokenizer, decoder_tokenizer
         self.latent_size, self._has_memory = latent.latent_size, latent.memory
         self._decoder = config.decoder
-        # The most tokens of a sentence: CLS and SEP, BOS and the slot have positions too.
-        self.longest = min(config.model.max_position - 1, self._decoder.max_position - latent.memory)
+        self.longest = longest_sentence(config)
         other = None if decoder_tokenizer is tokenizer else decoder_tokenizer
         self._objective = make_objective(
             config.objective_choices, vocabulary_of(tokenizer, other), 0, max(self.longest, 16)
@@ -175,6 +174,12 @@ def open_latent(
     Raises: CheckpointError, DataError as of `open_run`; ConfigError for a run of another objective.
     """
     return latent_run(open_run(path, tokenizer_path, decoder_tokenizer_path), device or usual_device())
+
+
+def longest_sentence(config: Config) -> int:
+    """The most tokens of a sentence: CLS and SEP, BOS and the slot have positions too."""
+    assert config.decoder is not None and config.latent is not None
+    return min(config.model.max_position - 1, config.decoder.max_position - config.latent.memory)
 
 
 def latent_run(

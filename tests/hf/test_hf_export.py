@@ -64,7 +64,7 @@ def test_every_layout_exports_its_model(vocabulary, tmp_path, ranks, parallel):
     settings = settings_of(vocabulary, parallel)
     run_ranks(save_layout, ranks, settings, tmp_path / "run", parallel=ParallelConfig(**parallel))
     found = export_run(tmp_path / "run", tmp_path / "export", ExportOptions(max_shard_bytes=30_000))
-    assert found.largest_difference <= 1e-5 and found.agreement == 1.0 and found.rows == 3 * 64
+    assert found.largest_difference <= 1e-5 and found.agreement == 1.0 and found.rows > 3 * 64
     exported = open_directory(tmp_path / "export")
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 3
     for name, weight in without_padding(make_model(make_config(settings))).items():

@@ -144,7 +144,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
         ({"checkpoint": {"initialize_from": CANARY}}, "config.checkpoint is no part"),
         ({"training": {"stepz": 3}}, "config.training.stepz is no part"),
         ({"model": {"num_layers": "2"}}, "model.num_layers must be a whole number, not '2'"),
-        ({"objectives": {"masked_lm": True}}, "config.objectives says masked_lm True"),
+        ({"objectives": {"masked_lm": True}}, "config.objectives says masked_lm"),
         ({"batch": [1]}, "config.batch says in all"),
         (
             {"model": {"num_attention_heads": 2}},

@@ -12,11 +12,12 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.open_run import load_run
+from megatron_lite.hf import proof
 from megatron_lite.hf.conversion import hf_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published_heads import OTHER_HEADS, TASK_CLASSES
-from megatron_lite.hf.published_proof import compare_published
+from megatron_lite.hf.published_proof import ask
 
 KINDS = ("text", "tags", "spans")
 LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}}
@@ -102,8 +103,10 @@ def test_a_wrong_head_fails_the_proof(tmp_path):
     tensors["classifier.bias"][1] += 0.01
     save_file(tensors, path, {"format": "pt"})
     model = load_run(tmp_path / "run").model
-    found = compare_published(model, tmp_path / "theirs", "BertForSequenceClassification", 1e-5)
-    assert found["head"].largest_difference == pytest.approx(0.01, rel=1e-3)
+    (head,) = ask(tmp_path / "theirs", "BertForSequenceClassification", model.config)
+    with torch.no_grad():
+        found = proof.compare(head.answer(model), head.expected)
+    assert head.name == "head" and found.largest_difference == pytest.approx(0.01, rel=1e-3)
 
 
 def test_heads_that_differ_are_refused_by_name(tmp_path):

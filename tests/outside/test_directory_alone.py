@@ -17,9 +17,9 @@ from data_utils.base.errors import CheckpointError
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.conversion import system_of
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.proof import require_all
+from megatron_lite.hf.proof import prove
 from megatron_lite.hf.published_heads import class_of_model
-from megatron_lite.hf.published_proof import compare_published
+from megatron_lite.hf.published_proof import ask
 from megatron_lite.hf.published_runs import trained_layout
 
 # fp32, the same sums in another order; times the largest value beyond 1.
@@ -191,10 +191,13 @@ def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
     start = None if layout is None else layout.start[0]
     class_name = class_of_model(system_of(run.config.model), run.config.model)
     with pytest.raises((CheckpointError, ValueError), match=r"does not compute|decoder_start_token_id"):
-        require_all(
-            compare_published(run.model, root / reference["directory"], class_name, 1e-4, start),
+        directory, config = root / reference["directory"], run.config.model
+        prove(
+            lambda dtype: ask(directory, class_name, config, start, dtype),
+            lambda: run.model,
             1e-4,
             "the export",
+            run.checkpoint.shapes,
         )
 
 
