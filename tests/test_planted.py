@@ -77,6 +77,24 @@ def test_a_bug_that_proves_nothing_is_an_error(project, change, message):
         planted.try_plant(Plant(**{**vars(SMALL), **change}), project)
 
 
+def test_one_bug_changes_its_row_alone(monkeypatch, tmp_path):
+    """The rows keep the order of the bugs, each with the commit at which it ran."""
+    first, second, third = PLANTS[:3]
+    monkeypatch.setattr(planted, "_commit", lambda: "new")
+    monkeypatch.setattr(planted, "results_of", lambda plants: [planted.Result(plants[0], None, 1.0)])
+    rows = {
+        plant.name: planted.row(planted.Result(plant, "a.py::test_it", 1.0), "old")
+        for plant in (third, first)
+    }
+    path = tmp_path / "page.md"
+    path.write_text(planted.page(rows | {"gone": "| gone | `a.py` |  | yes, by `test_it` | old | 1 |"}))
+    assert planted.main(["--only", second.name, "--output", str(path)]) == 1
+    found = planted.rows_of(path.read_text())
+    assert list(found) == [first.name, second.name, third.name]
+    assert found.items() > rows.items() and "| **not caught** | new |" in found[second.name]
+    assert "2 of 3 bugs" in path.read_text()
+
+
 def test_tests_that_fail_anyway_catch_nothing(project):
     (project / "test_sums.py").write_text("def test_one():\n    assert False\n")
     with pytest.raises(planted.PlantError, match="tests fail without a bug"):

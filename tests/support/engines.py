@@ -7,9 +7,8 @@ import math
 import torch
 
 from data_utils.base.settings import build, merge
-from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.config.tree import Config, ParallelConfig
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.model.tensor_parallel import local_shard, whole_shape
 from megatron_lite.train.plain import make_engine as make
 from support.distributed import run_ranks
 from support.stub_engine import expected
@@ -45,13 +44,17 @@ def fill(engine, step):
 
 
 def placed(engine):
-    """Every fragment's runs with their elements' flat positions in the whole parameter."""
+    """Every fragment's runs with their elements' flat positions in the whole parameter, by the cut of the model.
+
+    Not by the boxes of the runs, which are under test: a wrong box would be filled and read as wrongly.
+    """
     for fragment in engine.fragments():
-        shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
-        whole = torch.arange(math.prod(shape)).view(matrix_shape(shape))
+        tp, partition = fragment.tp, fragment.partition
+        shape = whole_shape(fragment.shape, partition, tp.size)
+        whole = torch.arange(math.prod(shape)).view(shape)
+        positions = local_shard(whole, partition, tp.rank, tp.size, fragment.shape[0]).flatten()
         for run in fragment.runs():
-            box = run.box
-            yield fragment, run, whole[box.row : box.row_stop, box.column : box.column_stop].flatten()
+            yield fragment, run, positions[run.start : run.stop]
 
 
 def layout(tp=1, pp=1, zero=1, sp=False):

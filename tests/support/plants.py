@@ -25,6 +25,7 @@ EPOCHS = "tests/data/samples/test_mixture.py::test_each_epoch_visits_every_windo
 VIEWS = "tests/model/test_attention_layout.py::test_views_are_those_of_the_rule"
 RECIPES = "tests/data/objectives/test_recipes.py"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
+RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
 SHARDED = "megatron_lite/train/sharded.py"
 TENSOR = "megatron_lite/model/tensor_parallel.py"
 ENGINE = "megatron_lite/train/engine.py"
@@ -188,9 +189,24 @@ LOSSES = (
         ("tests/train/test_events.py::test_the_changes_reach_model_and_optimizer",),
         "huggingface/accelerate#2926",
     ),
+    Plant(
+        "evaluation with dropout",
+        "megatron_lite/train/plain.py",
+        "sums += self._model(self._input(batch, None))[1]",
+        "sums += self._model(self._input(batch, 1))[1]",
+        ("tests/train/test_engine.py::test_an_evaluation_has_no_dropout",),
+    ),
 )
 
 DROPOUT = (
+    Plant(
+        "dropout of attention equal on all tensor-parallel ranks",
+        "megatron_lite/model/model_input.py",
+        "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
+        "first_head = 0",
+        (f"{FURTHER}[2x1x1-zero1-none-accumulation4-dropout-t5]",),
+        "InternLM/InternLM#405",
+    ),
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
         "megatron_lite/model/model_input.py",
@@ -198,6 +214,34 @@ DROPOUT = (
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1-zero2-none-accumulation4-dropout-post-norm]",),
         "NVIDIA/Megatron-LM#206",
+    ),
+    Plant(
+        "dropout drawn by the place in the micro-batch, not by the sample",
+        "megatron_lite/train/ahead.py",
+        "else Batch(made, samples)",
+        "else Batch(made)",
+        (SAME_SAMPLES,),
+        "pytorch/pytorch#5059",
+    ),
+    Plant(
+        "masks drawn by the place in the batch, not by the sample",
+        "data_utils/objectives/rows.py",
+        "open_stream(stream, s.key, sample_indices[i], number, 0)",
+        "open_stream(stream, s.key, i, number, 0)",
+        (f"{RECIPES}::test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed[t5]",),
+        "pytorch/pytorch#5059",
+    ),
+    Plant(
+        "recomputation draws other dropout than the forward pass",
+        "megatron_lite/model/dropout.py",
+        "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)",
+        "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(place)\n"
+        "        salt = int(salts(len(self.salts) - 1)[layer, PLACES.index(place)])\n"
+        "        return FeatureDropout(self.keys, salt ^ len(seen), p)",
+        (
+            "tests/train/test_parity.py::test_recomputation_repeats_dropout_bit_for_bit"
+            "[2x1x1-zero2-none-accumulation1-sp-dropout]",
+        ),
     ),
 )
 
@@ -208,6 +252,15 @@ SAMPLES = (
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]",
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, 0]",
         ("tests/data/samples/test_mixture.py::test_ranks_and_micro_batches_share_the_step_exactly",),
+    ),
+    Plant(
+        "a micro-batch counted twice after a resume",
+        TRAINER,
+        "self.step, self.consumed_samples = state.step, state.consumed_samples",
+        "self.step = state.step\n            self.consumed_samples = (\n"
+        "                state.consumed_samples - self.config.batch.micro_batch_size\n            )",
+        (RESUMED,),
+        "thinking-machines-lab/tinker-cookbook#935",
     ),
     Plant(
         "every epoch in the same order",
@@ -237,6 +290,22 @@ SAMPLES = (
         "ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
         "ordinal = ranks_of_places[place]",
         ("tests/data/samples/test_mixture.py",),
+    ),
+    Plant(
+        "Adam's count of steps not restored",
+        ENGINE,
+        'self._zero.step_count(parameter).fill_(others.get(name, state["adam_step"]))',
+        "self._zero.step_count(parameter).fill_(0.0)",
+        (RESUMED,),
+        "deepspeedai/DeepSpeed#4396",
+    ),
+    Plant(
+        "Q, K and V cut as one matrix when a checkpoint changes its tensor-parallel size",
+        "megatron_lite/checkpoint/boxes.py",
+        "bounds = [0, *accumulate(partition.part_rows(rows))] if partition.dim == 0 else [0, rows]",
+        "bounds = [0, rows]",
+        ("tests/checkpoint/test_checkpoint.py::test_state_is_bit_equal_on_any_layout[2-before3-2-after3]",),
+        "predibase/lorax#120",
     ),
 )
 
@@ -298,6 +367,38 @@ ROWS = (
         "w[MASK_AT, i] = at - used\n",
         "w[MASK_AT, i] = at - used + 1\n",
         ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
+    ),
+    Plant(
+        "spans of Poisson(lambda) lengths one token longer (GLM)",
+        "data_utils/objectives/blank_infilling/config.py",
+        "math.lgamma(length + 1) for length in lengths",
+        "math.lgamma(length) for length in lengths",
+        (
+            "tests/data/objectives/test_blank_infilling_distributions.py"
+            "::test_span_lengths_are_truncated_poisson",
+        ),
+    ),
+    Plant(
+        "spans of Poisson(lambda) lengths one token shorter (BART)",
+        "data_utils/objectives/bart.py",
+        "weights = np.cumprod(self.mean_span_length / np.arange(1, LONGEST_SPAN + 1))",
+        "weights = np.cumprod(self.mean_span_length / np.arange(2, LONGEST_SPAN + 2))",
+        ("tests/data/objectives/test_masking.py::test_barts_lengths_are_poissons_without_zero",),
+    ),
+    Plant(
+        "masks, random tokens and kept tokens as 80/20/0",
+        "data_utils/objectives/masking.py",
+        "return REPLACED if word < s.mask_or_replace_below else KEPT",
+        "return REPLACED",
+        ("tests/data/objectives/test_masking.py::test_spanbert_treats_a_span_as_one_and_masks_whole_words",),
+    ),
+    Plant(
+        "ids of RoBERTa's positions one too small in an export",
+        "megatron_lite/hf/published_form.py",
+        "return replace(self, skipped_positions=pad_token_id + 1)",
+        "return replace(self, skipped_positions=pad_token_id)",
+        ("tests/outside/test_directory_alone.py::test_a_directory_alone_computes_what_was_trained",),
+        "huggingface/sentence-transformers#3879",
     ),
 )
 
