@@ -61,12 +61,16 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
-        raise ValueError(shorten(" ".join(str(error).split()), 400)) from None
+        raise ValueError(one_line(error, 400)) from None
 
 
 def read_text(path: str | Path, name: str) -> str:
-    """A regular file of text of limited size. Raises ConfigError, which calls it `name`."""
-    if Path(path).is_fifo():  # opening it would wait for its other end
+    """A file of text of limited size, that the user named. Raises ConfigError, which calls it `name`.
+
+    The shell's `<(command)` is a pipe that is open already, at /dev/fd or /proc. Opening another FIFO would wait for
+    its other end, so it is refused. A file that the user did not name is read by `foreign.read_bounded`.
+    """
+    if Path(path).is_fifo() and Path(path).parts[:2] not in (("/", "dev"), ("/", "proc")):
         raise ConfigError(f"{name} {path} is not a regular file; check the path.")
     try:
         with open(path, "rb") as file:
@@ -152,6 +156,12 @@ def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
     """`text` with its middle left out where it is longer than `length`."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+def one_line(error: BaseException, length: int = 300) -> str:
+    """A library's message in one line of bounded length, its kind if it has none; foreign names in it are escaped."""
+    text = shorten(" ".join(str(error).split()) or type(error).__name__, length)
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def shown(value: Any) -> str:

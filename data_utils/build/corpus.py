@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from data_utils.base.errors import DataError
+from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
@@ -33,11 +36,12 @@ from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
-from data_utils.dataset.manifest import dataset_path, existing_files, read_manifest
+from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
 from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, is_whole, plan_pieces
 from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
+_Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
 
 
@@ -68,6 +72,24 @@ def build_corpus(
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
         ranks.on_each(lambda: build_shards(job, loaded, make_tokenizer, ranks))
         return ranks.on_first(lambda: _finish(job, facts, writers, started))
+
+
+class _Contamination(TypedDict):
+    documents: _Number
+    evaluation_texts: _Number
+    evaluation_texts_too_short: _Number
+    evaluation_texts_found: _Number
+    examples: list[str]
+
+
+class _Counts(TypedDict):
+    """What a manifest says of the records that a build left out."""
+
+    bad_records: dict[str, _Number]
+    empty_documents: _Number
+    blank_lines: _Number
+    duplicates: NotRequired[_Number]
+    contamination: NotRequired[_Contamination]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +127,9 @@ def _start(
     if directory.is_built():
         is_ours = directory.was_built_as(plan) and all(map(_has_manifest, prefixes))
         if is_ours and not config.restart:
+            report = _report_of_built(prefixes)
             directory.remove()
-            return _report_of_built(prefixes)
+            return report
         _refuse_existing(prefixes, paths, config.overwrite)
         directory.remove()
     stack.callback(_remove_if_nothing_is_finished, directory)
@@ -150,7 +173,10 @@ def _has_manifest(prefix: str) -> bool:
 
 def _report_of_built(prefixes: Sequence[str]) -> BuildReport:
     manifests = {prefix: read_manifest(prefix) for prefix in prefixes}
-    first = manifests[prefixes[0]]
+    try:
+        first = conform(manifests[prefixes[0]], _Counts)
+    except ValueError as error:
+        raise damaged(prefixes[0], ".json", str(error)) from None
     return BuildReport(
         documents={prefix: manifest["num_documents"] for prefix, manifest in manifests.items()},
         tokens={prefix: manifest["num_tokens"] for prefix, manifest in manifests.items()},
@@ -161,7 +187,7 @@ def _report_of_built(prefixes: Sequence[str]) -> BuildReport:
         finished_before=0,
         built_text_bytes=0,
         duplicates=first.get("duplicates"),
-        contamination=first.get("contamination"),
+        contamination=dict(found) if (found := first.get("contamination")) else None,
     )
 
 

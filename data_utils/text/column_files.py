@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import DataError
+from data_utils.base.setting_files import one_line
 from data_utils.text.stored_files import raise_if_out_of_memory, read_errors
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None]
                 yield texts.cast(pyarrow.large_binary()).to_pylist(), position
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
-        problem = " ".join(str(error).split())
-        raise DataError(f"{path}: not a readable {kind} file ({problem}); fetch it again.") from None
+        raise DataError(f"{path}: not a readable {kind} file ({one_line(error)}); fetch it again.") from None
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:

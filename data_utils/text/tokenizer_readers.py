@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import read_bounded
+from data_utils.base.setting_files import one_line
 from data_utils.base.settings import REQUIRED, checked, setting
 from data_utils.text.special_tokens import ADDED_TOKENS
 
@@ -20,7 +21,6 @@ KINDS = ("bert_wordpiece", "gpt2_bpe", "gpt_bpe", "sentencepiece", "hf_json")
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_VOCAB_SIZE = 2**22
-MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,3 @@ def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
             f"{path}: {len(missing)} of the 256 byte symbols have no token, so text would be lost; "
             "train with the whole byte alphabet."
         )
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:MAX_REASON_LENGTH]

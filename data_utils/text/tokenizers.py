@@ -29,6 +29,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from data_utils.base.errors import DataError
+from data_utils.base.setting_files import one_line
 from data_utils.text.fast.encoders import library_or_faster
 from data_utils.text.fast.library_encoders import Encoder, SentencePieceEncoder, without_lone_surrogates
 from data_utils.text.special_tokens import (
@@ -50,7 +51,6 @@ from data_utils.text.tokenizer_readers import (
     decode_utf8,
     merge_results,
     model_vocab,
-    one_line,
     parse_json,
     parse_merges,
     read_files,

@@ -63,12 +63,28 @@ class _Piece(TypedDict):
     box: Annotated[list[_Number], Field(min_length=4, max_length=4)]
 
 
+_Value = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _LossScaler(TypedDict):
+    cur_scale: NotRequired[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    cur_iter: NotRequired[_Number]
+    last_overflow_iter: NotRequired[Annotated[int, Field(ge=-1, lt=1 << 53)] | None]
+    cur_hysteresis: NotRequired[_Number]
+
+
+class _Optimizer(TypedDict):
+    adam_step: _Value
+    adam_steps: NotRequired[dict[str, _Value]]  # of parameters with another count
+    loss_scaler: _LossScaler
+
+
 class _Manifest(TypedDict):
     step: Annotated[int, Field(ge=0, lt=1 << 53)]
     shapes: dict[str, Annotated[list[_Number], Field(min_length=1)]]
     files: dict[str, _File]
     pieces: list[_Piece]
-    optimizer: dict[str, Any]
+    optimizer: _Optimizer
     state: dict[str, Any]
     saved_at: NotRequired[str | None]
 
@@ -205,7 +221,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         {name: tuple(shape) for name, shape in manifest["shapes"].items()},
         tuple(Piece(p["file"], p["key"], p["name"], p["kind"], Box(*p["box"])) for p in manifest["pieces"]),
         files,
-        manifest["optimizer"],
+        dict(manifest["optimizer"]),
         manifest["state"],
         manifest.get("saved_at"),
     )

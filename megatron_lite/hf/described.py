@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from data_utils.base.errors import CheckpointError, UserError
 from data_utils.base.foreign import conform
-from data_utils.base.setting_files import shorten, shown
+from data_utils.base.setting_files import one_line, shown
 from data_utils.base.settings import keys_of
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published_form import System
@@ -80,7 +80,7 @@ def by_transformers(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = shorten(" ".join(str(error).split()) or type(error).__name__, 300)
+        reason = one_line(error)
         raise CheckpointError(
             f"{path}: transformers cannot use it ({type(error).__name__}: {reason}); correct its JSON files, or "
             "fetch them again."

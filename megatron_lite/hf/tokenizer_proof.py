@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, TokenizersBackend
 from transformers.utils import logging as transformers_logging
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import shorten
+from data_utils.base.setting_files import one_line, shorten, shown
 from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.hf.weights import read_json
@@ -151,7 +151,7 @@ def encoded(theirs: TokenizersBackend, texts: Sequence[str], **options: Any) -> 
         Exception
     ) as error:  # the library raises plain Exception, such as for a vocabulary without its [UNK]
         raise CheckpointError(
-            f"{type(theirs).__name__} cannot encode texts by these files ({shorten(str(error), 200)}); check that they "
+            f"{type(theirs).__name__} cannot encode texts by these files ({one_line(error)}); check that they "
             "belong together."
         ) from None
 
@@ -164,11 +164,11 @@ def _described(text: str, actual: Sequence[int], expected: Sequence[int]) -> str
     )
     start = max(0, same - 3)
 
-    def shown(ids: Sequence[int]) -> str:
+    def listed(ids: Sequence[int]) -> str:
         part = ", ".join(map(str, ids[start : start + _SHOWN_IDS]))
         return f"[{'... ' if start else ''}{part}{' ...' if len(ids) > start + _SHOWN_IDS else ''}]"
 
-    return f"{shorten(text, 60)!a} is {shown(actual)} here, and {shown(expected)} there"
+    return f"{shorten(text, 60)!a} is {listed(actual)} here, and {listed(expected)} there"
 
 
 def load_theirs(directory: Path) -> TokenizersBackend:
@@ -178,15 +178,15 @@ def load_theirs(directory: Path) -> TokenizersBackend:
         if (directory / "tokenizer_config.json").exists()
         else {}
     )
-    name = shorten(str(described.get("tokenizer_class") or "of its own kind"))
+    name = shown(described["tokenizer_class"]) if described.get("tokenizer_class") else "of its own kind"
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises what its parts do
-        reason = shorten(" ".join(str(error).split()), 200)
         raise CheckpointError(
-            f"{directory} has a tokenizer {name} that transformers cannot load ({reason}); supported are {_SUPPORTED}."
+            f"{directory} has a tokenizer {name} that transformers cannot load ({one_line(error)}); "
+            f"supported are {_SUPPORTED}."
         ) from None
     finally:
         transformers_logging.set_verbosity(level)

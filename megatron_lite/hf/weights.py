@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.base.setting_files import one_line
 from megatron_lite.checkpoint.tensor_files import write_tensors
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
@@ -130,7 +131,7 @@ def open_safetensors(path: Path) -> Weights:
                 if _is_weight(name, file.get_slice(name).get_dtype() in _FLOATS, path):
                     shapes[name] = tuple(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {_one_line(error)}; the file is missing or damaged.") from None
+        raise CheckpointError(f"{path}: {one_line(error)}; the file is missing or damaged.") from None
 
     def read(name: str) -> torch.Tensor:
         # Opened each time, since an open file keeps every page it has read in memory.
@@ -196,10 +197,6 @@ def _is_weight(name: Any, is_float: bool, origin: Path) -> bool:
     if not isinstance(name, str) or not is_float:
         raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def check_shapes(

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from data_utils.base.errors import DataError, UserError
 from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
-from data_utils.base.setting_files import MAX_BYTES, load_json, load_yaml
+from data_utils.base.setting_files import MAX_BYTES, parse_yaml
 from data_utils.base.settings import build, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
 from megatron_lite.config.tree import Config
@@ -105,7 +105,7 @@ def _name(path: Path) -> str:
 
 def _read_config(run: RunReport) -> None:
     try:
-        config = load_yaml(run.path / "config.yaml")
+        config = _settings(run.path / "config.yaml")
         run.config = _public(config)
         # The run may be of another version, with other settings: defaults are made from the required ones alone.
         sizes = {section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()}
@@ -119,6 +119,23 @@ def _read_config(run: RunReport) -> None:
     for section, keys in REQUIRED.items():
         for key in keys:
             run.defaults.get(section, {}).pop(key, None)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Raises DataError."""
+    try:
+        content = read_bounded(path, MAX_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise DataError(f"{path} {error}.") from None
+    try:
+        tree = parse_yaml(content.decode("utf-8"))
+    except ValueError as error:  # also of text that is not UTF-8
+        raise DataError(f"{path} is not valid YAML: {error}.") from None
+    if not isinstance(tree, dict):
+        raise DataError(f"{path} must hold a mapping of sections.")
+    return tree
 
 
 def _public(tree: Any) -> Any:
@@ -157,11 +174,11 @@ def _saved_step(checkpoint: Checkpoint) -> SavedStep:
 def read_unigram(run: Path) -> dict[str, float]:
     """The unigram model's losses, {} if they were not computed. Raises DataError for a damaged file."""
     path = run / "unigram.json"
-    if not path.exists():
-        return {}
     try:
-        return {str(name): float(value) for name, value in load_json(path, "losses").items()}
-    except (UserError, ValueError, TypeError):
+        return conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, float])
+    except FileNotFoundError:
+        return {}
+    except ValueError:
         raise DataError(
             f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
         ) from None

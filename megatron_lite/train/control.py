@@ -9,11 +9,14 @@ training has begun; and treats the end of the launcher as a signal.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import logging
 import math
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +74,7 @@ class RunControl:
         self._files = Requests()
         self._next_look = 0.0
         self._can_delete = True
+        self._claim: socket.socket | None = None
         self._listen()
 
     def refuse_if_halted(self) -> None:
@@ -139,18 +143,32 @@ class RunControl:
                 self._answer("the launcher has ended")
 
     def _answer(self, cause: str) -> None:
-        if self._phase == Phase.TRAINING and self._is_main:
+        says = self._phase != Phase.OVER and self._is_first_of_node()
+        if self._phase == Phase.TRAINING and says:
             _say(
                 f"{cause}: finishing this step, however long it takes, then saving and ending; a second signal, "
                 f"{SAME_REQUEST_SECONDS:g} seconds later or more, ends at once without saving"
             )
         if self._phase == Phase.STARTING:
-            if self._is_main:
+            if says:
                 _say(f"{cause}: ending before the first step")
             leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
             leaving.start()
             leaving.join(SAME_REQUEST_SECONDS)
             _end(ExitStatus.STOPPED)
+
+    def _is_first_of_node(self) -> bool:
+        """Whether no other rank of this run has answered on this node: a launcher passes signals on to all.
+
+        The first one takes a name of the system's, which is free again when its process has ended.
+        """
+        digest = hashlib.sha256(os.fsencode(self.stop_file.absolute())).hexdigest()
+        try:
+            self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._claim.bind(f"\0megatron_lite {digest}")  # Linux: in no directory
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        return True
 
 
 def _say(line: str) -> None:

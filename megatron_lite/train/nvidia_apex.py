@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import one_line
 from megatron_lite.config.tree import Config
 
 if TYPE_CHECKING:
@@ -53,10 +54,9 @@ def _version() -> str:
 
 
 def _unusable(setting: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:200]
     return ConfigError(
-        f"{setting} is apex, which does not work here ({reason}); it needs an NVIDIA GPU, and an apex built for this "
-        f"torch: {INSTALL}, or set it to torch."
+        f"{setting} is apex, which does not work here ({one_line(error)}); it needs an NVIDIA GPU, and an "
+        f"apex built for this torch: {INSTALL}, or set it to torch."
     )
 
 

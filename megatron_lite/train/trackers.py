@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.files import write_atomically
-from data_utils.base.setting_files import shorten
+from data_utils.base.setting_files import one_line, shorten
 from data_utils.base.settings import to_tree
 from megatron_lite.config.observation import MlflowConfig, TrackersConfig, WandbConfig
 from megatron_lite.config.tree import Config
@@ -158,7 +158,7 @@ class Background:
             call()
         except Exception as error:  # of a package or its network: of any type
             if not self._failing:
-                reason = shorten(" ".join(str(error).split()) or type(error).__name__)
+                reason = one_line(error)
                 log.warning("%s failed: %s; training goes on, and its records are kept for it.",
                             self._tracker.name, reason)  # fmt: skip
             self._failing = True

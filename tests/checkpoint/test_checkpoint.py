@@ -162,6 +162,19 @@ EDITS = {
         "block_bytes 0; it must be greater than or equal to 1",
     ),
     "missing section": (lambda m: m.pop("optimizer"), "manifest.json has no optimizer"),
+    "no count of Adam's": (
+        lambda m: m["optimizer"].pop("adam_step"),
+        "manifest.json has no optimizer.adam_step",
+    ),
+    "no loss scaler": (lambda m: m["optimizer"].pop("loss_scaler"), "has no optimizer.loss_scaler"),
+    "counts that are none": (
+        lambda m: m["optimizer"].update(adam_steps={"dense.bias": "7"}),
+        "says optimizer.adam_steps.dense.bias '7'; it must be a valid number",
+    ),
+    "a loss scale of 0": (
+        lambda m: m["optimizer"].update(loss_scaler={"cur_scale": 0}),
+        "loss_scaler.cur_scale 0; it must be greater than 0",
+    ),
     "no dimension": (lambda m: m["shapes"].update({"dense.bias": []}), "List should have at least 1 item"),
     "absurd block": (
         lambda m: m["files"]["rank_00000.safetensors"].update(block_bytes=10**400),

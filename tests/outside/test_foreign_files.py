@@ -23,6 +23,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tasks.readers import read_records
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.hf.export import ExportOptions, export_run
@@ -76,6 +77,7 @@ def checkpoint(root, corpus):
         found = read_checkpoint(path)
         verify_checkpoint(found)
         found.trainer_state()
+        load_checkpoint(found, engine, ParallelContext.alone())
         page([read_run(root / "run")], 0.0)
         examine(path, verify_checkpoint)
 
@@ -118,7 +120,9 @@ def small_state_files(root, corpus):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [started, *trained]))
     (run / "config.yaml").write_text(yaml.safe_dump(hf_runs.tree(Path("vocab.txt"))))
-    yield fuzz.Target("metrics", run / "metrics.jsonl", lambda: page([read_run(run)], 0.0))
+    (run / "unigram.json").write_text(json.dumps({"loss": 7.25, "loss/token": 7}))
+    for name in ("metrics.jsonl", "config.yaml", "unigram.json"):
+        yield fuzz.Target(f"report {name}", run / name, lambda: page([read_run(run)], 0.0))
     plan = {"plan_version": 1, "inputs": [["a.txt", 100]], "split": {"a": 0.5}, "shards": 7}
     build = BuildDirectory(root / "out")
     build.open(plan, restart=False)

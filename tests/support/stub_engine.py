@@ -67,6 +67,8 @@ class StubEngine:
 
     def load_scalar_state(self, state: dict) -> None:
         self.step = int(state["adam_step"])
+        for value in (*state.get("adam_steps", {}).values(), *state["loss_scaler"].values()):
+            torch.zeros(1).fill_(-1 if value is None else value)  # as an engine does
 
     def publish_weights(self) -> None:
         pass

@@ -1,5 +1,6 @@
 """Stop and save on request: files, signals, and the second signal that does not wait."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -79,9 +80,10 @@ from pathlib import Path
 from megatron_lite.train.lease import acquire
 from megatron_lite.parallel.launch import LauncherWatch
 from megatron_lite.train.control import Phase, RunControl
-control = RunControl(Path("."), is_main=True)
+control = RunControl(Path(sys.argv[2]), is_main=sys.argv[3] == "0")
 control.enter(Phase[sys.argv[1]])
-control.leave = acquire(Path(sys.argv[2]), "trains").release
+if sys.argv[3] == "0":
+    control.leave = acquire(Path(sys.argv[2]), "trains").release
 print("listening", flush=True)
 mutex = ctypes.create_string_buffer(256)  # a lock that is taken twice: native code that no signal interrupts
 ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -90,9 +92,9 @@ ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
 @contextmanager
-def stuck(phase, directory):
+def stuck(phase, directory, rank=0):
     """A process in native code, in a phase of a run."""
-    command = [sys.executable, "-c", STUCK, phase, str(directory)]
+    command = [sys.executable, "-c", STUCK, phase, str(directory), str(rank)]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -116,6 +118,23 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, m
         assert process.wait() == 128 + signal.SIGUSR1
         assert process.stderr.read() == "second signal (SIGUSR1): ending at once\n"
     assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_has_the_signal_answers_and_one_on_a_node(tmp_path, first):
+    with stuck("TRAINING", tmp_path / "run", 0) as main, stuck("TRAINING", tmp_path / "run", 1) as other:
+        ranks = [main, other] if first == 0 else [other, main]
+        for rank in ranks * 2:  # the second time, after long enough to be another request, it ends
+            rank.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(SAME_REQUEST_SECONDS + 0.5)
+        said = [rank.stderr.read() for rank in ranks]
+        assert said[0].startswith("SIGTERM: finishing this step,") and said[0].count("\n") == 2
+        assert said[1] == "second signal (SIGTERM): ending at once\n"
+    with stuck("STARTING", tmp_path / "run", 1) as next_start:  # the earlier answer is forgotten
+        next_start.send_signal(signal.SIGTERM)
+        assert next_start.wait() == ExitStatus.STOPPED
+        assert next_start.stderr.read() == "SIGTERM: ending before the first step\n"
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -142,12 +161,10 @@ def test_signals_to_a_rank_that_is_leaving_are_ignored(tmp_path):
 
 
 RANK = """
-import time
-from contextlib import contextmanager
+import os, time
 from pathlib import Path
-from megatron_lite.parallel.launch import LauncherWatch
 from megatron_lite.train.control import Phase, RunControl
-control = RunControl(Path("."), is_main=True)
+control = RunControl(Path(os.environ["RUN"]), is_main=True)
 control.enter(Phase.TRAINING)
 print("training", flush=True)
 deadline = time.monotonic() + 1200
@@ -168,8 +185,8 @@ sys.exit(subprocess.call(command))
 
 
 @pytest.mark.parametrize("depth, name", [(1, "torchrun"), (2, "deepspeed.launcher.launch")])
-def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name):
-    environment = {**os.environ, "LOCAL_SIZE": "1"}
+def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name, tmp_path):
+    environment = {**os.environ, "LOCAL_SIZE": "1", "RUN": str(tmp_path)}
     command = [sys.executable, "-c", LAUNCHER, str(depth), LAUNCHER, RANK, name]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

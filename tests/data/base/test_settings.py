@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_json, load_yaml
+from data_utils.base.setting_files import load_json, load_yaml, one_line
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -209,6 +210,27 @@ def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         load_yaml(path)
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pipe_of_the_shell_is_read_and_another_is_not_waited_for(tmp_path):
+    """`--config <(command)` names /dev/fd/N."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"size: 3")
+        os.close(writer)
+        assert load_yaml(f"/dev/fd/{reader}") == {"size": 3}
+    finally:
+        os.close(reader)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo is not a regular file; check the path"):
+        load_yaml(tmp_path / "fifo")
+
+
+def test_the_message_of_a_library_is_one_printable_line():
+    error = ValueError("token \x03 of\n  " + "\u202e\ud800" + "é" * 1000)
+    said = one_line(error, 100)
+    assert said.startswith("token \\x03 of \\u202e\\ud800é") and said.isprintable() and len(said) < 130
+    assert one_line(KeyError()) == "KeyError"
 
 
 def test_a_number_too_long_to_print_is_refused():

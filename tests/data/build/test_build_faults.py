@@ -4,6 +4,7 @@ The tests that start whole processes run a few cases; the marker `slow` runs the
 """
 
 import gzip
+import json
 import multiprocessing
 import os
 import random
@@ -41,6 +42,7 @@ from support.waiting import random_delay, wait_until
 
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import manifest_bytes
 from data_utils.text.documents import Block, parse_block
 
 
@@ -153,6 +155,24 @@ def test_what_a_build_says_that_had_only_its_directory_to_remove(tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "expected")
     with pytest.raises(DataError, match="already exists"):  # nothing tells it from a build of long ago
         build(path, tmp_path / "out/c")
+
+
+def test_a_manifest_without_counts_is_not_reported_as_built(tmp_path):
+    path = stopped_in_cleanup(tmp_path)
+    manifest = tmp_path / "out/c_a.json"
+    facts = json.loads(manifest.read_bytes())
+    for change, message in (
+        ({"blank_lines": None}, "says blank_lines None; it must be a valid integer"),
+        ({"bad_records": {"x": -1}}, "says bad_records.x -1; it must be greater"),
+        ({"contamination": {"documents": 3}}, "has no contamination.evaluation_texts"),
+    ):
+        manifest.write_bytes(manifest_bytes({**facts, **change}))
+        before = sorted((tmp_path / "out").rglob("*"))
+        with pytest.raises(DataError, match=rf"c_a\.json {message}.*; rebuild the dataset or copy it again"):
+            build(path, tmp_path / "out/c")
+        assert sorted((tmp_path / "out").rglob("*")) == before
+    manifest.write_bytes(manifest_bytes(facts))
+    assert "already built" in next(iter(build(path, tmp_path / "out/c").lines()))
 
 
 def test_another_build_does_not_take_the_output_for_its_own(tmp_path):
