@@ -50,7 +50,7 @@ MISTAKES = {
     ),
     "run directory": (
         lambda t, c: {"run": {"directory": str(c / "vocab.txt/run")}},
-        "not a writable directory",
+        "vocab.txt is not a directory; move it away, or choose another run.directory",
     ),
     "deepspeed option": (
         lambda t, c: {"deepspeed": {"zero_optimization": {"reduce_bucket_sise": 1}}},

@@ -84,7 +84,6 @@ TABLE = [
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
     Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
-    Row("python tests/support/planted.py", "tests/test_planted.py: half an hour"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
     Row("mpirun", "tests/data/build, with --mpi"),

@@ -100,7 +100,8 @@ def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
     run_ranks(learn, 1, files, tmp_path / "out", "finetune.epochs=2")
     best = tmp_path / "out/seed_1234/best"
     export_run(best, tmp_path / "export", ExportOptions())
-    ours, theirs = measured(best, {}), measured(tmp_path / "export", {})
+    held_out = {"task": {"validation": [str(tmp_path / "task/validation.jsonl")]}}  # no path is exported
+    ours, theirs = measured(best, {}), measured(tmp_path / "export", held_out)
     assert ours.predictions == pytest.approx(theirs.predictions) and ours.measured == pytest.approx(
         theirs.measured
     )

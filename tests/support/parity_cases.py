@@ -124,7 +124,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """What one process computes for comparison; it only depends on the number of layers, dropout and options."""
-        return Case(
+        return type(self)(
             pipeline=self.num_layers if self.num_layers > 4 else 1,
             dropout=self.dropout,
             attention_dropout=self.attention_dropout,

@@ -63,9 +63,8 @@ def test_squad_refuses(files):
             task("squad", kind="spans", skip_bad_lines=True), squad(question(), second, question(id="q3"))
         )
         assert ([record.index for record in records], records.skipped) == (["q1", "q3"], 1)
-    files.refused(
-        SQUAD, "[1]", "the line holds an array, not an object; task.reader squad needs one JSON object"
-    )
+    files.refused(SQUAD, "[1]", "the line holds an array, not an object")
+    files.refused(SQUAD, "[1]", "task.reader squad needs one JSON object with articles in 'data'")
     files.refused(SQUAD, '{"data": 3}', "field 'data' must hold a list of objects, not 3; task.reader squad")
     files.refused(SQUAD, '{"data": [', "malformed JSON")
 
