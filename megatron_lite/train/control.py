@@ -139,8 +139,9 @@ class RunControl:
                     _say(f"second signal ({name}): ending at once")
                     _end(128 + number)
             if first == math.inf and not launcher_ended and self._launcher.has_ended():
-                launcher_ended = self._stop_signal = True
+                launcher_ended = True
                 self._answer("the launcher has ended")
+                self._stop_signal = True  # after the answer: the step may end at once
 
     def _answer(self, cause: str) -> None:
         says = self._phase != Phase.OVER and self._is_first_of_node()

@@ -98,7 +98,9 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _rows(name: str) -> int | None:
-    of_words = ("embedding.word_embeddings.weight", "heads.vocabulary.weight", "heads.bias")
+    of_words = (
+        "embedding.word_embeddings.weight", "heads.vocabulary.weight", "heads.bias", "heads.boundary_bias"
+    )  # fmt: skip
     return VOCAB_SIZE if name in of_words else None
 
 
