@@ -93,7 +93,7 @@ GRADIENTS = (
         SHARDED,
         "self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)",
         "self.summed = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)",
-        (f"{HALF}[bf16]",),
+        (HALF,),
         "deepspeedai/DeepSpeed#1800",
     ),
     Plant(
