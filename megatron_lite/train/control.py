@@ -64,7 +64,7 @@ class RunControl:
     """The requests to this process. Listens for signals from its construction on, in the main thread."""
 
     def __init__(self, directory: Path, is_main: bool):
-        """Args: is_main: this rank looks at the files."""
+        """Args: is_main: this rank looks at the files, and speaks before the first step."""
         self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
         self._is_main = is_main
         self.leave: Callable[[], None] = lambda: None  # called if the process ends before training
@@ -144,14 +144,15 @@ class RunControl:
                 self._stop_signal = True  # after the answer: the step may end at once
 
     def _answer(self, cause: str) -> None:
-        says = self._phase != Phase.OVER and self._is_first_of_node()
-        if self._phase == Phase.TRAINING and says:
+        if self._phase == Phase.TRAINING and self._is_first_of_node():
             _say(
                 f"{cause}: finishing this step, however long it takes, then saving and ending; a second signal, "
                 f"{SAME_REQUEST_SECONDS:g} seconds later or more, ends at once without saving"
             )
         if self._phase == Phase.STARTING:
-            if says:
+            if (
+                self._is_main
+            ):  # ranks end at once, so that a name taken by the first would be free for the next
                 _say(f"{cause}: ending before the first step")
             leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
             leaving.start()
