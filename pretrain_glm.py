@@ -27,7 +27,8 @@ from data_utils.base.settings import describe, to_tree
 from data_utils.samples.extent import extent, extent_if_here, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.config.tree import CheckpointConfig, Config, load_config, require_validation
+from megatron_lite.config.sections import CheckpointConfig
+from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.control import RunControl
 from megatron_lite.train.finished import nothing_to_do

@@ -39,8 +39,9 @@ from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.memory import keep_freed_memory
+from data_utils.base.planes import DOC
 from data_utils.objectives import OBJECTIVES, make_one
-from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch

@@ -42,7 +42,8 @@ from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.config.tree import CheckpointConfig, Config, ParallelConfig
+from megatron_lite.config.sections import CheckpointConfig, ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.train.engine import Engine

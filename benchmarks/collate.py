@@ -30,6 +30,7 @@ import data_utils.base.entry  # noqa: F401
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, run_command
+from data_utils.base.planes import FIELDS
 from data_utils.objectives import (
     OBJECTIVES,
     BlankInfilling,
@@ -38,7 +39,6 @@ from data_utils.objectives import (
     Vocabulary,
     make_one,
 )
-from data_utils.objectives.planes import FIELDS
 from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(

@@ -37,9 +37,10 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks import train_step  # noqa: E402
 from benchmarks.arguments import check_at_least, check_places, write_json  # noqa: E402
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command  # noqa: E402
+from data_utils.base.planes import DOC, WEIGHTS  # noqa: E402
 from data_utils.base.settings import build  # noqa: E402
-from data_utils.objectives.planes import DOC, WEIGHTS  # noqa: E402
-from megatron_lite.config.tree import Config, ParallelConfig  # noqa: E402
+from megatron_lite.config.sections import ParallelConfig  # noqa: E402
+from megatron_lite.config.tree import Config  # noqa: E402
 from megatron_lite.model.batch import Batch  # noqa: E402
 from megatron_lite.model.counts import step_flops  # noqa: E402
 from megatron_lite.model.model_input import MicroBatch  # noqa: E402

@@ -30,6 +30,7 @@ import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_writable
+from data_utils.base.planes import FIELDS, Example
 from data_utils.base.settings import build, parse_override
 from data_utils.objectives import (
     LOSS_NAMES,
@@ -40,7 +41,7 @@ from data_utils.objectives import (
     Vocabulary,
     make_objective,
 )
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Example
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate, open_datasets
 from data_utils.tasks.base import TaskSample
 from data_utils.text.special_tokens import NO_TOKEN

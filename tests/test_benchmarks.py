@@ -19,10 +19,10 @@ from support.project import ROOT
 
 from benchmarks import attention, optimus, padding, parallel, train_step
 from data_utils.base.errors import ConfigError
+from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import DOC, GRP, ORD, WEIGHTS
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch, make_layout

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import shown
 from data_utils.objectives import registry
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
+from data_utils.objectives.interface import Objective
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.planes import Example, Objective
-from data_utils.objectives.registry import TASKS
 from data_utils.objectives.rows import RowObjective
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
@@ -38,7 +38,6 @@ __all__ = [
     "LOSS_NAMES",
     "OBJECTIVES",
     "SENTENCE_LEVEL",
-    "TASKS",
     "BlankInfilling",
     "BlankInfillingConfig",
     "Example",

@@ -10,15 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.losses import SENTENCE_ORDER_LOSS, Loss
 from data_utils.base.settings import checked, setting
-from data_utils.objectives.masked_text import (
-    NO_PAIR,
-    SENTENCE_ORDER,
-    SENTENCE_ORDER_LOSS,
-    MaskedText,
-    MaskedTextConfig,
-)
-from data_utils.objectives.planes import Loss
+from data_utils.objectives.masked_text import NO_PAIR, SENTENCE_ORDER, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
 

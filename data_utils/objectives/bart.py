@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, rewind, shuffle
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masking import (
@@ -35,7 +37,6 @@ from data_utils.objectives.masking import (
     masked_target,
     span_count_moments,
 )
-from data_utils.objectives.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

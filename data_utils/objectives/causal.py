@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
 from data_utils.objectives.masking import entry_point, inlined
-from data_utils.objectives.planes import ORD, POSITION_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

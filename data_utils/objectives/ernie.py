@@ -16,15 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.base.settings import checked, setting
-from data_utils.objectives.masked_text import (
-    NEXT_SENTENCE,
-    NEXT_SENTENCE_LOSS,
-    NO_PAIR,
-    MaskedText,
-    MaskedTextConfig,
-)
-from data_utils.objectives.planes import Loss
+from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
 

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS
+from data_utils.base.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
 from data_utils.objectives.masking import (
@@ -42,7 +44,6 @@ from data_utils.objectives.pairs import (
     exchange_seconds,
     split_point,
 )
-from data_utils.objectives.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.rows import (
     RowSizes,
     begin_row,
@@ -59,8 +60,6 @@ from data_utils.objectives.rows import (
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)
-NEXT_SENTENCE_LOSS = Loss("next_sentence", 9, sentence_level=True)
-SENTENCE_ORDER_LOSS = Loss("sentence_order", 10, sentence_level=True)
 _LABELS = {NEXT_SENTENCE: NEXT_SENTENCE_LOSS, SENTENCE_ORDER: SENTENCE_ORDER_LOSS}
 
 KIND = OWN  # column of a pair: the kind of language model

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance_threshold, next_word
 from data_utils.base.settings import check, checked, fraction
 from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
-from data_utils.objectives.planes import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

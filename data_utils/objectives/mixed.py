@@ -18,9 +18,10 @@ from numba import njit
 
 from data_utils.base import random_streams
 from data_utils.base.errors import ConfigError
+from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import new_stream, open_stream, source_digest, uniform
 from data_utils.base.settings import check
-from data_utils.objectives.planes import FIELDS, Objective
+from data_utils.objectives.interface import Objective
 
 
 def _entry_point(digest: int):

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from data_utils.base.errors import DataError
+from data_utils.base.losses import Loss
+from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import check, checked, setting
 from data_utils.objectives.masking import compiled, entry_point
-from data_utils.objectives.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterable
 from typing import TypeVar
 
-from data_utils.objectives.planes import Loss
+from data_utils.base.losses import MOST_LOSSES, Loss
 from data_utils.objectives.rows import RowObjective
 
-TASKS = 64  # rows of the task embedding, one for each loss and some to spare
 OBJECTIVES: dict[str, type[RowObjective]] = {}  # by name
 
 Declared = TypeVar("Declared", bound=type[RowObjective])
@@ -29,7 +28,8 @@ def register(cls: Declared) -> Declared:
 def losses_by_number(objectives: Iterable[type[RowObjective]]) -> tuple[Loss, ...]:
     """The losses of the objectives, each at the place of its number.
 
-    Raises: ValueError for two losses with one number or name, and for numbers that are not 0, 1, 2, ... below TASKS.
+    Raises: ValueError for two losses with one number or name, and for numbers that are not 0, 1, 2, ... below
+        MOST_LOSSES.
     """
     losses = list(dict.fromkeys(loss for objective in objectives for loss in objective.losses))
     numbers = {loss.number for loss in losses}
@@ -48,8 +48,9 @@ def losses_by_number(objectives: Iterable[type[RowObjective]]) -> tuple[Loss, ..
             f"the numbers of the losses are {sorted(numbers)}, which leaves out {free}; give the new loss "
             "that number."
         )
-    if len(losses) > TASKS:
+    if len(losses) > MOST_LOSSES:
         raise ValueError(
-            f"there are {len(losses)} losses, but the task embedding has {TASKS} rows; raise TASKS in {__name__}."
+            f"there are {len(losses)} losses, but the task embedding has {MOST_LOSSES} rows; raise MOST_LOSSES in "
+            "data_utils/base/losses.py."
         )
     return tuple(sorted(losses, key=lambda loss: loss.number))

@@ -16,15 +16,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base import random_streams
+from data_utils.base import planes, random_streams
 from data_utils.base.errors import DataError
-from data_utils.base.random_streams import chance_threshold, new_stream, open_stream, source_digest
-from data_utils.base.settings import check
-from data_utils.objectives import masking, planes
-from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
-from data_utils.objectives.planes import (
+from data_utils.base.losses import Loss
+from data_utils.base.planes import (
     DOC,
-    DOCUMENT_OVERHEAD,
     FIELDS,
     OBJECTIVE,
     ONE_AS_INT32,
@@ -35,9 +31,12 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
     Example,
-    Loss,
-    ObjectiveConfig,
 )
+from data_utils.base.random_streams import chance_threshold, new_stream, open_stream, source_digest
+from data_utils.base.settings import check
+from data_utils.objectives import masking
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig
+from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
 from data_utils.text.vocabulary import Vocabulary
 
 
@@ -263,7 +262,7 @@ def _look_up(table, tokens, values):
 
 
 class RowObjective:
-    """An objective around one compiled entry point (see `Objective` in planes.py).
+    """An objective around one compiled entry point (see `Objective` in interface.py).
 
     A subclass names its section, its losses and its entry point, which calls `fill_pieces` with the objective's own
     function. (Each file has its own entry point, because numba cannot cache a function that takes another one.)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.losses import MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.base.settings import checked, setting
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
-from data_utils.objectives.planes import Loss
 from data_utils.objectives.registry import register
 
 
@@ -37,10 +37,6 @@ class SpanBertConfig(MaskedTextConfig):
     def length_weights(self) -> np.ndarray:
         """Weights of the lengths 1..max_span_length, not normalised: longer spans are drawn again."""
         return (1 - self.geometric_p) ** np.arange(self.max_span_length)
-
-
-MASKED_SPANS = Loss("masked_spans", 6)
-SPAN_BOUNDARY = Loss("span_boundary", 21)  # no token has it in its plane (megatron_lite/model/heads.py)
 
 
 @register

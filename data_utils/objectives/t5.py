@@ -12,19 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.random_streams import below
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
-from data_utils.objectives.planes import (
-    ONE_AS_INT32,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TARGETS,
-    TOKENS,
-    WEIGHTS,
-    Loss,
-)
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import GRP, TOKENS
 from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.masking import (
     ENDS,
@@ -26,7 +28,6 @@ from data_utils.objectives.masking import (
     inlined,
     masked_target,
 )
-from data_utils.objectives.planes import GRP, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowObjective,

@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.losses import Loss
+from data_utils.base.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
 from data_utils.base.settings import checked, setting
 from data_utils.objectives.masking import (
@@ -53,7 +55,6 @@ from data_utils.objectives.pairs import (
     exchange_seconds,
     split_point,
 )
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, Loss
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
     RowSizes,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_utils.base.planes import Example
 from data_utils.objectives.blank_infilling import TOKEN
-from data_utils.objectives.planes import Example
 from data_utils.samples.loader import SampleLoader
 from data_utils.text.special_tokens import SpecialTokens
 

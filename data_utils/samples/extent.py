@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import dataset_path
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.config import DataConfig
 from data_utils.samples.loader import Datasets, SampleLoader
 from data_utils.samples.mixture import Mixture, samples_of_corpora

@@ -13,11 +13,12 @@ import numpy as np
 
 from data_utils.base.checksums import identity
 from data_utils.base.errors import DataError
+from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD, FIELDS, Objective, ObjectiveConfig
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig
 from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex

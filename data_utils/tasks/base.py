@@ -3,7 +3,7 @@
     file --reader--> Record --kind of task, form of the model--> TaskSample --collate--> batch
 
 A reader knows one format, and nothing of models or tokenizers. A kind of task turns a Record into a TaskSample:
-documents in the planes of pretraining (data_utils/objectives/planes.py), and the parts of them that the task's loss and
+documents in the planes of pretraining (data_utils/base/planes.py), and the parts of them that the task's loss and
 scores read. Both are pure functions. Where a kind masks at random, the seed, the sample and the epoch decide.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.base.errors import DataError
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 
 # What a kind of task predicts: how the loss and the scores of a TaskSample's parts are computed.
 #   tokens    tokens, by the documents' own targets and weights; there are no parts

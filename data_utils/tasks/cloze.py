@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
 from data_utils.base.setting_files import shown
-from data_utils.objectives.planes import Example
 from data_utils.tasks import cloze_rules
 from data_utils.tasks.base import Part, Record, TaskSample, part_with_loss
 from data_utils.tasks.examples import after_prefix, blanks_filled, document, left_to_right, without_loss

@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.objectives.planes import DOC, FIELDS, PADDING_DOC, Example
+from data_utils.base.parts import NO_RIGHT, PartArrays
+from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, Example
 from data_utils.tasks.base import Part, TaskSample
-
-NO_RIGHT = -1  # of a sample without a label
-
-
-@dataclass(frozen=True)
-class PartArrays:
-    """The parts of all samples: P parts with N rows and M targets together, in the order of the samples.
-
-    A part's rows and targets follow each other. `choices` and `tags` have a row for each target, `spans` two targets
-    for each part, which are places among the part's rows; `classes` one of each.
-    """
-
-    rows: np.ndarray  # int64 [N], index into the flattened [documents, longest]
-    targets: np.ndarray  # int64 [M]
-    row_part: np.ndarray  # int64 [N], the part of each row
-    target_part: np.ndarray  # int64 [M], the part of each target
-    sample: np.ndarray  # int64 [P], the sample of each part
-    value: np.ndarray  # float32 [P]
-    divisor: np.ndarray  # float32 [P]
-    right: np.ndarray  # int64 [samples], number of the right part within its sample, or NO_RIGHT
 
 
 def collate(samples: Sequence[TaskSample]) -> tuple[np.ndarray, PartArrays]:

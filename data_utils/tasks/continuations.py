@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
 from data_utils.base.setting_files import shown
-from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, TaskSample, part_with_loss
 from data_utils.tasks.examples import (
     LOSS_OF_MASK,

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_utils.base.errors import DataError
+from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
-from data_utils.objectives.planes import Example
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 
 LOSS_OF_MASK = {"mask": TOKEN, "smask": SENTENCE, "gmask": DOCUMENT}  # blank's token -> number of its loss

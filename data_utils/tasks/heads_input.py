@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
 from data_utils.base.setting_files import shown
-from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.examples import document
 from data_utils.tasks.files import plain_name

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.examples import (
     Draws,

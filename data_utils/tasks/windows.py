@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.examples import after_prefix, blanks_filled, left_to_right, without_loss
 from data_utils.tasks.inputs import Inputs

@@ -24,7 +24,7 @@ from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import list_checkpoints, manifest_header
 from megatron_lite.checkpoint.write import Save, Watch, retain, unwatched
-from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from data_utils.base.losses import MOST_LOSSES
 from data_utils.base.settings import REQUIRED, Former, check, checked, setting
-from data_utils.objectives.registry import TASKS
 from megatron_lite.config.systems import SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
@@ -23,7 +23,7 @@ INITS = ("gpt2", "plain", "t5", "deepnorm")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
-    "task_embedding": ("task_types", {False: 0, True: TASKS}),
+    "task_embedding": ("task_types", {False: 0, True: MOST_LOSSES}),
 }
 
 

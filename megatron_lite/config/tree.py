@@ -26,8 +26,8 @@ from data_utils.base.settings import (
     setting_mapping,
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.objectives.optimus import OptimusConfig
-from data_utils.objectives.planes import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizers import TokenizerConfig

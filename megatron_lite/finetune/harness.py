@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.planes import Example
 from data_utils.base.settings import check
-from data_utils.objectives.planes import Example
 from data_utils.tasks.base import Part, TaskSample
 from data_utils.tasks.collate import collate
 from data_utils.tasks.config import TaskConfig

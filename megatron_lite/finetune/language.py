@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from data_utils.base.planes import DOC, PADDING_DOC, Example
 from data_utils.objectives import LOSSES, make_objective
-from data_utils.objectives.planes import DOC, DOCUMENT_OVERHEAD, PADDING_DOC, Example
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from data_utils.tasks.base import TaskSample
 from data_utils.text.special_tokens import NO_TOKEN

@@ -17,7 +17,8 @@ from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
 from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.fused import choose_kernels
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.tensor_parallel import local_shard, partition_of

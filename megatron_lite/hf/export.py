@@ -23,8 +23,7 @@ from data_utils.tasks.readers import labels_of
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.config.model import padded_vocab_size
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf import glm_proof, optimus, proof, published_proof, released
 from megatron_lite.hf.configuration_glm import GLMConfig

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.generation import GenerationConfig

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import CheckpointError
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
@@ -28,7 +28,7 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.described import by_transformers
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.released import reference_logits

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging as transformers_logging
 
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     DOC,
     FIELDS,
     OBJECTIVE,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.weights import Weights, from_state_dict, load_pickle
 
 WORDS = "word_embeddings.weight"

@@ -1,6 +1,6 @@
 """A batch on the host: which token may see which, and the structure of that. NumPy only, computed once per batch.
 
-Every objective describes visibility by `doc`, `ord` and `grp` per token (data_utils/objectives/planes.py). Four numbers
+Every objective describes visibility by `doc`, `ord` and `grp` per token (data_utils/base/planes.py). Four numbers
 per token follow from them, which the rule `may_see` compares:
 
     document     the same number only for tokens of one document in one row of the batch
@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     GRP,
@@ -248,7 +248,7 @@ class Batch:
     """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
 
     Args:
-        planes: int32 [B, fields, S] (data_utils/objectives/planes.py), not changed from here on.
+        planes: int32 [B, fields, S] (data_utils/base/planes.py), not changed from here on.
         samples: int64 [B], their numbers, from which dropout follows; None = 0, 1, ...
     """
 

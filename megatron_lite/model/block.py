@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data_utils.objectives.planes import ORD
-from megatron_lite.config.tree import ModelConfig
+from data_utils.base.planes import ORD
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.cross_attention import PartsPlan

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from data_utils.objectives.optimus import OptimusConfig
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.counts import Shapes, parameter_count, parameter_shapes, step_flops
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.optimus import DECODER, ENCODER, LATENT, LatentLayers, Optimus

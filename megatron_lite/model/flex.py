@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from data_utils.objectives.planes import PADDING_DOC
+from data_utils.base.planes import PADDING_DOC
 from megatron_lite.model.batch import LENGTHS, Layout, may_see, padded_order
 from megatron_lite.model.dropout import AttentionDropout, pairs_formula, stays
 

@@ -17,9 +17,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from data_utils.base.planes import BLOCK_POSITION_IDS
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.planes import BLOCK_POSITION_IDS
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
 from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.block import (

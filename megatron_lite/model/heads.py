@@ -25,10 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.objectives import LOSSES
-from data_utils.objectives.spanbert import MASKED_SPANS, SPAN_BOUNDARY
-from megatron_lite.config.model import padded_vocab_size
-from megatron_lite.config.tree import ModelConfig
+from data_utils.base.losses import MASKED_SPANS, SENTENCE_LEVEL, SPAN_BOUNDARY
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model import fused
 from megatron_lite.model.dropout import Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased
@@ -44,7 +42,6 @@ from megatron_lite.model.tensor_parallel import (
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
-_SENTENCE_LEVEL = tuple(loss.number for loss in LOSSES if loss.sentence_level)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def find_loss_rows(
     empty = rows[:0]
     sentences, borders, spans = empty, np.stack([empty] * 3, axis=1), empty
     if config.sentence_classes:
-        is_sentence = np.isin(objectives[rows], _SENTENCE_LEVEL)
+        is_sentence = np.isin(objectives[rows], SENTENCE_LEVEL)
         sentences, rows = rows[is_sentence], rows[~is_sentence]
     if config.span_boundary_places:
         predicted = (weights != 0) & (objectives == MASKED_SPANS.number)

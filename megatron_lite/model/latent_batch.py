@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from data_utils.base.planes import DOC
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
-from data_utils.objectives.planes import DOC
 from data_utils.samples.loader import SampleLoader
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import DOC, FIELDS, ORD, POSITION_IDS
+from data_utils.base.planes import DOC, FIELDS, ORD, POSITION_IDS
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM
 from megatron_lite.model.model_input import prepare

@@ -15,14 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_utils.base.planes import OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.planes import (
-    OBJECTIVE,
-    SEGMENT_IDS,
-    TARGETS,
-    TOKENS,
-)
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
 from megatron_lite.model.batch import ID_PLANES, LENGTHS, Batch
 from megatron_lite.model.compat import cpu_has_half_matmul

@@ -23,7 +23,7 @@ from torch import nn
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.block import Latent
 from megatron_lite.model.cross_attention import PartsPlan
 from megatron_lite.model.dropout import Dropout

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.objectives.planes import POSITION_IDS, SEGMENT_IDS
+from data_utils.base.planes import POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.dropout import Dropout

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import DOC, TOKENS
-from data_utils.tasks.collate import PartArrays
+from data_utils.base.parts import PartArrays
+from data_utils.base.planes import DOC, TOKENS
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.heads import LossRows, few_count
 from megatron_lite.model.task_losses import Parts

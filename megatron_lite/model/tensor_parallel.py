@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config.model import padded_vocab_size
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.dropout import FeatureDropout
 from megatron_lite.model.fused import Biased, add, add_and_normalize, has_kernels

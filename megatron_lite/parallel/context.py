@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from data_utils.base.errors import ConfigError
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
 from megatron_lite.parallel.launch import Launch, check_port_is_free
 

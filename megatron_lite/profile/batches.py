@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from data_utils.objectives import make_objective
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import fused, varlen
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import make_layout

@@ -24,7 +24,8 @@ from torch import nn
 from data_utils.base.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
-from megatron_lite.config.tree import Config, OptimizerConfig
+from megatron_lite.config.sections import OptimizerConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings
 from megatron_lite.model.model_input import (

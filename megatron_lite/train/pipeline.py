@@ -18,7 +18,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import (
     Block,

@@ -11,7 +11,8 @@ from data_utils.base.errors import CheckpointError
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_manifest
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.build import model_shapes
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.optimus import DECODER, ENCODER

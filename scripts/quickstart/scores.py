@@ -25,8 +25,8 @@ import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory, write_whole
+from data_utils.base.planes import FIELDS, Example
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.objectives.planes import FIELDS, Example
 from data_utils.samples.blanks import blanked_examples, spans_of
 from data_utils.samples.loader import open_datasets
 from data_utils.text.special_tokens import SpecialTokens

@@ -21,8 +21,8 @@ import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, write_whole
+from data_utils.base.planes import OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.objectives import SENTENCE_LEVEL
-from data_utils.objectives.planes import OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config, load_config

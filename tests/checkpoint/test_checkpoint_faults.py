@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()

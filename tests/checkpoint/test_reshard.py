@@ -12,13 +12,14 @@ from support.distributed import run_ranks
 from support.engines import SAMPLES, expected, fill, layout, make_engine, placed, run_layout, tree
 from support.whole_weights import compare_steps, compare_weights, placed_weights
 
+from data_utils.base.planes import WEIGHTS
 from data_utils.base.settings import build
-from data_utils.objectives.planes import WEIGHTS
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints, read_checkpoint
 from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_shapes
 from megatron_lite.model.model_input import MicroBatch

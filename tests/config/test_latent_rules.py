@@ -7,7 +7,8 @@ from support.latent import latent_config, latent_tree
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
-from megatron_lite.config.tree import Config, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 
 
 @pytest.mark.parametrize(

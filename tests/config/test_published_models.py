@@ -13,11 +13,8 @@ from support.project import ROOT
 from data_utils.base.settings import build, to_tree
 from data_utils.text.special_tokens import assign_special_tokens, sentencepiece_special_tokens
 from megatron_lite.config.model import padded_vocab_size
-from megatron_lite.config.tree import (
-    Config,
-    ParallelConfig,
-    load_config,
-)
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.counts import parameter_count
 
 MODELS = ROOT / "configs"

@@ -9,7 +9,7 @@ from support.distributed import run_ranks
 from support.tasks import votes, write_lines, write_task
 
 from data_utils.base.settings import merge
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare

@@ -9,7 +9,7 @@ from support.decoder_rows import next_logits
 from support.harness_runs import harness_run
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.planes import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
 from megatron_lite.generate.decoders import decoder_of

@@ -14,7 +14,7 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.collate import collate
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
 from megatron_lite.checkpoint.read import load_weights
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates, training_data

@@ -9,7 +9,7 @@ from support.tasks import task_of, write_task
 from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.manifest import list_checkpoints, new_parameters, read_checkpoint
 from megatron_lite.checkpoint.read import load_weights
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates

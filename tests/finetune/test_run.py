@@ -15,7 +15,7 @@ from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import parse_override
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, step_of
 from megatron_lite.checkpoint.read import load_weights
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.train.metrics import read_metrics

@@ -15,8 +15,8 @@ from support.published import random_model
 from support.tasks import write_lines
 from support.tokenizer_files import write_bert
 
+from data_utils.base.planes import SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import merge
-from data_utils.objectives.planes import SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.tasks.collate import collate
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.data import TaskData

@@ -11,7 +11,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.objectives import OBJECTIVES
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.decoders import decoder_of, ignored_tokens
 from megatron_lite.model.glm import GLM, initialize_parameters
 

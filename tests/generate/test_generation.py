@@ -8,9 +8,9 @@ import torch
 from support.configs import tiny
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import SpecialTokens
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.filling import (
     BlankFiller,
     GenerationConfig,

@@ -19,7 +19,7 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf import proof
 from megatron_lite.hf.export import ExportOptions, export_run

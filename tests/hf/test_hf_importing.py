@@ -14,7 +14,7 @@ from support.training import fit
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory

@@ -8,7 +8,7 @@ from support.batches import prefix_batch
 from support.hf_runs import make_config, make_model, tree, write_vocabulary
 
 from data_utils.base.errors import CheckpointError
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
+from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.generate.filling import BlankFiller, blank_context
 from megatron_lite.generate.filling import GenerationConfig as TrainingGeneration

@@ -14,7 +14,8 @@ from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.model.build import build_model
 from megatron_lite.train.plain import PlainEngine

@@ -9,8 +9,8 @@ from support.published import CASES, write_random, xlnet_logits
 from support.recipes import collate, make, text_of, windows
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from data_utils.base.planes import DOC, FIELDS, GRP, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.settings import build
-from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.published_proof import in_rows, our_output, proof_batch, their_output

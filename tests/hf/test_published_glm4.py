@@ -12,8 +12,8 @@ from support.published import random_model, write_random
 from support.recipes import collate, windows
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.base.settings import build
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.conversion import is_published, open_published

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from support.published import random_model, xlnet_inputs
 from support.recipes import collate, make, text_of
 
-from data_utils.base.settings import build
-from data_utils.objectives import LOSSES
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
@@ -21,6 +19,8 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.base.settings import build
+from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.weights import Weights

@@ -19,7 +19,8 @@ from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf import published_proof
 from megatron_lite.hf.export import ExportOptions, export_run

@@ -14,10 +14,7 @@ from support.distributed import run_ranks
 from support.published import random_model, xlnet_logits
 from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_bert, write_gpt2
 
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
-from data_utils.objectives import LOSSES, OBJECTIVES, make_one
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     DOC,
     GRP,
     OBJECTIVE,
@@ -28,10 +25,14 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.base.setting_files import load_yaml
+from data_utils.base.settings import build
+from data_utils.objectives import LOSSES, OBJECTIVES, make_one
 from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published_proof import encoder_decoder_inputs, in_rows

@@ -10,7 +10,7 @@ from support import mask_rule
 from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.objectives.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
 from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.batch import (
     BLIND,

@@ -7,7 +7,7 @@ from support.recipes import collate, make, text_of
 
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.dropout import (
     PLACES,

@@ -10,8 +10,7 @@ from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, windows
 from support.recipes import make as make_objective
 
-from data_utils.objectives import LOSS_NAMES
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
@@ -23,7 +22,8 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
-from megatron_lite.config.tree import ModelConfig
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import cross_attention
 from megatron_lite.model.batch import Batch, allowed
 from megatron_lite.model.counts import parameter_count

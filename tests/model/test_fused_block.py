@@ -15,7 +15,7 @@ from support.kernels import interpreted_kernels
 from support.recipes import collate, windows
 from support.recipes import make as make_objective
 
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import fused_block
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters

@@ -10,9 +10,7 @@ from support.distributed import run_ranks
 from support.recipes import make, span_boundaries, text_of, vocabulary
 from support.whole_weights import compare_weights, placed_weights
 
-from data_utils.base.settings import build
-from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     OBJECTIVE,
@@ -23,8 +21,12 @@ from data_utils.objectives.planes import (
     WEIGHTS,
     Example,
 )
+from data_utils.base.settings import build
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
 from data_utils.samples.loader import collate
-from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.dropout import keep_features

@@ -8,9 +8,9 @@ from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, collate, windows
 from support.recipes import make as make_objective
 
+from data_utils.base.planes import DOC, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
-from data_utils.objectives.planes import DOC, TARGETS, TOKENS, WEIGHTS
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.dropout import keep_features

@@ -7,8 +7,8 @@ from support.latent import latent_batch, latent_config, random_sentences, senten
 from support.published import write_random
 from torch.nn.functional import cross_entropy
 
+from data_utils.base.planes import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
-from data_utils.objectives.planes import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.hf import conversion
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, model_count, model_shapes

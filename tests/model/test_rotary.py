@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.batches import prefix_batch
 
-from data_utils.objectives.planes import BLOCK_POSITION_IDS
-from megatron_lite.config.tree import ModelConfig
+from data_utils.base.planes import BLOCK_POSITION_IDS
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, Flow, Stream
 from megatron_lite.model.fused import Biased, gate

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from support.distributed import run_ranks
 from support.task_batches import CLASSES, VOCAB, sample, task_batch
 
+from data_utils.base.planes import Example
 from data_utils.base.settings import build
-from data_utils.objectives.planes import Example
-from megatron_lite.config.tree import Config, ModelConfig, ParallelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, initialize_parameters
 from megatron_lite.model.heads import Smoothing, cross_entropy, row_scores

@@ -13,7 +13,8 @@ from support.engines import tree
 from support.fake_ranks import fake_context
 
 from data_utils.base.settings import build
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.parallel import context as contexts
 from megatron_lite.parallel.context import device_number, place_in_environment
 from megatron_lite.parallel.launch import Launch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.project import ROOT
 
-from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
+from data_utils.base.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
 from data_utils.samples import blanks
 from data_utils.samples.blanks import Prompt, cut, spans_of
 from data_utils.text.special_tokens import SpecialTokens

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.base.errors import ConfigError
-from data_utils.objectives.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
+from data_utils.base.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.filling import BlankFiller
 from megatron_lite.model.glm import GLM, initialize_parameters
 from scripts.quickstart.ngram import DISCOUNT, NGram

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_utils.base.errors import DataError
-from data_utils.objectives.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.base.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
 from megatron_lite.train.metrics import last_validation, read_metrics
 from scripts.quickstart.unigram_baseline import (
     log_frequencies,

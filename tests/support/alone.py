@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data_utils.base.planes import DOC, OBJECTIVE, ORD, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import build
 from data_utils.objectives import OBJECTIVES, make_objective
-from data_utils.objectives.planes import DOC, OBJECTIVE, ORD, TARGETS, TOKENS, WEIGHTS
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import load_tokenizer

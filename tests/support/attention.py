@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import DOC, GRP, ORD
+from data_utils.base.planes import DOC, GRP, ORD
 from megatron_lite.model.batch import allowed
 from megatron_lite.model.compat import VarlenKernel
 from megatron_lite.model.dropout import Dropout, salts, token_keys

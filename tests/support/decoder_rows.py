@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from data_utils.objectives.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
+from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
 

@@ -23,7 +23,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
 import torch
 
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
 from support.waiting import HANG_SECONDS

@@ -28,7 +28,7 @@ import numpy as np
 from data_utils.base.errors import ConfigError, run_command
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_objective
-from data_utils.objectives.planes import Objective
+from data_utils.objectives.interface import Objective
 from megatron_lite.config.model import ACTIVATIONS, BIASES, INITS, NORMS, POSITIONS, RELATIVE
 from megatron_lite.config.systems import SYSTEMS
 from megatron_lite.config.tree import Config

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.context import ParallelContext, ProcessGroups
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_lite.config.sections import TrainingConfig
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig, TrainingConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import make_layout
 from megatron_lite.parallel.context import ParallelContext

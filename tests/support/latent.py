@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.base.planes import DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
-from data_utils.objectives.planes import DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from megatron_lite.config.tree import Config
 from megatron_lite.model.latent_batch import LatentBatch
 

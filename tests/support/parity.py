@@ -32,10 +32,10 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError, run_command
-from data_utils.objectives.planes import WEIGHTS
+from data_utils.base.planes import WEIGHTS
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import MicroBatch, ModelInput

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
 from data_utils.base.settings import build
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.tree import Config
 from support.batches import prefix_batch
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from data_utils.objectives.planes import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.base.planes import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from megatron_lite.model.batch import allowed
 
 BERT = {

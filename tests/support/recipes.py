@@ -21,7 +21,7 @@ from data_utils.objectives import (
     Vocabulary,
     make_one,
 )
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate as fill_rows
 
 SPECIAL = SpecialTokens(

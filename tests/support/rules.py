@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lite.config.tree import BatchConfig, ParallelConfig, load_config, require_validation
+from megatron_lite.config.sections import BatchConfig, ParallelConfig
+from megatron_lite.config.tree import load_config, require_validation
 from support.configs import tiny
 from support.project import ROOT
 

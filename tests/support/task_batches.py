@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 from data_utils.tasks.base import Part, TaskSample
 from data_utils.tasks.collate import collate
 from megatron_lite.model.task_batch import TaskBatch

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 from data_utils.tasks.base import Part, Record
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.forms import FORM_OF_OBJECTIVE, Form

@@ -9,9 +9,9 @@ from support.recipes import encoder_decoder
 from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
 from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.objectives.planes import Example
 from data_utils.tasks.render import Renderer
 from megatron_lite.generate.filling import blank_context
 

@@ -7,9 +7,10 @@ from support.labelled_files import task
 from support.project import ROOT
 from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 
+from data_utils.base.parts import NO_RIGHT
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
-from data_utils.tasks.collate import NO_RIGHT, collate
+from data_utils.tasks.collate import collate
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers import labels_of, read_records
 from data_utils.tasks.render import Renderer

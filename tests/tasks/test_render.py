@@ -7,7 +7,7 @@ import pytest
 from support.task_inputs import record, renderer
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import TOKENS, WEIGHTS
+from data_utils.base.planes import TOKENS, WEIGHTS
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.collate import collate
 from data_utils.tasks.config import KINDS

@@ -12,7 +12,7 @@ from support.recipes import encoder_decoder
 from support.task_inputs import ALL_MASKS, form, record, renderer, settings, shown, tokenizer
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives.planes import Example
+from data_utils.base.planes import Example
 from data_utils.tasks.forms import Form
 from data_utils.tasks.render import Renderer
 from megatron_lite.generate.filling import blank_context

@@ -12,8 +12,8 @@ from support.engines import tree
 from support.training import fit, make_trainer
 
 from data_utils.base.errors import DataError, ExitStatus
+from data_utils.base.planes import OBJECTIVE, WEIGHTS
 from data_utils.base.settings import build, merge
-from data_utils.objectives.planes import OBJECTIVE, WEIGHTS
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import prepare

@@ -15,7 +15,7 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import build, merge, to_tree
 from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data_utils.objectives.planes import DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import Mixture, samples_of_corpora
 from data_utils.samples.sampler import WindowIndex

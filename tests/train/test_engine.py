@@ -15,7 +15,8 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build, merge
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import MicroBatch

@@ -13,7 +13,7 @@ from support.parity import Case
 from support.training import fit
 
 from data_utils.base.settings import merge
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.train.gradient_norms import GradientNorms, layer_names
 from megatron_lite.train.plain import make_engine
 

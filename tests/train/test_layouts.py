@@ -8,9 +8,9 @@ import pytest
 from support.distributed import run_ranks
 from support.training import make_trainer
 
+from data_utils.base.planes import DOC, OBJECTIVE
 from data_utils.base.settings import merge
-from data_utils.objectives.planes import DOC, OBJECTIVE
-from megatron_lite.config.tree import ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.train.control import RunControl
 from megatron_lite.train.metrics import Metrics
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.waiting import wait_until
 
-from megatron_lite.config.tree import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.counts import layer_costs, step_flops
 from megatron_lite.train.metrics import Metrics, has_saved, is_recorded
 from megatron_lite.train.reports import (

@@ -8,9 +8,9 @@ import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer, records
 
+from data_utils.base.planes import BLOCK_POSITION_IDS, DOC
 from data_utils.base.settings import build, merge
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.planes import BLOCK_POSITION_IDS, DOC
 from megatron_lite.config.tree import Config
 
 ALONE = ("optimus",)  # its samples are rows of whole documents, and its model has a latent vector

@@ -14,7 +14,8 @@ from data_utils.base.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.checkpoint.read import load_weights
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.hf.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.weights import Weights
 from megatron_lite.model.counts import parameter_shapes

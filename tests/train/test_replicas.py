@@ -4,7 +4,8 @@ from support.distributed import run_ranks
 from support.engines import tree
 
 from data_utils.base.settings import build
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.train.plain import make_engine
 from megatron_lite.train.replicas import differing_replicas, fingerprint
 

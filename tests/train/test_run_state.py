@@ -18,7 +18,7 @@ from support.training import fit, records
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.config.tree import CheckpointConfig
+from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.report.run import read_run
 from megatron_lite.train.run_state import MEANINGS, Condition, Start, state_of
 from pretrain_glm import require_start

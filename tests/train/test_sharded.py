@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.base.settings import build
 from megatron_lite.config.deepspeed_options import default_bucket_size
-from megatron_lite.config.tree import Config, ParallelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.fused import Biased
 from megatron_lite.model.model_input import MicroBatch

@@ -8,7 +8,8 @@ from support.distributed import run_ranks
 from support.project import ROOT
 
 from data_utils.base.settings import build, merge, to_tree
-from megatron_lite.config.tree import Config, ParallelConfig, load_config
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.counts import layer_costs, parameter_count
 from megatron_lite.model.glm import GLM
 from megatron_lite.train.plain import make_engine

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from data_utils.base.errors import ExitStatus, RankError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint import write as checkpoint_write
-from megatron_lite.config.tree import ParallelConfig, TimeoutsConfig
+from megatron_lite.config.sections import ParallelConfig, TimeoutsConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.train.heartbeats import Heartbeat, read_heartbeats, who_is_behind
 from megatron_lite.train.watchdog import Section, Watchdog

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.base.errors import DataError
+from data_utils.base.losses import Loss
+from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, Example
 from data_utils.base.random_streams import (
     below,
     chance,
@@ -48,17 +50,8 @@ from data_utils.objectives.blank_infilling.draw import (
     tokens_to_cut,
 )
 from data_utils.objectives.blank_infilling.write import write_example
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.objectives.masking import entry_point, inlined
-from data_utils.objectives.planes import (
-    DOC,
-    DOCUMENT_OVERHEAD,
-    FIELDS,
-    PADDING_DOC,
-    POSITION_IDS,
-    TOKENS,
-    Example,
-    Loss,
-)
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import RowObjective, numbers_of, set_range
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from data_utils.base.random_streams import below, chance
-from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
-from data_utils.objectives.blank_infilling.draw import (
-    ENDS,
-    MARKS,
-    MASK_AT,
-    ORDER,
-    STARTS,
-)
-from data_utils.objectives.masking import compiled, inlined
-from data_utils.objectives.planes import (
+from data_utils.base.planes import (
     BLOCK_POSITION_IDS,
     DOC,
     OBJECTIVE,
@@ -23,6 +13,16 @@ from data_utils.objectives.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.base.random_streams import below, chance
+from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
+from data_utils.objectives.blank_infilling.draw import (
+    ENDS,
+    MARKS,
+    MASK_AT,
+    ORDER,
+    STARTS,
+)
+from data_utils.objectives.masking import compiled, inlined
 from data_utils.objectives.rows import copy_range, count_up, set_range
 
 

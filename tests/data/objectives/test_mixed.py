@@ -8,6 +8,7 @@ from support.chi_square import chi_square, chi_square_limit
 from support.recipes import SPECIAL, make, text_of, vocabulary
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.planes import FIELDS, OBJECTIVE
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import (
     LOSS_NAMES,
@@ -18,7 +19,6 @@ from data_utils.objectives import (
     objective_class,
 )
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.planes import FIELDS, OBJECTIVE
 from data_utils.samples.loader import collate
 
 

@@ -13,6 +13,8 @@ import yaml
 from support.project import ROOT, copied_project
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
 
+from data_utils.base.losses import MOST_LOSSES, Loss
+from data_utils.base.planes import DOC, WEIGHTS
 from data_utils.base.settings import merge
 from data_utils.objectives import (
     LOSS_NAMES,
@@ -22,8 +24,7 @@ from data_utils.objectives import (
     loss_share,
     make_one,
 )
-from data_utils.objectives.planes import DOC, WEIGHTS, Loss
-from data_utils.objectives.registry import TASKS, losses_by_number, register
+from data_utils.objectives.registry import losses_by_number, register
 from data_utils.objectives.rows import RowObjective
 from data_utils.samples.loader import collate
 from megatron_lite.config.tree import load_config
@@ -59,7 +60,7 @@ def test_objectives_can_share_a_loss():
         ((A, B, Loss("a", 2)), r"losses a \(0\) and a \(2\) have the same name.*next free number is 3"),
         ((A, B, Loss("c", 3)), r"\[0, 1, 3\], which leaves out 2"),
         ((A, B, Loss("c", -1)), r"\[-1, 0, 1\], which leaves out 2"),
-        (tuple(Loss(f"{i}", i) for i in range(TASKS + 1)), "65 losses.*64 rows"),
+        (tuple(Loss(f"{i}", i) for i in range(MOST_LOSSES + 1)), "65 losses.*64 rows"),
     ],
 )
 def test_losses_that_do_not_fit_together_are_refused(losses, message):

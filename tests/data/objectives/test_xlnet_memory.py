@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recipes import collate, make, many, text_of
 
+from data_utils.base.planes import FIELDS
 from data_utils.objectives import Example
-from data_utils.objectives.planes import FIELDS
 
 MEMORY, REST = 12, 30
 

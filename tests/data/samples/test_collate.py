@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import FIELDS
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -16,7 +17,6 @@ from data_utils.objectives import (
     Vocabulary,
     objective_class,
 )
-from data_utils.objectives.planes import FIELDS
 from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(

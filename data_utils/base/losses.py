@@ -1,0 +1,31 @@
+"""Losses: how they are known to the model and to records.
+
+An objective declares its losses in its own file. Those that a head of their own predicts stand here, since the model
+has to know them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_LOSSES = 64  # rows of the task embedding: one for each loss, and some to spare
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A loss as it is reported. Objectives that share a loss use the same object."""
+
+    name: str
+    number: int  # in the `objective` plane and in checkpoints (`model.task_rows`): it never changes
+
+    @property
+    def sentence_level(self) -> bool:
+        """Whether the sentence head predicts it from CLS, instead of the vocabulary from a token."""
+        return self.number in SENTENCE_LEVEL
+
+
+MASKED_SPANS = Loss("masked_spans", 6)
+NEXT_SENTENCE_LOSS = Loss("next_sentence", 9)
+SENTENCE_ORDER_LOSS = Loss("sentence_order", 10)
+SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; no token has it in its plane
+SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number)
