@@ -45,8 +45,8 @@ from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from megatron_lite.model.attention import plan_attention
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.compat import widens
 from megatron_lite.model.cpu_kernels import KERNELS, Kernel, choose
-from megatron_lite.model.tensor_parallel import widens
 
 SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")
 HEAD_DIM = 64

@@ -25,10 +25,11 @@ from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import heads
 from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import Batch, make_layout
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.cpu_kernels import KERNELS
 from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.layout import make_layout
 from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")

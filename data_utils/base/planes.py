@@ -37,6 +37,9 @@ import numpy as np
     SEGMENT_IDS,
 ) = range(10)  # as in FIELDS
 
+# What layers need of a token beside the token itself, in the order of `ids`.
+ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
+
 PADDING_DOC = -1
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
 

@@ -25,7 +25,7 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.boxes import runs
-from megatron_lite.model.batch import allowed
+from megatron_lite.model.layout import allowed
 from megatron_lite.model.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]

@@ -33,8 +33,9 @@ from megatron_lite.hf.described import by_transformers
 from megatron_lite.hf.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.released import reference_logits
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM, ModelInput
+from megatron_lite.model.layout import allowed
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 # Two computations in fp32 that are both right differ by the sum of their errors; the error of one is measured.

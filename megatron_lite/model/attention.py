@@ -26,7 +26,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_lite.model.batch import (
+from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
+from megatron_lite.model.dense import DensePlan, ScoreBias
+from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.layout import (
     BLIND,
     CAUSAL,
     FULL,
@@ -38,10 +41,6 @@ from megatron_lite.model.batch import (
     may_see,
     padded_order,
 )
-from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
-from megatron_lite.model.dense import DensePlan
-from megatron_lite.model.dropout import AttentionDropout
-from megatron_lite.model.relative import ScoreBias
 
 # CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 5 to 6; UniLMv2 would take 35.
 _MOST_KEYS = 8

@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data_utils.base.planes import ORD
+from data_utils.base.planes import ID_PLANES, ORD
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.cross_attention import PartsPlan
+from megatron_lite.model.dense import ScoreBias
 from megatron_lite.model.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.fused import Biased, activate, add, gate, has_kernels
 from megatron_lite.model.fused_block import Parts, fused_block
 from megatron_lite.model.heads import Linear
-from megatron_lite.model.relative import Distances, ScoreBias, XLNetScores
+from megatron_lite.model.relative import Distances, XLNetScores
 from megatron_lite.model.rotary import Rotary, spread
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,

@@ -47,6 +47,11 @@ def cpu_has_half_matmul(dtype: torch.dtype) -> bool:
     return names is None or any(_undocumented(torch.cpu, name)() for name in names)
 
 
+def widens(x: torch.Tensor) -> bool:
+    """True if operands of the type and device of `x` should be multiplied in fp32."""
+    return x.device.type == "cpu" and not cpu_has_half_matmul(x.dtype)
+
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v
 
 

@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model.compat import Gradients, flash_backward_on_cpu, flash_forward_on_cpu
-from megatron_lite.model.tensor_parallel import widens
+from megatron_lite.model.compat import Gradients, flash_backward_on_cpu, flash_forward_on_cpu, widens
 
 # Half precision: pairs of query and key, for each head, up to which flash fp32 and plain are faster than flash.
 # Measured with AMX, ms forward and backward of [batch, heads, tokens, head size] for flash, flash fp32 and plain:

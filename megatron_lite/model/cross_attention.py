@@ -29,11 +29,11 @@ from megatron_lite.model.attention import (
     PaddedRows,
     plan_attention,
 )
-from megatron_lite.model.batch import Layout
 from megatron_lite.model.compat import varlen_kernel
 from megatron_lite.model.cpu_kernels import KERNELS, Flash, Kernel, attend_written_out, choose, heads_first
 from megatron_lite.model.dense import DenseMask, columns_in_place, seen_pairs
 from megatron_lite.model.dropout import AttentionDropout
+from megatron_lite.model.layout import Layout
 from megatron_lite.model.varlen import VarlenCall
 
 

@@ -5,13 +5,22 @@ On CUDA it also serves models with relative positions, since its kernel takes a 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from megatron_lite.model.batch import Layout, may_see
 from megatron_lite.model.cpu_kernels import attend_all, attend_written_out
 from megatron_lite.model.dropout import AttentionDropout
-from megatron_lite.model.relative import ScoreBias
+from megatron_lite.model.layout import Layout, may_see
+
+
+class ScoreBias(Protocol):
+    """What a layer adds to its scores, which are scaled already."""
+
+    def __call__(self, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[..., H, Q, K] for the tokens of the plan's call of this number."""
+        ...
 
 
 class DenseMask:

@@ -20,8 +20,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from data_utils.base.planes import PADDING_DOC
-from megatron_lite.model.batch import LENGTHS, Layout, may_see, padded_order
 from megatron_lite.model.dropout import AttentionDropout, pairs_formula, stays
+from megatron_lite.model.layout import LENGTHS, Layout, may_see, padded_order
 
 BLOCK = 128  # rows and keys; FlexAttention's own default
 _NEVER = np.iinfo(np.int32).max  # key_time of a query-stream token, as int32

@@ -17,11 +17,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from data_utils.base.planes import BLOCK_POSITION_IDS
+from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, BiasedPlan
-from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.block import (
     Block,
     Embedding,
@@ -45,7 +44,8 @@ from megatron_lite.model.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.relative import Distances, RelativeBuckets
 from megatron_lite.model.rotary import Rotary
-from megatron_lite.model.task_losses import Parts, choice_scores, part_sums, sums_of_task, task_loss
+from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_losses import choice_scores, part_sums, sums_of_task, task_loss
 from megatron_lite.model.tensor_parallel import (
     LayerNorm,
     RMSNorm,

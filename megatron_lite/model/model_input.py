@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.planes import OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
+from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import AttentionPlan, HostPlan, plan_attention
-from megatron_lite.model.batch import ID_PLANES, LENGTHS, Batch
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.compat import cpu_has_half_matmul
 from megatron_lite.model.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.dropout import Dropout, salts, token_keys
-from megatron_lite.model.heads import LossRows, find_loss_rows
 from megatron_lite.model.latent_batch import HostSentences, LatentBatch, Sentences
-from megatron_lite.model.task_batch import HostParts, TaskBatch
-from megatron_lite.model.task_losses import Parts
+from megatron_lite.model.layout import LENGTHS
+from megatron_lite.model.loss_rows import LossRows, find_loss_rows
+from megatron_lite.model.task_batch import HostParts, Parts, TaskBatch
 
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
 

@@ -21,15 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.base.planes import POSITION_IDS, SEGMENT_IDS
+from data_utils.base.planes import ID_PLANES, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import ID_PLANES
 from megatron_lite.model.dropout import Dropout
 from megatron_lite.model.fused import Biased, add
 from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
@@ -39,14 +38,6 @@ LONGEST = 128  # distances from here on share a bucket
 Pairs = Sequence[
     tuple[torch.Tensor, torch.Tensor]
 ]  # of each call: its queries [..., Q] and keys [..., K], in [0, T)
-
-
-class ScoreBias(Protocol):
-    """What a layer adds to its scores, which are scaled already."""
-
-    def __call__(self, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[..., H, Q, K] for the tokens of the plan's call of this number."""
-        ...
 
 
 def bucket(distance: torch.Tensor, is_causal: bool) -> torch.Tensor:

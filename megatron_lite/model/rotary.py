@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from data_utils.base.planes import BLOCK_POSITION_IDS, POSITION_IDS
+from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import ID_PLANES
 
 
 @dataclass(frozen=True)

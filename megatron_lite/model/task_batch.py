@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,26 @@ import torch
 from data_utils.base.parts import PartArrays
 from data_utils.base.planes import DOC, TOKENS
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.heads import LossRows, few_count
-from megatron_lite.model.task_losses import Parts
+from megatron_lite.model.loss_rows import LossRows, few_count
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a micro-batch on the device, and how they are judged. Integers are int32."""
+
+    head: str  # of data_utils.tasks.base.HEADS, not `tokens`
+    loss: str  # of CHOICE_LOSSES, for choices
+    rows: (
+        torch.Tensor
+    )  # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`
+    row_part: torch.Tensor  # [N]
+    targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
+    sample: torch.Tensor  # [P]
+    right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
+    value: torch.Tensor  # fp32 [P]
+    divisor: torch.Tensor  # fp32 [P]
+    weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
+    has_language: bool = False  # tokens have a loss beside, that of pretraining
 
 
 class TaskBatch(Batch):

@@ -8,31 +8,12 @@ Shapes: N rows, P parts, S samples, K classes, D features of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.model.task_batch import Parts
+
 CHOICE_LOSSES = ("cross_entropy", "hinge", "generative", "mix")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a micro-batch on the device, and how they are judged. Integers are int32."""
-
-    head: str  # of data_utils.tasks.base.HEADS, not `tokens`
-    loss: str  # of CHOICE_LOSSES, for choices
-    rows: (
-        torch.Tensor
-    )  # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`
-    row_part: torch.Tensor  # [N]
-    targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
-    sample: torch.Tensor  # [P]
-    right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
-    value: torch.Tensor  # fp32 [P]
-    divisor: torch.Tensor  # fp32 [P]
-    weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
-    has_language: bool = False  # tokens have a loss beside, that of pretraining
 
 
 def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:

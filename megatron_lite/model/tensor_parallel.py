@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
-from megatron_lite.model.compat import cpu_has_half_matmul
+from megatron_lite.model.compat import widens
 from megatron_lite.model.dropout import FeatureDropout
 from megatron_lite.model.fused import Biased, add, add_and_normalize, has_kernels
 from megatron_lite.parallel.collectives import (
@@ -38,12 +38,6 @@ from megatron_lite.parallel.collectives import (
     start_sum,
     start_sum_scatter,
 )
-
-
-def widens(x: torch.Tensor) -> bool:
-    """True if operands of the type and device of `x` should be multiplied in fp32."""
-    return x.device.type == "cpu" and not cpu_has_half_matmul(x.dtype)
-
 
 TakeProduct = Callable[[torch.Tensor, torch.Tensor], None]
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError
-from megatron_lite.model.batch import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
 from megatron_lite.model.compat import Gradients, varlen_kernel
 from megatron_lite.model.dropout import AttentionDropout
 from megatron_lite.model.fused import has_kernels, join_pair_kernel
+from megatron_lite.model.layout import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
 
 # Padding is computed as documents of so many tokens, because zeros would need a launch of their own.
 _PADDING_DOCUMENT = 64

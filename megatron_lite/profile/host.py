@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import fused, varlen
 from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import make_layout
 from megatron_lite.model.block import Block, Flow, Stream
 from megatron_lite.model.dropout import AttentionDropout, Dropout, salts
+from megatron_lite.model.layout import make_layout
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

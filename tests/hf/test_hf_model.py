@@ -25,7 +25,8 @@ from megatron_lite.hf.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.tokenizer_files import write_tokenizer
 from megatron_lite.model import dropout
-from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.layout import allowed
 from megatron_lite.model.model_input import ModelInput
 
 # fp32: the same sums in another order; logits are of order 1.

@@ -15,8 +15,9 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.published_proof import in_rows, our_output, proof_batch, their_output
 from megatron_lite.hf.weights import Weights
-from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM
+from megatron_lite.model.layout import allowed
 from megatron_lite.model.memory import read_segment
 from megatron_lite.model.model_input import prepare
 

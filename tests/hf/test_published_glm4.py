@@ -17,8 +17,9 @@ from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf import conversion
 from megatron_lite.hf.conversion import is_published, open_published
-from megatron_lite.model.batch import Batch, may_see
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.glm import GLM
+from megatron_lite.model.layout import may_see
 from megatron_lite.model.model_input import ModelInput
 
 SIZE = 3000

@@ -36,7 +36,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published_proof import encoder_decoder_inputs, in_rows
-from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.layout import allowed
 from megatron_lite.model.model_input import MicroBatch
 from megatron_lite.train.plain import make_engine
 

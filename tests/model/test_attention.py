@@ -24,11 +24,11 @@ from support.recipes import RECIPES
 from megatron_lite.model import attention, cpu_kernels
 from megatron_lite.model import batch as attention_layout
 from megatron_lite.model.attention import CallPlan, plan_attention
-from megatron_lite.model.batch import make_layout
 from megatron_lite.model.cpu_kernels import KERNELS, choose
 from megatron_lite.model.dense import DensePlan
 from megatron_lite.model.flex import FlexPlan
 from megatron_lite.model.fused import join_pair_kernel
+from megatron_lite.model.layout import make_layout
 from megatron_lite.model.varlen import VarlenPlan, _joined
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}

@@ -23,8 +23,8 @@ from torch._dynamo.testing import CompileCounter
 
 from megatron_lite.model import flex
 from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import LENGTHS, make_layout
 from megatron_lite.model.flex import FlexPlan, block_lists
+from megatron_lite.model.layout import LENGTHS, make_layout
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

@@ -12,16 +12,8 @@ from support.recipes import RECIPES, collate, make, windows
 
 from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
 from megatron_lite.model import batch as attention_layout
-from megatron_lite.model.batch import (
-    BLIND,
-    CAUSAL,
-    FULL,
-    MASKED,
-    Batch,
-    allowed,
-    make_layout,
-    make_units,
-)
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.layout import BLIND, CAUSAL, FULL, MASKED, allowed, make_layout, make_units
 
 
 def calls(doc, order, grp=None, square_causal_only=False):

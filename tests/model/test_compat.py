@@ -9,8 +9,8 @@ from support.project import ROOT
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.model import compat
+from megatron_lite.model.compat import widens
 from megatron_lite.model.model_input import builds_kernels
-from megatron_lite.model.tensor_parallel import widens
 
 
 def test_the_installed_torch_has_all_of_it():

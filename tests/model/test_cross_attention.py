@@ -12,9 +12,9 @@ from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_ar
 from support.recipes import RECIPES
 
 from megatron_lite.model import cross_attention
-from megatron_lite.model.batch import make_layout
 from megatron_lite.model.cross_attention import CrossCalls, CrossVarlen, constant_length, plan_parts
 from megatron_lite.model.dropout import salts
+from megatron_lite.model.layout import make_layout
 from megatron_lite.model.varlen import VarlenPlan
 
 NAMES = ("t5", "bart", "mass", "prefix_lm")

@@ -25,9 +25,10 @@ from data_utils.base.planes import (
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import cross_attention
-from megatron_lite.model.batch import Batch, allowed
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.layout import allowed
 from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")

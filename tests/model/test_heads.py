@@ -31,7 +31,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.counts import parameter_count
 from megatron_lite.model.dropout import keep_features
 from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.heads import few_count, find_loss_rows
+from megatron_lite.model.loss_rows import few_count, find_loss_rows
 from megatron_lite.model.model_input import MicroBatch, ModelInput, prepare
 from megatron_lite.train.gradient_norms import GradientNorms
 from megatron_lite.train.plain import make_engine

@@ -10,7 +10,7 @@ import torch
 from megatron_lite.config.sections import ParallelConfig, TrainingConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import make_layout
+from megatron_lite.model.layout import make_layout
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.numerics import set_numerics
 from support import parity

@@ -1,0 +1,331 @@
+"""Which token of a batch may see which, and the structure of that. NumPy only, computed once per batch.
+
+Every objective describes visibility by `doc`, `ord` and `grp` per token (data_utils/base/planes.py). Four numbers
+per token follow from them, which the rule `may_see` compares:
+
+    document     the same number only for tokens of one document in one row of the batch
+    key_time     when a key becomes visible:       ord if ord >= 0 (content), else never (query stream)
+    query_bound  up to which time a query may see: ord if ord >= 0, else -ord - 1
+    grp          0, or a private group whose members see each other
+
+A token with ord < 0 belongs to the query stream, as in XLNet: it predicts, and only its group sees it.
+
+`Layout.views` derives from the same numbers, without a mask, which keys each token sees; tests compare it with the
+rule. The tokens of a document are ordered [query stream by step | content by ord]. So a token sees a stretch of content
+from the document's start, and the query-stream tokens of its group, which are neighbours. Few kernel calls do:
+
+    queries                                    keys                           call
+    tokens that see the same                   that stretch                   full
+    tokens that each see one more              the stretch of the last one    causal, aligned at the bottom right
+    anything else, several short documents     what any of them sees          masked, by blocks of queries
+
+So GLM, prefix LM, T5, BART and UniLM's sequence-to-sequence kind are two calls (A x A full, B x [A; B] causal), causal
+and bidirectional documents one, MASS two (the masked tokens come first, then both see the whole context). XLNet is a
+full and a causal call for each stretch of its content, and a causal one for the query stream over the content. The
+original tokens and pseudo masks of UniLMv2 remain masked calls. Where causal calls must be square (CPU), masked blocks
+replace the others.
+
+Masks are never built here: a masked call evaluates the rule on its own queries and keys when it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.planes import (
+    PADDING_DOC,
+)
+
+NEVER = np.int64(1) << 31  # key_time of a query-stream token
+FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
+
+LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
+BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512
+KERNEL_KEYS = 512  # torch's CPU kernel skips hidden keys of a causal call in blocks of so many
+JOINED_ROWS = (
+    64  # up to so many tokens, documents share a unit: more calls would cost more than the pairs they save
+)
+LEAST_FULL_ROWS = 32  # queries that see the same get a call of their own from so many on
+
+
+def may_see(
+    query: Iterable[Any], key: Iterable[Any], *, has_groups: bool = True, joins_documents: bool = True
+) -> Any:
+    """The attention rule, element by element: True where a query may see a key.
+
+    Args:
+        query, key: document, key_time, query_bound, grp; arrays or tensors of shapes that broadcast.
+        has_groups, joins_documents: False leaves out a comparison that cannot change the result.
+    """
+    document, _, bound, grp = query
+    key_document, time, _, key_grp = key
+    seen = time <= bound
+    if has_groups:
+        seen = seen | ((grp == key_grp) & (grp != 0))
+    return seen & (document == key_document) if joins_documents else seen
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of a batch in the order of the kernels, padding left out. Arrays of [T tokens]."""
+
+    shape: tuple[int, int]  # B, S
+    rows: np.ndarray  # int64, index into the flattened [B, S] batch
+    document: np.ndarray  # int64, ascending
+    key_time: np.ndarray  # int64, NEVER for the query stream
+    query_bound: np.ndarray  # int64
+    grp: np.ndarray  # int64
+
+    @property
+    def columns(self) -> np.ndarray:
+        """What `may_see` compares, int64 [4, T]."""
+        return np.stack((self.document, self.key_time, self.query_bound, self.grp))
+
+    def in_place(self) -> np.ndarray:
+        """The same in the order of the batch, int64 [4, B, S]; padding sees nothing and is not seen."""
+        whole = np.empty((4, self.shape[0] * self.shape[1]), np.int64)
+        whole[:] = np.array([[PADDING_DOC], [NEVER], [-1], [0]])
+        whole[:, self.rows] = self.columns
+        return whole.reshape(4, *self.shape)
+
+    @cached_property
+    def views(self) -> Views:
+        return _views(self)
+
+    @property
+    def is_target(self) -> np.ndarray:
+        """Which tokens a decoder computes, where the model has one: those with ord > 0. bool [T]"""
+        return (self.key_time > 0) & (self.key_time < NEVER)
+
+    @cached_property
+    def parts(self) -> tuple[Layout, Layout]:
+        """The layouts of an encoder's tokens and of a decoder's."""
+        return self.part(~self.is_target), self.part(self.is_target)
+
+    def part(self, chosen: np.ndarray) -> Layout:
+        """The layout of some of the tokens, with the rule restricted to them. Args: chosen: bool [T]."""
+        columns = (self.document, self.key_time, self.query_bound, self.grp)
+        return Layout(self.shape, self.rows[chosen], *(column[chosen] for column in columns))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call. Queries are [start, stop) in the unit, as is each stretch of keys; the stretches are joined."""
+
+    kind: int
+    start: int
+    stop: int
+    keys: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring tokens of the layout that see nothing outside: a document, or several short ones."""
+
+    start: int
+    stop: int
+    calls: tuple[Call, ...]  # their queries follow each other and cover the unit
+
+
+def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:
+    """The layout of a batch; doc, order, grp are int [B, S], padding has doc < 0."""
+    flat_doc, flat_order = doc.reshape(-1).astype(np.int64), order.reshape(-1).astype(np.int64)
+    rows = np.flatnonzero(flat_doc >= 0)
+    document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]
+    step = flat_order[rows]
+    place = ((document * 2 + (step >= 0)) << 32) + np.abs(step)
+    if (np.diff(place) < 0).any():
+        sort = np.argsort(place, kind="stable")
+        rows, document, step = rows[sort], document[sort], step[sort]
+    return Layout(
+        shape=(doc.shape[0], doc.shape[1]),
+        rows=rows,
+        document=document,
+        key_time=np.where(step >= 0, step, NEVER),
+        query_bound=np.where(step >= 0, step, -step - 1),
+        grp=grp.reshape(-1)[rows].astype(np.int64),
+    )
+
+
+def padded_order(layout: Layout, length: int) -> np.ndarray:
+    """The layout's tokens and padding after them: int64 [length], indices into the flattened batch, -1 = padding."""
+    order = np.full(length, -1, np.int64)
+    order[: len(layout.rows)] = layout.rows
+    return order
+
+
+def allowed(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> np.ndarray:
+    """The rule as a mask: int [B, S] arrays -> bool [B, S queries, S keys], False everywhere on padding."""
+    columns = make_layout(doc, order, grp).in_place()
+    return may_see(columns[..., None], columns[..., None, :])
+
+
+@dataclass(frozen=True)
+class Views:
+    """What each token may see, in positions of the layout: stretches [start, stop) of query stream and content."""
+
+    stream_start: np.ndarray
+    stream_stop: np.ndarray
+    content_start: np.ndarray
+    content_stop: np.ndarray
+    seen: np.ndarray  # number of keys that the token may see; no mask is needed if the stretches hold as many
+
+    @property
+    def exact(self) -> np.ndarray:
+        stretches = self.stream_stop - self.stream_start + self.content_stop - self.content_start
+        return self.seen == stretches
+
+
+def _views(layout: Layout) -> Views:
+    document, bound = layout.document, layout.query_bound
+    is_content = layout.key_time < NEVER
+    content = np.flatnonzero(is_content)
+    times = (document[content] << 32) + layout.key_time[content]  # ascending
+    before = np.searchsorted(times, document << 32)
+    seen = np.searchsorted(times, (document << 32) + bound, side="right") - before
+    stream = np.flatnonzero(~is_content)
+    content_start = before + np.searchsorted(document[stream], document, side="right")
+    content_stop = content_start + seen
+    stream_start = stream_stop = content_start
+    if layout.grp.any():
+        members = np.flatnonzero(layout.grp)
+        _, number = np.unique((document[members] << 32) + layout.grp[members], return_inverse=True)
+        sort = np.lexsort((layout.key_time[members], number))
+        ends = np.searchsorted(number[sort], np.arange(number.max() + 1), side="right")
+        begins = np.r_[0, ends[:-1]]
+        revealed = np.searchsorted(
+            (number[sort] << 32) + layout.key_time[members][sort],
+            (number << 32) + bound[members],
+            side="right",
+        )
+        seen, content_stop = seen.copy(), content_stop.copy()
+        seen[members] += ends[number] - revealed
+        at, in_stream = members[sort], ~is_content[members[sort]]
+        last_content = np.maximum.reduceat(np.where(in_stream, -1, at), begins) + 1
+        content_stop[members] = np.maximum(content_stop[members], last_content[number])
+        first = np.minimum.reduceat(np.where(in_stream, at, len(document)), begins)[number]
+        last = np.maximum.reduceat(np.where(in_stream, at, -1), begins)[number] + 1
+        some = last > 0
+        stream_start, stream_stop = stream_start.copy(), stream_stop.copy()
+        stream_start[members[some]], stream_stop[members[some]] = first[some], last[some]
+    return Views(stream_start, stream_stop, content_start, content_stop, seen)
+
+
+def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: bool) -> np.ndarray:
+    """Where stretches of queries begin that one kind of call serves, int64, and at the end the number of tokens.
+
+    A stretch is one of: queries of one document that see the same keys (at least `least_full_rows`, no mask needed);
+    queries that see nothing; the queries in between. With `split_steps`, the last kind ends where the view does not
+    grow by one key.
+    """
+    no_stream = views.stream_start == views.stream_stop
+    parts = (views.stream_start, views.stream_stop, views.content_stop, views.exact, layout.document)
+    changes = np.r_[True, np.any([np.diff(part) != 0 for part in parts], axis=0)]
+    number = np.cumsum(changes) - 1
+    kind = np.where(views.exact & (np.bincount(number)[number] >= least_full_rows), number, -1)
+    kind[views.seen == 0] = -2
+    begins = (np.diff(kind) != 0) | (np.diff(layout.document) != 0)
+    if split_steps:
+        is_step = (np.diff(views.content_stop) == 1) & no_stream[1:] & no_stream[:-1]
+        begins |= (kind[1:] == -1) & ~is_step
+    return np.flatnonzero(np.r_[True, begins, True])
+
+
+def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
+    """The calls of a batch.
+
+    Args: square_causal_only: causal calls with more keys than queries become masked blocks, and short documents share
+        a unit; false: a unit for each document, with as few calls as the structure allows.
+    """
+    if not len(layout.rows):
+        return []
+    views = layout.views
+    least = LEAST_FULL_ROWS if square_causal_only else 2
+    stretches = _stretches(layout, views, least, not square_causal_only)
+    units: list[Unit] = []
+    begins = np.flatnonzero(np.r_[True, np.diff(layout.document) != 0])
+    ends = np.r_[begins[1:], len(layout.rows)]
+    first = 0
+    while first < len(begins):
+        begin, last = begins[first], first + 1
+        if square_causal_only:
+            last = max(last, int(np.searchsorted(ends, begin + JOINED_ROWS, side="right")))
+        end = ends[last - 1]
+        cuts = stretches[np.searchsorted(stretches, begin) : np.searchsorted(stretches, end) + 1].tolist()
+        calls: list[Call] = []
+        if square_causal_only and end - begin <= JOINED_ROWS:
+            calls = _joined_calls(cuts, views)
+        else:
+            for start, stop in itertools.pairwise(cuts):
+                calls += _calls(start, stop, views, square_causal_only)
+        units.append(Unit(int(begin), int(end), tuple(_moved(call, -int(begin)) for call in calls)))
+        first = last
+    return units
+
+
+def _moved(call: Call, by: int) -> Call:
+    keys = tuple((start + by, stop + by) for start, stop in call.keys)
+    return Call(call.kind, call.start + by, call.stop + by, keys)
+
+
+def _joined_calls(cuts: list[int], views: Views) -> list[Call]:
+    """Calls on short documents: all keys for all queries that see any."""
+    begin, end = cuts[0], cuts[-1]
+    blind = views.seen[begin:end] == 0
+    edges = [0, *(np.flatnonzero(np.diff(blind)) + 1).tolist(), end - begin]
+    kind = FULL if (views.seen[begin:end] == end - begin).all() else MASKED
+    return [
+        Call(BLIND, begin + start, begin + stop)
+        if blind[start]
+        else Call(kind, begin + start, begin + stop, ((begin, end),))
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> list[Call]:
+    """Calls for a stretch of queries of one document (see `_stretches`)."""
+    seen, exact = views.seen[start:stop], bool(views.exact[start:stop].all())
+    if seen[0] == 0:
+        return [Call(BLIND, start, stop)]
+    keys = _keys(start, stop, views, exact)
+    if exact and (seen == seen[0]).all():
+        return [Call(FULL, start, stop, keys)]
+    steps = exact and len(keys) == 1 and (np.diff(views.content_stop[start:stop]) == 1).all()
+    steps = steps and (views.stream_start[start:stop] == views.stream_stop[start:stop]).all()
+    rows = stop - start
+    if steps and (not square_causal_only or keys == ((start, stop),)):
+        if not square_causal_only or not BLOCK_ROWS < rows <= KERNEL_KEYS:
+            return [Call(CAUSAL, start, stop, keys)]
+        # One call would skip nothing; a square of half the size and a masked call need 3/4 of the pairs.
+        middle = start + rows // 2
+        second = Call(MASKED, middle, stop, _keys(middle, stop, views, False))
+        return [Call(CAUSAL, start, middle, ((start, middle),)), second]
+    if not square_causal_only:
+        return [Call(MASKED, start, stop, keys)]
+    blocks = -(-rows // BLOCK_ROWS)
+    edges = [start + rows * i // blocks for i in range(blocks + 1)]
+    return [
+        Call(MASKED, begin, end, _keys(begin, end, views, False)) for begin, end in itertools.pairwise(edges)
+    ]
+
+
+def _keys(start: int, stop: int, views: Views, exact: bool) -> tuple[tuple[int, int], ...]:
+    """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query."""
+    content = (int(views.content_start[start]), int(views.content_stop[start:stop].max()))
+    first, last = views.stream_start[start:stop], views.stream_stop[start:stop]
+    grouped = first < last
+    if not grouped.any():
+        return (content,)
+    stream = (int(first[grouped].min()), int(last[grouped].max()))
+    hole = content[0] - stream[1]
+    if content[0] == content[1]:
+        return (stream,)
+    if hole == 0 or (not exact and 8 * hole <= content[1] - stream[0]):  # cheaper to mask than to join
+        return ((stream[0], content[1]),)
+    return (stream, content)
