@@ -30,13 +30,13 @@ from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
-from megatron_lite.train.control import RunControl
-from megatron_lite.train.finished import nothing_to_do
-from megatron_lite.train.lease import held
-from megatron_lite.train.nvidia_apex import require_apex
-from megatron_lite.train.run_state import RunState, state_of
-from megatron_lite.train.trackers import require_trackers
-from megatron_lite.train.watchdog import Section, Watchdog
+from megatron_lite.train.engine.nvidia_apex import require_apex
+from megatron_lite.train.guard.control import RunControl
+from megatron_lite.train.guard.finished import nothing_to_do
+from megatron_lite.train.guard.lease import held
+from megatron_lite.train.guard.run_state import RunState, state_of
+from megatron_lite.train.guard.watchdog import Section, Watchdog
+from megatron_lite.train.observe.trackers import require_trackers
 
 log = logging.getLogger(__name__)
 
@@ -223,11 +223,11 @@ def train_with(
     prepare_environment(config.training.deterministic)
     from megatron_lite.model.latent_batch import samples_of
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.train.engine import memory_advice
-    from megatron_lite.train.plain import make_engine
-    from megatron_lite.train.process import together
-    from megatron_lite.train.resume import check_beginning, keep_task_rows
-    from megatron_lite.train.trainer import Trainer
+    from megatron_lite.train.engine.engine import memory_advice
+    from megatron_lite.train.engine.plain import make_engine
+    from megatron_lite.train.guard.process import together
+    from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
+    from megatron_lite.train.loop.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
 
-The second table has the three kernels of megatron_lite/model/cpu_kernels.py, casts included, and the one that a plan
-takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
+The second table has the three kernels of megatron_lite/model/attention/cpu_kernels.py, casts included, and the
+one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
 real corpus. A step is forward and backward of one layer. Times are medians of rounds in which both plans take turns.
@@ -43,10 +43,10 @@ from data_utils.base.planes import DOC
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
-from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.compat import widens
-from megatron_lite.model.cpu_kernels import KERNELS, Kernel, choose
+from megatron_lite.model.attention.cpu_kernels import KERNELS, Kernel, choose
+from megatron_lite.model.attention.plan import plan_attention
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.kernels.compat import widens
 
 SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")
 HEAD_DIM = 64

@@ -46,8 +46,8 @@ from megatron_lite.config.sections import CheckpointConfig, ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.engine import Engine
-from megatron_lite.train.plain import make_engine
+from megatron_lite.train.engine.engine import Engine
+from megatron_lite.train.engine.plain import make_engine
 
 SIZES = {"tiny": (2, 64, 2), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, hidden size, heads
 STEP, WRITE_BYTES = 1, 16 << 20

@@ -37,10 +37,10 @@ from data_utils.objectives import LOSS_NAMES, Vocabulary, make_objective
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, model_flops
+from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
 from megatron_lite.model.latent_batch import LatentBatch
-from megatron_lite.model.model_input import ModelInput, builds_kernels, few_lengths
 from megatron_lite.model.optimus import Optimus
+from megatron_lite.model.trunk.build import build_model, model_flops
 
 VOCAB_SIZE = 30000
 LONGEST = 64

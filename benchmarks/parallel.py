@@ -41,13 +41,13 @@ from data_utils.base.planes import DOC, WEIGHTS  # noqa: E402
 from data_utils.base.settings import build  # noqa: E402
 from megatron_lite.config.sections import ParallelConfig  # noqa: E402
 from megatron_lite.config.tree import Config  # noqa: E402
-from megatron_lite.model.batch import Batch  # noqa: E402
-from megatron_lite.model.counts import step_flops  # noqa: E402
-from megatron_lite.model.model_input import MicroBatch  # noqa: E402
+from megatron_lite.model.input.batch import Batch  # noqa: E402
+from megatron_lite.model.input.model_input import MicroBatch  # noqa: E402
+from megatron_lite.model.trunk.counts import step_flops  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
-from megatron_lite.train.machine import known_peak_tflops  # noqa: E402
-from megatron_lite.train.plain import make_engine  # noqa: E402
+from megatron_lite.train.engine.plain import make_engine  # noqa: E402
+from megatron_lite.train.observe.machine import known_peak_tflops  # noqa: E402
 
 DEFAULT_LAYOUTS = [
     "1x1x1", "1x1x1+selective", "1x1x1+full", "1x1x2", "1x1x2+zero2", "1x1x2+zero3", "1x1x2+offload", "2x1x1",

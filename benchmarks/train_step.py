@@ -42,13 +42,13 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import step_flops
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.heads import cross_entropy
-from megatron_lite.model.model_input import ModelInput, builds_kernels, few_lengths
-from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.train.machine import known_peak_tflops
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
+from megatron_lite.model.layers.tensor_parallel import linear
+from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.heads import cross_entropy
+from megatron_lite.train.observe.machine import known_peak_tflops
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop

@@ -18,7 +18,7 @@ from support import house
 
 from data_utils.base.settings import describe
 from megatron_lite.config.tree import Config
-from megatron_lite.train.run_state import MEANINGS
+from megatron_lite.train.guard.run_state import MEANINGS
 
 ROOT = house.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")

@@ -29,9 +29,9 @@ from typing_extensions import TypedDict
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
 from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform
-from megatron_lite.train.lease import held
-from megatron_lite.train.metrics import record_rewind
-from megatron_lite.train.run_state import state_of
+from megatron_lite.train.guard.lease import held
+from megatron_lite.train.guard.run_state import state_of
+from megatron_lite.train.observe.metrics import record_rewind
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint

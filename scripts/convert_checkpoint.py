@@ -96,7 +96,7 @@ def main() -> None:
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
         require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
-        from megatron_lite.hf.export import ExportOptions, export_run
+        from megatron_lite.hf.doors.export import ExportOptions, export_run
 
         options = ExportOptions(
             layout=arguments.layout,
@@ -110,7 +110,7 @@ def main() -> None:
     else:
         tree = load_tree(arguments)
         require_directory(arguments.input, "give the directory that holds the weights")
-        from megatron_lite.hf.importing import import_directory, import_megatron
+        from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron
         result = convert(

@@ -34,10 +34,10 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
-from megatron_lite.train.control import RunControl
-from megatron_lite.train.lease import held
-from megatron_lite.train.nvidia_apex import require_apex
-from megatron_lite.train.watchdog import Section, Watchdog
+from megatron_lite.train.engine.nvidia_apex import require_apex
+from megatron_lite.train.guard.control import RunControl
+from megatron_lite.train.guard.lease import held
+from megatron_lite.train.guard.watchdog import Section, Watchdog
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -125,7 +125,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
             f"{source} is an exported directory, which one process imports; run `python scripts/convert_checkpoint.py "
             f"import --input {source} --output {run}` first, and give --checkpoint {run}."
         )
-    from megatron_lite.hf.importing import import_directory
+    from megatron_lite.hf.doors.importing import import_directory
 
     tree = load_tree(arguments.config, arguments.task, arguments.overrides)
     import_directory(source, run, for_import(tree))
@@ -137,8 +137,8 @@ def train(task: Task, output: Path, launch: Launch, control: RunControl, watchdo
     config = task.config
     prepare_environment(config.training.deterministic)
     from megatron_lite.finetune.run import finetune
-    from megatron_lite.train.process import together
-    from megatron_lite.train.resume import check_beginning
+    from megatron_lite.train.guard.process import together
+    from megatron_lite.train.loop.resume import check_beginning
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))

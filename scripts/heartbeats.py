@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from data_utils.base.errors import ArgumentParser, DataError, run_command
-from megatron_lite.train.heartbeats import heartbeat_directory, read_heartbeats
+from megatron_lite.train.guard.heartbeats import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.layout import allowed
+from megatron_lite.model.attention.layout import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
 SENTENCES = LOSS_NAMES.index("reconstruction")

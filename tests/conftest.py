@@ -139,6 +139,6 @@ def emulated_kernel(monkeypatch):
     """Lets a VarlenPlan run on CPU."""
     from support.attention import EmulatedKernel
 
-    monkeypatch.setattr("megatron_lite.model.varlen.varlen_kernel", lambda dtype: EmulatedKernel)
+    monkeypatch.setattr("megatron_lite.model.attention.varlen.varlen_kernel", lambda dtype: EmulatedKernel)
     monkeypatch.setattr(EmulatedKernel, "calls", 0)
     return EmulatedKernel

@@ -23,14 +23,14 @@ from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import heads
-from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import parameter_count
-from megatron_lite.model.cpu_kernels import KERNELS
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.layout import make_layout
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.attention.cpu_kernels import KERNELS
+from megatron_lite.model.attention.layout import make_layout
+from megatron_lite.model.attention.plan import plan_attention
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk import heads
+from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 CPU = torch.device("cpu")
 
@@ -344,7 +344,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/model/batch.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/model/input/batch.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)

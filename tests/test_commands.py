@@ -32,7 +32,7 @@ from support.tokenizer_files import byte_bpe_json
 from data_utils.base.settings import merge
 from data_utils.text.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.heartbeats import Heartbeat, heartbeat_directory
+from megatron_lite.train.guard.heartbeats import Heartbeat, heartbeat_directory
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")

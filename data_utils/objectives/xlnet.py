@@ -14,8 +14,8 @@ Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of t
 
 With `memory_length` the first so many tokens of a piece are the memory of the rest, as XLNet's recurrence over segments
 has it: they see each other, are seen by all that follows, predict nothing, are of segment 0, and are read without a
-gradient (megatron_lite/model/glm.py). What follows them is the row described above, at the next positions. A piece that
-is not twice as long has no memory, so at least half of every text is trained.
+gradient (megatron_lite/model/trunk/glm.py). What follows them is the row described above, at the next positions. A
+piece that is not twice as long has no memory, so at least half of every text is trained.
 
 Differences: in a window of one piece B always continues A. The memory is the text before in the same sample, read with
 the present weights in both directions; XLNet keeps what it computed one step before, in the orders drawn there. So a

@@ -25,8 +25,8 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.boxes import runs
-from megatron_lite.model.layout import allowed
-from megatron_lite.model.tensor_parallel import Partition
+from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.layers.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
 SPANS, ORDER = [(1, 2), (4, 6)], [1, 0]  # "cat" and "the old"; part B begins with the second

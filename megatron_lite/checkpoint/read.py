@@ -32,7 +32,7 @@ from megatron_lite.checkpoint.manifest import (
     verify_checkpoint,
 )
 from megatron_lite.checkpoint.tensor_files import TensorFile
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.model.layers.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

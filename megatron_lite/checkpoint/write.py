@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.model.layers.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from megatron_lite.finetune.judge import BEST
 from megatron_lite.finetune.setup import HEADED, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
-from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.input.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -52,7 +52,7 @@ def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Itera
     if not is_export(path):
         yield open_run(path, tokenizer)
         return
-    from megatron_lite.hf.importing import import_directory
+    from megatron_lite.hf.doors.importing import import_directory
 
     with tempfile.TemporaryDirectory(prefix="glm_evaluate_") as directory:
         run = Path(directory) / "run"

@@ -11,9 +11,9 @@ import numpy as np
 
 from data_utils.base.random_streams import derive_seed
 from data_utils.tasks.base import Record, TaskSample
-from data_utils.tasks.collate import collate
-from data_utils.tasks.render import Renderer
-from megatron_lite.model.task_batch import TaskBatch
+from data_utils.tasks.layouts.collate import collate
+from data_utils.tasks.layouts.render import Renderer
+from megatron_lite.model.input.task_batch import TaskBatch
 
 MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
 

@@ -17,8 +17,8 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
-from megatron_lite.train.engine import is_idle
-from megatron_lite.train.rates import NEVER, Rate
+from megatron_lite.train.engine.engine import is_idle
+from megatron_lite.train.engine.parameter_rates import NEVER, Rate
 
 _ABOVE = ("heads.", "final_layernorm.")
 

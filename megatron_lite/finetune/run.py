@@ -21,10 +21,10 @@ from typing import Any
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
-from data_utils.tasks.answers import kind_of_answers
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics_by_task import LOSS, Metrics, compared_by
-from data_utils.tasks.predictions import file_name, write_predictions
+from data_utils.tasks.scores.answers import kind_of_answers
+from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
+from data_utils.tasks.scores.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
@@ -33,15 +33,15 @@ from megatron_lite.finetune.judge import BEST, TaskJudge
 from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
 from megatron_lite.finetune.writing import writer
-from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.control import RunControl
-from megatron_lite.train.engine import memory_advice
-from megatron_lite.train.metrics import read_metrics
-from megatron_lite.train.plain import PlainEngine
-from megatron_lite.train.rates import Rate
-from megatron_lite.train.trainer import Trainer
-from megatron_lite.train.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.train.engine.engine import memory_advice
+from megatron_lite.train.engine.parameter_rates import Rate
+from megatron_lite.train.engine.plain import PlainEngine
+from megatron_lite.train.guard.control import RunControl
+from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.train.loop.trainer import Trainer
+from megatron_lite.train.observe.metrics import read_metrics
 
 log = logging.getLogger(__name__)
 

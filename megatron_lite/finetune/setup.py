@@ -16,13 +16,13 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import build, check, merge, parse_override, to_tree
-from data_utils.tasks.answers import kind_of_answers
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.forms import form_of
-from data_utils.tasks.metrics_by_task import check_metrics, compared_by, with_no_answers
-from data_utils.tasks.readers import labels_of, read_records
-from data_utils.tasks.render import Renderer
+from data_utils.tasks.layouts.forms import form_of
+from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.scores.answers import kind_of_answers
+from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import Config
 

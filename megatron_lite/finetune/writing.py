@@ -10,7 +10,7 @@ from data_utils.objectives import ObjectiveChoice
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import BlankDecoder, decoder_for
-from megatron_lite.model.glm import GLM
+from megatron_lite.model.trunk.glm import GLM
 
 # Contexts -> for each the spans of its blanks.
 Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]

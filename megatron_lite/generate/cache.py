@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 
 from data_utils.base.planes import ID_PLANES
-from megatron_lite.model.block import Flow, Latent, Stream
-from megatron_lite.model.cpu_kernels import attend_all
-from megatron_lite.model.cross_attention import PartsPlan
-from megatron_lite.model.dense import ScoreBias
-from megatron_lite.model.dropout import AttentionDropout
-from megatron_lite.model.encoder_decoder import DecoderFlow
-from megatron_lite.model.glm import GLM
-from megatron_lite.model.relative import RelativeBuckets
-from megatron_lite.model.rotary import Rotary
+from megatron_lite.model.attention.cpu_kernels import attend_all
+from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.dense import ScoreBias
+from megatron_lite.model.kernels.dropout import AttentionDropout
+from megatron_lite.model.layers.relative import RelativeBuckets
+from megatron_lite.model.layers.rotary import Rotary
+from megatron_lite.model.trunk.block import Flow, Latent, Stream
+from megatron_lite.model.trunk.encoder_decoder import DecoderFlow
+from megatron_lite.model.trunk.glm import GLM
 
 _EMPTY = torch.empty(0)
 

@@ -37,7 +37,7 @@ from megatron_lite.generate.filling import BlankFiller, blank_context
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
-from megatron_lite.model.glm import GLM
+from megatron_lite.model.trunk.glm import GLM
 
 _SEQ2SEQ = (4, 5)  # segments of UniLM's sequence-to-sequence kind
 _PAIR = (0, 1)  # those of two texts

@@ -22,7 +22,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.cache import CachedPlan, id_planes, padded, stack_rows
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.search import Found, Search
-from megatron_lite.model.glm import GLM
+from megatron_lite.model.trunk.glm import GLM
 
 
 class BlankFiller:

@@ -19,9 +19,9 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.fused import choose_kernels
-from megatron_lite.model.glm import GLM
-from megatron_lite.model.tensor_parallel import local_shard, partition_of
+from megatron_lite.model.kernels.fused import choose_kernels
+from megatron_lite.model.layers.tensor_parallel import local_shard, partition_of
+from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from data_utils.samples.loader import SampleLoader
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.filling import BlankFiller, numbered_text, span_text
-from megatron_lite.model.glm import GLM
+from megatron_lite.model.trunk.glm import GLM
 
 MOST_WRITTEN = 16  # tokens in a blank
 

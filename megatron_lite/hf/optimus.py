@@ -35,29 +35,11 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import OpenRun, open_run
-from megatron_lite.hf import proof
-from megatron_lite.hf.conversion import (
-    PublishedSource,
-    is_published,
-    load_class,
-    open_published,
-    system_of,
-    to_ours,
-)
-from megatron_lite.hf.described import by_transformers
-from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.published_runs import (
-    KEPT_FILES,
-    Stack,
-    check_vocabulary,
-    keep_files,
-    require_same_model,
-    write_stack,
-)
-from megatron_lite.hf.published_tokenizers import brought_tokenizer, require_same_ids
-from megatron_lite.hf.recipe import Recorded
-from megatron_lite.hf.tokenizer_proof import prove_exported
-from megatron_lite.hf.weights import (
+from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.recipe import Recorded
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
+from megatron_lite.hf.files.weights import (
     DTYPES,
     METADATA,
     Weights,
@@ -66,10 +48,28 @@ from megatron_lite.hf.weights import (
     open_safetensors,
     read_json,
 )
+from megatron_lite.hf.glm import proof
+from megatron_lite.hf.published.conversion import (
+    PublishedSource,
+    is_published,
+    load_class,
+    open_published,
+    system_of,
+    to_ours,
+)
+from megatron_lite.hf.published.runs import (
+    KEPT_FILES,
+    Stack,
+    check_vocabulary,
+    keep_files,
+    require_same_model,
+    write_stack,
+)
+from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.latent.interface import Sentence
 from megatron_lite.latent.open_run import LatentRun, Rows, latent_run, longest_sentence
-from megatron_lite.model.build import model_shapes
 from megatron_lite.model.optimus import DECODER, ENCODER, LATENT
+from megatron_lite.model.trunk.build import model_shapes
 
 FORMAT, VERSION = "megatron-lite-optimus", 1
 DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"

@@ -22,11 +22,11 @@ from megatron_lite.generate.cache import CachedPlan, id_planes, stack_rows
 from megatron_lite.generate.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.generate.search import Search
 from megatron_lite.latent.interface import Sentence
-from megatron_lite.model.build import build_model
-from megatron_lite.model.fused import choose_kernels
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.latent_batch import LatentBatch
-from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.optimus import Optimus
+from megatron_lite.model.trunk.build import build_model
 
 
 class LatentRun:

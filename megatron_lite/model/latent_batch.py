@@ -20,8 +20,8 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.samples.loader import SampleLoader
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.loss_rows import few_count
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.loss_rows import few_count
 from megatron_lite.model.noise import normals
 
 

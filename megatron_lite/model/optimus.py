@@ -24,14 +24,14 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.block import Latent
-from megatron_lite.model.cross_attention import PartsPlan
-from megatron_lite.model.dropout import Dropout
-from megatron_lite.model.glm import GLM
+from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.latent import draw, gaussian_kl, with_free_bits
 from megatron_lite.model.latent_batch import Sentences
-from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.tensor_parallel import TensorParallel, linear
+from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear
+from megatron_lite.model.trunk.block import Latent
+from megatron_lite.model.trunk.glm import GLM
 
 ENCODER, DECODER, LATENT = "encoder.", "decoder.", "latent."
 

@@ -14,7 +14,7 @@ from typing import Any
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build, merge, to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.model.counts import parameter_count, step_flops
+from megatron_lite.model.trunk.counts import parameter_count, step_flops
 from megatron_lite.profile.gpus import GPUS_OF_A_NODE, Gpu
 from megatron_lite.profile.request import Profile, Request, profiles
 

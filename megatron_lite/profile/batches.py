@@ -13,7 +13,7 @@ from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.input.batch import Batch
 
 # Tokens of a document of the quickstart's corpus; lengths are log-normal.
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870

@@ -14,12 +14,12 @@ from typing import Any
 
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.model.counts import step_flops
+from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.profile.counts import difference, extended, scaled
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.request import Details, Expected, Request
 from megatron_lite.profile.trace import Case
-from megatron_lite.train.stages import stage_shares
+from megatron_lite.train.engine.stage_counts import stage_shares
 
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from megatron_lite.model import flex
+from megatron_lite.model.attention import flex
 
 _SHAPES = "Tensor query, Tensor key, Tensor value"
 

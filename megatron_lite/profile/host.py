@@ -20,21 +20,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import fused, varlen
-from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.block import Block, Flow, Stream
-from megatron_lite.model.dropout import AttentionDropout, Dropout, salts
-from megatron_lite.model.layout import make_layout
-from megatron_lite.model.tensor_parallel import (
+from megatron_lite.model.attention import varlen
+from megatron_lite.model.attention.layout import make_layout
+from megatron_lite.model.attention.plan import plan_attention
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, salts
+from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     take_products,
 )
+from megatron_lite.model.trunk.block import Block, Flow, Stream
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.profile import without_gpu
 from megatron_lite.profile.request import CUDA_LAUNCH_US
-from megatron_lite.train.sharded import Bucket, Treatment
+from megatron_lite.train.engine.sharded import Bucket, Treatment
 
 _ROUNDS, _LAYERS = 25, 8
 _CONFIG = ModelConfig(num_layers=_LAYERS, hidden_size=16, num_attention_heads=2, vocab_size=1, max_position=1)

@@ -20,13 +20,13 @@ from data_utils.base.errors import run_command
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.counts import step_flops
-from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile.batches import random_batches
 from megatron_lite.profile.request import Request
-from megatron_lite.train.plain import make_engine
+from megatron_lite.train.engine.plain import make_engine
 
 WARM_UP, STEPS = 3, 5
 

@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model import glm
-from megatron_lite.model.fused import choose_kernels
-from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.kernels.fused import choose_kernels
+from megatron_lite.model.trunk import glm
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile import guards
@@ -32,8 +32,8 @@ from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.pipes import Sent, connect_stages
 from megatron_lite.profile.record import Recorder
 from megatron_lite.profile.roofline import Members
-from megatron_lite.train import plain
-from megatron_lite.train.engine import Engine
+from megatron_lite.train.engine import plain
+from megatron_lite.train.engine.engine import Engine
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -146,7 +146,7 @@ def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Eng
     glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
     plain.build_model = _on_device(plain.build_model, config)
     if context.pp.size > 1:
-        from megatron_lite.train import pipeline
+        from megatron_lite.train.engine import pipeline
 
         pipeline.initialize_parameters = glm.initialize_parameters
         pipeline._Stages.__init__ = _on_device(pipeline._Stages.__init__, config)  # type: ignore[method-assign]

@@ -23,8 +23,8 @@ from data_utils.base.settings import build, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
-from megatron_lite.train.metrics import FILE
-from megatron_lite.train.run_state import MEANINGS, state_of
+from megatron_lite.train.guard.run_state import MEANINGS, state_of
+from megatron_lite.train.observe.metrics import FILE
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.

@@ -156,8 +156,8 @@ def model_log_probabilities(model, text: Text, special: SpecialTokens) -> Iterat
     """What a GLM predicts for the tokens of a text's blanks, all in one forward pass."""
     import torch
 
-    from megatron_lite.model.batch import Batch
-    from megatron_lite.model.model_input import prepare
+    from megatron_lite.model.input.batch import Batch
+    from megatron_lite.model.input.model_input import prepare
 
     device, example = next(model.parameters()).device, text.example
     planes = np.stack([getattr(example, name).view(np.int32) for name in FIELDS])

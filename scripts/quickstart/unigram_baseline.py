@@ -26,7 +26,7 @@ from data_utils.objectives import SENTENCE_LEVEL
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.metrics import last_validation
+from megatron_lite.train.observe.metrics import last_validation
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -58,7 +58,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
-    from megatron_lite.train.reports import objective_losses  # here: it loads torch, which takes seconds
+    from megatron_lite.train.observe.reports import (
+        objective_losses,  # here: it loads torch, which takes seconds
+    )
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")

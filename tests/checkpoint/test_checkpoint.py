@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
 from megatron_lite.checkpoint.write import retain, save_checkpoint
-from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of, whole_shape
+from megatron_lite.model.layers.tensor_parallel import Partition, local_shard, partition_of, whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()

@@ -20,9 +20,9 @@ from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.trunk.counts import parameter_shapes
 
 MAX_RANKS = 8
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter

@@ -16,8 +16,8 @@ from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint,
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.sections import CheckpointConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import MicroBatch
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()

@@ -15,7 +15,7 @@ from data_utils.text.special_tokens import assign_special_tokens, sentencepiece_
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.trunk.counts import parameter_count
 
 MODELS = ROOT / "configs"
 
@@ -70,7 +70,7 @@ def test_a_successor_has_the_published_size(name):
 
 def test_glm_130b_fits_the_gpus_it_was_trained_on():
     """A100s of 40 GB: 16 bytes of weights and Adam's state per parameter of the fullest stage, the moments shared."""
-    from megatron_lite.train.stages import stages
+    from megatron_lite.train.engine.stage_counts import stages
 
     config = published("glm-130b")
     fullest = max(stage.parameters for stage in stages(config))
@@ -96,8 +96,8 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
 
-    from megatron_lite.model.glm import GLM
-    from megatron_lite.train.stages import stages
+    from megatron_lite.model.trunk.glm import GLM
+    from megatron_lite.train.engine.stage_counts import stages
 
     config = load_config([path])
     if config.model.vocab_size is None:
@@ -300,8 +300,8 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
 
-    from megatron_lite.model.build import model_count
     from megatron_lite.model.optimus import Optimus
+    from megatron_lite.model.trunk.build import model_count
 
     config = published("optimus-base")
     assert (config.model.vocab_size, config.decoder.vocab_size) == (28_996, 50_257 + 3)

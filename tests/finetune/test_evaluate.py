@@ -13,7 +13,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.doors.export import ExportOptions, export_run
 from scripts import evaluate as script
 
 

@@ -14,8 +14,8 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.filling import BlankFiller
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
 
 PAIRS = [
     ("the quick brown", " fox"),

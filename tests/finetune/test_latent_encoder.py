@@ -16,7 +16,7 @@ from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.latent.open_run import open_latent
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.loop.resume import check_beginning
 
 SETTINGS = [
     "batch.global_batch_size=16",

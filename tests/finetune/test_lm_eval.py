@@ -20,8 +20,8 @@ from data_utils.base.settings import merge
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.harness import Harness
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
 from scripts import harness as script
 
 pytest.importorskip(

@@ -13,12 +13,12 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
-from megatron_lite.model.build import build_model
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.model.model_input import MicroBatch, ModelInput
-from megatron_lite.train.lr_schedule import learning_rate
-from megatron_lite.train.plain import PlainEngine
-from megatron_lite.train.rates import NEVER, USUAL, Rate
+from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.trunk.build import build_model
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.train.engine.parameter_rates import NEVER, USUAL, Rate
+from megatron_lite.train.engine.plain import PlainEngine
+from megatron_lite.train.loop.lr_schedule import learning_rate
 
 ULMFIT = ["finetune.layer_decay=0.5", "finetune.unfreeze=gradual"]
 STEPS = ["finetune.epochs=3", "batch.micro_batch_size=4", "optimizer.clip_grad_norm=0.1"]  # 4 steps an epoch

@@ -13,7 +13,7 @@ from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.decoders import decoder_of, ignored_tokens
-from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 TEXTS = [[20, 21, 22], [30], [11, 12, 13, 14, 15, 16, 17], [25, 26, 27, 28]]

@@ -11,8 +11,8 @@ from support.edited_configs import edits
 from support.published import CASES, random_model, write_random
 
 from data_utils.base.errors import CheckpointError, UserError
-from megatron_lite.hf.conversion import is_published, open_published
-from megatron_lite.hf.importing import import_directory, open_source
+from megatron_lite.hf.doors.importing import import_directory, open_source
+from megatron_lite.hf.published.conversion import is_published, open_published
 
 SYSTEMS = ("bert", "roberta", "albert", "ernie2", "gpt", "gpt2", "glm4", "glm4_0414", "xlnet", "bart", "t5")
 GLM = ("own layout", "released layout")

@@ -21,10 +21,10 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf import proof
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.weights import new_directory, open_directory
-from megatron_lite.train.plain import make_engine
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.files.weights import new_directory, open_directory
+from megatron_lite.hf.glm import proof
+from megatron_lite.train.engine.plain import make_engine
 
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
 LAYOUTS = [
@@ -146,11 +146,11 @@ from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.importing import write_training_checkpoint
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.counts import parameter_shapes
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.doors.importing import write_training_checkpoint
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.model.trunk.counts import parameter_shapes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -16,9 +16,9 @@ from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.train.plain import make_engine
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.train.engine.plain import make_engine
 
 # Round trips
 

@@ -12,22 +12,22 @@ from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_I
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.generate.filling import BlankFiller, blank_context
 from megatron_lite.generate.filling import GenerationConfig as TrainingGeneration
-from megatron_lite.hf import proof
-from megatron_lite.hf.export import generation_config, glm_config
-from megatron_lite.hf.modeling_glm import (
+from megatron_lite.hf.doors.export import generation_config, glm_config
+from megatron_lite.hf.glm import proof
+from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,
     GLMForMultipleChoice,
     GLMForSequenceClassification,
     GLMModel,
     visible_keys,
 )
-from megatron_lite.hf.pipeline_glm import BlankInfillingPipeline
-from megatron_lite.hf.tokenization_glm import GLMTokenizerFast
-from megatron_lite.hf.tokenizer_files import write_tokenizer
-from megatron_lite.model import dropout
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.layout import allowed
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
+from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
+from megatron_lite.hf.glm.tokenizer_files import write_tokenizer
+from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.kernels import dropout
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}

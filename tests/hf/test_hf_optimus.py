@@ -14,8 +14,8 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.optimus import prove, their_logits
 from megatron_lite.latent.open_run import open_latent
 

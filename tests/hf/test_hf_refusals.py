@@ -13,9 +13,9 @@ from support.hf_runs import tree
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import merge, parse_override
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory, import_megatron
-from megatron_lite.hf.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory, import_megatron
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 
 # Bad input: one message, nothing written
 

@@ -11,10 +11,10 @@ from support.hf_runs import tree
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import merge
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf import released
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory, import_megatron
-from megatron_lite.hf.weights import PADDING_ROWS, WORDS
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory, import_megatron
+from megatron_lite.hf.files.weights import PADDING_ROWS, WORDS
+from megatron_lite.hf.glm import released
 
 
 def expected_released_names(layers):

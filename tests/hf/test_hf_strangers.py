@@ -12,9 +12,9 @@ from support.optimus_runs import write_run as write_optimus
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, keys_of, section_in, setting_names, to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.recipe import read_recipe
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.files.recipe import read_recipe
 
 CANARY = "/a/path/of/a/stranger"
 # What a stranger may decide, as a user would expect it. Sections of which he decides all, by name:

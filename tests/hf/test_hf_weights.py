@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.hf.weights import (
+from megatron_lite.hf.files.weights import (
     DTYPES,
     METADATA,
     Weights,

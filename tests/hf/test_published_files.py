@@ -15,12 +15,12 @@ from data_utils.base.settings import build, merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.train.resume import check_beginning, keep_task_rows
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
 
 
 def old_names(state):

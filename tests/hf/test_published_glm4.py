@@ -15,12 +15,12 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf import conversion
-from megatron_lite.hf.conversion import is_published, open_published
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM
-from megatron_lite.model.layout import may_see
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.hf.published import conversion
+from megatron_lite.hf.published.conversion import is_published, open_published
+from megatron_lite.model.attention.layout import may_see
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.glm import GLM
 
 SIZE = 3000
 

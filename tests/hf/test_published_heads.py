@@ -12,12 +12,12 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf import proof
-from megatron_lite.hf.conversion import hf_config
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published_heads import OTHER_HEADS, TASK_CLASSES
-from megatron_lite.hf.published_proof import ask
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.glm import proof
+from megatron_lite.hf.published.conversion import hf_config
+from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
+from megatron_lite.hf.published.proof import ask
 
 KINDS = ("text", "tags", "spans")
 LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}}

@@ -22,11 +22,11 @@ from data_utils.base.planes import (
 from data_utils.base.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf import conversion
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.published import conversion
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.glm import GLM
 
 # fp32, the same sums in another order; of the largest value.
 TOLERANCE = 1e-5

@@ -22,11 +22,11 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf import published_proof
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.model.memory import read_segment
-from megatron_lite.train.plain import make_engine
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.model.trunk.segment_memory import read_segment
+from megatron_lite.train.engine.plain import make_engine
 
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 

@@ -11,13 +11,13 @@ from support.published_tokenizers import SCRIPTS, add_json, combinations, theirs
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.hf.published_tokenizers import (
+from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
+from megatron_lite.hf.published.tokenizers import (
     brought_tokenizer,
     copy_tokenizer_files,
     require_same_ids,
     write_tokenizer,
 )
-from megatron_lite.hf.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
 
 SYSTEMS = ("bert", "ernie", "roberta", "gpt2", "bart", "gpt", "albert", "xlnet", "t5", "glm4")
 MATRIX = [(system, options) for system in SYSTEMS for options in combinations(system)]

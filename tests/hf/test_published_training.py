@@ -34,12 +34,12 @@ from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published_proof import encoder_decoder_inputs, in_rows
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.layout import allowed
-from megatron_lite.model.model_input import MicroBatch
-from megatron_lite.train.plain import make_engine
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
+from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.train.engine.plain import make_engine
 
 STEPS, ROWS, LR = 50, 4, 2e-3
 TREE = {

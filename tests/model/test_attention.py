@@ -21,15 +21,16 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.model import attention, cpu_kernels
-from megatron_lite.model import batch as attention_layout
-from megatron_lite.model.attention import CallPlan, plan_attention
-from megatron_lite.model.cpu_kernels import KERNELS, choose
-from megatron_lite.model.dense import DensePlan
-from megatron_lite.model.flex import FlexPlan
-from megatron_lite.model.fused import join_pair_kernel
-from megatron_lite.model.layout import make_layout
-from megatron_lite.model.varlen import VarlenPlan, _joined
+from megatron_lite.model.attention import cpu_kernels
+from megatron_lite.model.attention import plan as plans
+from megatron_lite.model.attention.cpu_kernels import KERNELS, choose
+from megatron_lite.model.attention.dense import DensePlan
+from megatron_lite.model.attention.flex import FlexPlan
+from megatron_lite.model.attention.layout import make_layout
+from megatron_lite.model.attention.plan import CallPlan, plan_attention
+from megatron_lite.model.attention.varlen import VarlenPlan, _joined
+from megatron_lite.model.input import batch as attention_layout
+from megatron_lite.model.kernels.fused import join_pair_kernel
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -279,9 +280,9 @@ def test_the_kernel_of_the_cpu_follows_from_type_and_size(dtype, queries, keys, 
 def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
     """As on a CPU that multiplies bf16 natively, where the choice is made."""
     taken = []
-    monkeypatch.setattr(attention, "SHORT_PRODUCTS", 0)
+    monkeypatch.setattr(plans, "SHORT_PRODUCTS", 0)
     monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
-    monkeypatch.setattr(attention, "choose", lambda *args, **options: taken.append(name) or name)
+    monkeypatch.setattr(plans, "choose", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
     *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)
@@ -298,8 +299,8 @@ def test_groups_of_short_documents_equal_calls_for_each(recipe, monkeypatch):
     qkv = torch.stack(draw((arrays[0].size, 2, 8), count=3), dim=1).requires_grad_()
     grad = draw((arrays[0].size, 2, 8), count=1)[0]
     results = []
-    for products in (attention.SHORT_PRODUCTS, 0):
-        monkeypatch.setattr(attention, "SHORT_PRODUCTS", products)
+    for products in (plans.SHORT_PRODUCTS, 0):
+        monkeypatch.setattr(plans, "SHORT_PRODUCTS", products)
         plan = plan_attention(make_layout(*arrays), CPU, multiple=arrays[0].size)
         out = plan.attend(0, qkv, None)
         results.append((out, *torch.autograd.grad(out, qkv, grad)))

@@ -21,10 +21,10 @@ from support.mask_rule import allowed
 from support.recipes import RECIPES
 from torch._dynamo.testing import CompileCounter
 
-from megatron_lite.model import flex
-from megatron_lite.model.attention import plan_attention
-from megatron_lite.model.flex import FlexPlan, block_lists
-from megatron_lite.model.layout import LENGTHS, make_layout
+from megatron_lite.model.attention import flex
+from megatron_lite.model.attention.flex import FlexPlan, block_lists
+from megatron_lite.model.attention.layout import LENGTHS, make_layout
+from megatron_lite.model.attention.plan import plan_attention
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -79,7 +79,7 @@ def test_block_lists_serve_any_arrays(seed):
 
 def test_a_block_list_that_lacks_a_block_is_noticed(monkeypatch):
     """The check above fires."""
-    import megatron_lite.model.flex as module
+    import megatron_lite.model.attention.flex as module
 
     whole = module._pairs_within
     monkeypatch.setattr(module, "_pairs_within", lambda document: tuple(x[1:] for x in whole(document)))

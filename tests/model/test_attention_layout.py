@@ -11,9 +11,9 @@ from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, make, windows
 
 from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
-from megatron_lite.model import batch as attention_layout
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.layout import BLIND, CAUSAL, FULL, MASKED, allowed, make_layout, make_units
+from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, allowed, make_layout, make_units
+from megatron_lite.model.input import batch as attention_layout
+from megatron_lite.model.input.batch import Batch
 
 
 def calls(doc, order, grp=None, square_causal_only=False):

@@ -8,9 +8,9 @@ from support.house import product_files
 from support.project import ROOT
 
 from data_utils.base.errors import ConfigError
-from megatron_lite.model import compat
-from megatron_lite.model.compat import widens
-from megatron_lite.model.model_input import builds_kernels
+from megatron_lite.model.input.model_input import builds_kernels
+from megatron_lite.model.kernels import compat
+from megatron_lite.model.kernels.compat import widens
 
 
 def test_the_installed_torch_has_all_of_it():
@@ -51,7 +51,7 @@ def test_one_function_asks_torch_about_the_cpu():
         for path in product_files()
         if re.search(r"torch\.cpu\b|cpu_capability|cpuinfo\.get|mkldnn", path.read_text())
     ]
-    assert [str(path.relative_to(ROOT)) for path in asks] == ["megatron_lite/model/compat.py"]
+    assert [str(path.relative_to(ROOT)) for path in asks] == ["megatron_lite/model/kernels/compat.py"]
 
 
 def test_another_torch_is_told_in_one_line():

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 from support.recipes import RECIPES
 
-from megatron_lite.model import cross_attention
-from megatron_lite.model.cross_attention import CrossCalls, CrossVarlen, constant_length, plan_parts
-from megatron_lite.model.dropout import salts
-from megatron_lite.model.layout import make_layout
-from megatron_lite.model.varlen import VarlenPlan
+from megatron_lite.model.attention import cross_attention
+from megatron_lite.model.attention.cross_attention import CrossCalls, CrossVarlen, constant_length, plan_parts
+from megatron_lite.model.attention.layout import make_layout
+from megatron_lite.model.attention.varlen import VarlenPlan
+from megatron_lite.model.kernels.dropout import salts
 
 NAMES = ("t5", "bart", "mass", "prefix_lm")
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -132,7 +132,7 @@ def _with_keys(dropout, arrays, order):
 def test_calls_on_cpu_equal_the_rule(name, products, monkeypatch):
     """In groups of short documents, and each document by itself."""
     if products is not None:
-        monkeypatch.setattr("megatron_lite.model.attention.SHORT_PRODUCTS", products)
+        monkeypatch.setattr("megatron_lite.model.attention.plan.SHORT_PRODUCTS", products)
         monkeypatch.setattr(cross_attention, "SHORT_PRODUCTS", products)
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = arrays_of(name, sequence_length, seed=seed)

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model import heads as module
-from megatron_lite.model.heads import cross_entropy
+from megatron_lite.model.trunk import heads as module
+from megatron_lite.model.trunk.heads import cross_entropy
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time

@@ -8,8 +8,9 @@ from support.recipes import collate, make, text_of
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.dropout import (
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.kernels.dropout import (
     PLACES,
     Dropout,
     drop,
@@ -20,9 +21,8 @@ from megatron_lite.model.dropout import (
     stays,
     token_keys,
 )
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.relative import Distances
+from megatron_lite.model.layers.relative import Distances
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 KEYS = torch.from_numpy(token_keys(7, np.arange(8), 500).reshape(-1))
 SALTS = torch.from_numpy(salts(24))

@@ -24,12 +24,12 @@ from data_utils.base.planes import (
 )
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import cross_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import parameter_count
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.layout import allowed
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.attention import cross_attention
+from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 CPU = torch.device("cpu")
 GLM_LIKE = ModelConfig(

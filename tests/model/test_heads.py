@@ -27,14 +27,14 @@ from data_utils.samples.loader import collate
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import parameter_count
-from megatron_lite.model.dropout import keep_features
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.loss_rows import few_count, find_loss_rows
-from megatron_lite.model.model_input import MicroBatch, ModelInput, prepare
-from megatron_lite.train.gradient_norms import GradientNorms
-from megatron_lite.train.plain import make_engine
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.loss_rows import few_count, find_loss_rows
+from megatron_lite.model.input.model_input import MicroBatch, ModelInput, prepare
+from megatron_lite.model.kernels.dropout import keep_features
+from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.train.engine.gradient_norms import GradientNorms
+from megatron_lite.train.engine.plain import make_engine
 
 NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}

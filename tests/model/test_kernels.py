@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from support.kernels import interpreted_kernels
 from support.project import ROOT
 
-from megatron_lite.model import fused, heads
-from megatron_lite.model.dropout import (
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
     features_formula,
@@ -28,7 +28,8 @@ from megatron_lite.model.dropout import (
     stays,
     token_keys,
 )
-from megatron_lite.model.fused import Biased
+from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.trunk import heads
 
 # An odd number of tokens, and a width that is no power of two.
 TOKENS, WIDTH = 11, 72

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model import tensor_parallel as module
-from megatron_lite.model.tensor_parallel import linear
+from megatron_lite.model.layers import tensor_parallel as module
+from megatron_lite.model.layers.tensor_parallel import linear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,11 +11,11 @@ from support.recipes import make as make_objective
 from data_utils.base.planes import DOC, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.counts import parameter_count
-from megatron_lite.model.dropout import keep_features
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.kernels.dropout import keep_features
+from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.recipes import RECIPES, collate, make, windows
 
-from megatron_lite.model import model_input
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import LENGTHS, few_lengths
+from megatron_lite.model.input import model_input
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import LENGTHS, few_lengths
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from data_utils.base.planes import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.hf import conversion
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model, model_count, model_shapes
-from megatron_lite.model.model_input import ModelInput, prepare
+from megatron_lite.hf.published import conversion
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput, prepare
+from megatron_lite.model.trunk.build import build_model, model_count, model_shapes
 
 CPU = torch.device("cpu")
 # fp32, the same sums in another order; of the largest value.

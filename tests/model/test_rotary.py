@@ -9,13 +9,13 @@ from support.batches import prefix_batch
 
 from data_utils.base.planes import BLOCK_POSITION_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, Flow, Stream
-from megatron_lite.model.fused import Biased, gate
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.model_input import ID_PLANES, ModelInput
-from megatron_lite.model.rotary import Rotary, spread
-from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ID_PLANES, ModelInput
+from megatron_lite.model.kernels.fused import Biased, gate
+from megatron_lite.model.layers.rotary import Rotary, spread
+from megatron_lite.model.layers.tensor_parallel import TensorParallel
+from megatron_lite.model.trunk.block import Block, Flow, Stream
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.parallel.collectives import Group
 
 CPU = torch.device("cpu")

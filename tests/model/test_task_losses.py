@@ -12,11 +12,11 @@ from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.model.heads import Smoothing, cross_entropy, row_scores
-from megatron_lite.model.model_input import MicroBatch, ModelInput
-from megatron_lite.train.plain import make_engine
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.heads import Smoothing, cross_entropy, row_scores
+from megatron_lite.train.engine.plain import make_engine
 
 CPU = torch.device("cpu")
 HEADS = ("choices", "classes", "values", "tags", "spans")

@@ -15,12 +15,12 @@ from support.alone import CASES, answers, write_run
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.conversion import system_of
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.proof import prove
-from megatron_lite.hf.published_heads import class_of_model
-from megatron_lite.hf.published_proof import ask
-from megatron_lite.hf.published_runs import trained_layout
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.glm.proof import prove
+from megatron_lite.hf.published.conversion import system_of
+from megatron_lite.hf.published.heads import class_of_model
+from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.runs import trained_layout
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.parallel import context as contexts
 from megatron_lite.parallel.context import device_number, place_in_environment
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.plain import make_engine
+from megatron_lite.train.engine.plain import make_engine
 
 
 def groups_of_a_run(context, rank, world_size, parallel):

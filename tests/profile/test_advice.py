@@ -10,7 +10,7 @@ from support.commands import assert_refused, pretrain
 from support.project import ROOT
 
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.trunk.counts import parameter_count
 from megatron_lite.profile import advice
 from megatron_lite.profile.advice import (
     RESERVED_GIB,

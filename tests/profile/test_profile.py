@@ -18,7 +18,7 @@ from megatron_lite.profile.counts import Counts, difference, extended
 from megatron_lite.profile.gpus import GPUS
 from megatron_lite.profile.request import Expected, run_module
 from megatron_lite.profile.roofline import Members, collective_micros
-from megatron_lite.train.machine import GPU_PEAK_TFLOPS
+from megatron_lite.train.observe.machine import GPU_PEAK_TFLOPS
 
 
 def test_extended_layers_are_those_of_a_whole_trace(profiles):

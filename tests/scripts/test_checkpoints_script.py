@@ -10,7 +10,7 @@ from support.stub_engine import StubEngine
 from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.lease import LeaseError, held
+from megatron_lite.train.guard.lease import LeaseError, held
 from scripts import checkpoints
 
 SCRIPT = ROOT / "scripts" / "checkpoints.py"

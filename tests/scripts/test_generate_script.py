@@ -19,8 +19,8 @@ from data_utils.base.settings import merge
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.filling import BlankFiller, GenerationConfig
 from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
 from scripts import generate as generate_script
 
 

@@ -16,7 +16,7 @@ from data_utils.samples import blanks
 from data_utils.samples.blanks import Prompt, cut, spans_of
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.counts import parameter_count
+from megatron_lite.model.trunk.counts import parameter_count
 from scripts.quickstart.fill_examples import render
 
 SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]

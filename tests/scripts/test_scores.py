@@ -16,7 +16,7 @@ from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.filling import BlankFiller
-from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from scripts.quickstart.ngram import DISCOUNT, NGram
 from scripts.quickstart.scores import (
     MODELS,

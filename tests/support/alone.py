@@ -27,11 +27,11 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.open_run import Run, load_run
-from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.published_proof import our_output, text_rows
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.train.resume import keep_task_rows
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.train.loop.resume import keep_task_rows
 from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 63}

@@ -17,7 +17,7 @@ def launches(width, dtype):
     """Every kernel once, on rows of a width."""
     import torch
 
-    from megatron_lite.model import fused
+    from megatron_lite.model.kernels import fused
 
     rows, bias = torch.zeros(64, width, dtype=dtype), torch.zeros(width, dtype=dtype)
     keys, salt = torch.zeros(64, dtype=torch.int32), 7

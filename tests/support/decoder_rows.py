@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
 # Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.

@@ -9,10 +9,10 @@ import torch
 from data_utils.base.settings import build, merge
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.model.glm import GLM, initialize_parameters
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 

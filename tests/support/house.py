@@ -18,19 +18,34 @@ ROOMS = (
     "data_utils.text",
     "data_utils.objectives",
     "data_utils.tasks",
+    "data_utils.tasks.readers",
+    "data_utils.tasks.layouts",
+    "data_utils.tasks.scores",
     "data_utils.dataset",
     "data_utils.build",
     "data_utils.samples",
     "megatron_lite.config",
     "megatron_lite.parallel",
+    "megatron_lite.model.kernels",
+    "megatron_lite.model.attention",
+    "megatron_lite.model.layers",
+    "megatron_lite.model.input",
+    "megatron_lite.model.trunk",
     "megatron_lite.model",
     "megatron_lite.checkpoint",
-    "megatron_lite.train",
+    "megatron_lite.train.engine",
+    "megatron_lite.train.observe",
+    "megatron_lite.train.guard",
+    "megatron_lite.train.loop",
     "megatron_lite.report",
     "megatron_lite.profile",
     "megatron_lite.generate",
     "megatron_lite.latent",
+    "megatron_lite.hf.files",
+    "megatron_lite.hf.glm",
+    "megatron_lite.hf.published",
     "megatron_lite.hf",
+    "megatron_lite.hf.doors",
     "megatron_lite.finetune",
     "pretrain_glm",
     "scripts",
@@ -69,7 +84,7 @@ def module_name(path: Path) -> str:
 def room_of(module: str) -> int | None:
     """The place in ROOMS of a module; None for a package around rooms."""
     names = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
-    return ROOMS.index(names[0]) if names else None
+    return ROOMS.index(max(names, key=len)) if names else None
 
 
 def imports_of(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:

@@ -9,8 +9,8 @@ import pytest
 
 from data_utils.base.errors import UserError
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.files import Records
-from data_utils.tasks.readers import read_records
+from data_utils.tasks.readers.by_name import read_records
+from data_utils.tasks.readers.files import Records
 
 
 def task(reader: str, name: str = "own", kind: str = "classification", **settings) -> TaskConfig:

@@ -13,11 +13,11 @@ from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.latent.open_run import LatentRun
-from megatron_lite.model.build import build_model
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.latent_batch import samples_of
-from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.optimus import Optimus
-from megatron_lite.train.annealing import beta
+from megatron_lite.model.trunk.build import build_model
+from megatron_lite.train.loop.annealing import beta
 
 
 def learn(tree: dict[str, Any]) -> LatentRun:

@@ -22,7 +22,7 @@ def main():
     import torch
     import triton
 
-    from megatron_lite.model import fused
+    from megatron_lite.model.kernels import fused
     from megatron_lite.profile.without_gpu import compile_only
 
     asked, launched = [], []

@@ -36,13 +36,13 @@ from data_utils.base.planes import WEIGHTS
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import MicroBatch, ModelInput
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.layers.tensor_parallel import whole_shape
+from megatron_lite.model.trunk.build import build_model
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import TYPES, Engine, parameter_groups
-from megatron_lite.train.plain import make_engine
+from megatron_lite.train.engine.engine import TYPES, Engine, parameter_groups
+from megatron_lite.train.engine.plain import make_engine
 from support.distributed import run_ranks
 from support.parity_cases import (
     CLIP,

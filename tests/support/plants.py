@@ -26,10 +26,10 @@ VIEWS = "tests/model/test_attention_layout.py::test_views_are_those_of_the_rule"
 RECIPES = "tests/data/objectives/test_recipes.py"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
-SHARDED = "megatron_lite/train/sharded.py"
-TENSOR = "megatron_lite/model/tensor_parallel.py"
-ENGINE = "megatron_lite/train/engine.py"
-TRAINER = "megatron_lite/train/trainer.py"
+SHARDED = "megatron_lite/train/engine/sharded.py"
+TENSOR = "megatron_lite/model/layers/tensor_parallel.py"
+ENGINE = "megatron_lite/train/engine/engine.py"
+TRAINER = "megatron_lite/train/loop/trainer.py"
 WRITE = "data_utils/objectives/blank_infilling/write.py"
 
 GRADIENTS = (
@@ -57,7 +57,7 @@ GRADIENTS = (
     ),
     Plant(
         "gradient of the final norm differs on tensor-parallel ranks under sequence parallelism",
-        "megatron_lite/model/heads.py",
+        "megatron_lite/model/trunk/heads.py",
         "hidden = gather_tokens(hidden, self.parallel.group)\n        rows",
         "rows_of_all = gather_tokens(hidden, self.parallel.group)\n"
         "            own = rows_of_all * 0\n"
@@ -136,7 +136,7 @@ GRADIENTS = (
     ),
     Plant(
         "gradients of pipeline stages divided by the micro-batches once too often",
-        "megatron_lite/train/pipeline.py",
+        "megatron_lite/train/engine/pipeline.py",
         "scale = len(micro_batches) * self._zero.loss_factor",
         "scale = self._zero.loss_factor",
         (f"{FURTHER}[1x2x1-zero1-full-accumulation4-dropout]",),
@@ -146,7 +146,7 @@ GRADIENTS = (
 LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
-        "megatron_lite/train/loss_shares.py",
+        "megatron_lite/train/loop/loss_shares.py",
         "        if self._is_global:\n            return 1.0 / max(loss_weight, 1.0)\n",
         "",
         (SAME_SAMPLES,),
@@ -154,7 +154,7 @@ LOSSES = (
     ),
     Plant(
         "cross entropy counts the padding rows of the vocabulary",
-        "megatron_lite/model/heads.py",
+        "megatron_lite/model/trunk/heads.py",
         "    real = logits[:, :valid]\n    log_sums",
         "    real = logits\n    log_sums",
         ("tests/model/test_cross_entropy.py",),
@@ -191,7 +191,7 @@ LOSSES = (
     ),
     Plant(
         "evaluation with dropout",
-        "megatron_lite/train/plain.py",
+        "megatron_lite/train/engine/plain.py",
         "sums += self._model(self._input(batch, None))[1]",
         "sums += self._model(self._input(batch, 1))[1]",
         ("tests/train/test_engine.py::test_an_evaluation_has_no_dropout",),
@@ -201,7 +201,7 @@ LOSSES = (
 DROPOUT = (
     Plant(
         "dropout of attention equal on all tensor-parallel ranks",
-        "megatron_lite/model/model_input.py",
+        "megatron_lite/model/input/model_input.py",
         "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
         "first_head = 0",
         (f"{FURTHER}[2x1x1-zero1-none-accumulation4-dropout-t5]",),
@@ -209,7 +209,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
-        "megatron_lite/model/model_input.py",
+        "megatron_lite/model/input/model_input.py",
         "keys = token_keys(dropout_seed, batch.samples,",
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1-zero2-none-accumulation4-dropout-post-norm]",),
@@ -217,7 +217,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout drawn by the place in the micro-batch, not by the sample",
-        "megatron_lite/train/ahead.py",
+        "megatron_lite/train/loop/prefetch.py",
         "else Batch(made, samples)",
         "else Batch(made)",
         (SAME_SAMPLES,),
@@ -233,7 +233,7 @@ DROPOUT = (
     ),
     Plant(
         "recomputation draws other dropout than the forward pass",
-        "megatron_lite/model/dropout.py",
+        "megatron_lite/model/kernels/dropout.py",
         "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)",
         "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(place)\n"
         "        salt = int(salts(len(self.salts) - 1)[layer, PLACES.index(place)])\n"
@@ -312,21 +312,21 @@ SAMPLES = (
 ROWS = (
     Plant(
         "a token sees the one after it",
-        "megatron_lite/model/batch.py",
+        "megatron_lite/model/input/batch.py",
         "seen = time <= bound",
         "seen = time <= bound + 1",
         (VIEWS,),
     ),
     Plant(
         "the query stream sees the token that it predicts",
-        "megatron_lite/model/batch.py",
+        "megatron_lite/model/input/batch.py",
         "query_bound=np.where(step >= 0, step, -step - 1)",
         "query_bound=np.where(step >= 0, step, -step)",
         (VIEWS,),
     ),
     Plant(
         "attention across the documents of a row",
-        "megatron_lite/model/batch.py",
+        "megatron_lite/model/input/batch.py",
         "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
         "document = rows // doc.shape[1]",
         (VIEWS,),
@@ -394,7 +394,7 @@ ROWS = (
     ),
     Plant(
         "ids of RoBERTa's positions one too small in an export",
-        "megatron_lite/hf/published_form.py",
+        "megatron_lite/hf/files/published_form.py",
         "return replace(self, skipped_positions=pad_token_id + 1)",
         "return replace(self, skipped_positions=pad_token_id)",
         ("tests/outside/test_directory_alone.py::test_a_directory_alone_computes_what_was_trained",),

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from data_utils.base.planes import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from megatron_lite.model.layout import allowed
+from megatron_lite.model.attention.layout import allowed
 
 BERT = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 192,

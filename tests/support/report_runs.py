@@ -12,8 +12,8 @@ from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.samples import SampleFillings
-from megatron_lite.train.plain import make_engine
-from megatron_lite.train.trainer import Trainer
+from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.train.loop.trainer import Trainer
 
 FILLED = {
     "training": {"eval_fillings": 2, "eval_interval": 2},

@@ -6,8 +6,8 @@ import numpy as np
 
 from data_utils.base.planes import Example
 from data_utils.tasks.base import Part, TaskSample
-from data_utils.tasks.collate import collate
-from megatron_lite.model.task_batch import TaskBatch
+from data_utils.tasks.layouts.collate import collate
+from megatron_lite.model.input.task_batch import TaskBatch
 
 VOCAB, CLASSES = 90, 3
 

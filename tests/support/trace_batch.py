@@ -26,9 +26,9 @@ def main() -> None:
     output, *sys.argv[1:] = sys.argv[1:]
     sys.path.insert(0, str(ROOT))
     import pretrain_glm
-    from megatron_lite.model.glm import GLM
-    from megatron_lite.train.ahead import StepMaker
-    from megatron_lite.train.trainer import Trainer
+    from megatron_lite.model.trunk.glm import GLM
+    from megatron_lite.train.loop.prefetch import StepMaker
+    from megatron_lite.train.loop.trainer import Trainer
 
     files: dict[str, None] = {}  # in the order of their first call
     train_step, make, steps, made = Trainer._train_step, StepMaker.make, [], []

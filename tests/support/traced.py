@@ -61,7 +61,7 @@ def plant(kind):
     """Let every block of the model wait for the device, or call an attention kernel once more; or learn a task."""
     import torch.nn.functional as F
 
-    from megatron_lite.model.block import Block
+    from megatron_lite.model.trunk.block import Block
     from megatron_lite.profile import trace
     from support.task_batches import task_batch
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.boxes import matrix_shape
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.model.layers.tensor_parallel import whole_shape
 
 
 def placed_weights(engine):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_utils.base.parts import NO_RIGHT
 from data_utils.base.planes import FIELDS, TOKENS, WEIGHTS, Example
 from data_utils.tasks.base import Part, TaskSample
-from data_utils.tasks.collate import collate
+from data_utils.tasks.layouts.collate import collate
 
 
 def example(first: int, length: int) -> Example:

@@ -4,8 +4,8 @@ import pytest
 
 from data_utils.base.errors import ConfigError
 from data_utils.tasks.config import KINDS, TaskConfig
-from data_utils.tasks.metrics import require_metrics
-from data_utils.tasks.metrics_by_task import (
+from data_utils.tasks.scores.metrics import require_metrics
+from data_utils.tasks.scores.metrics_by_task import (
     BY_KIND,
     BY_TASK,
     PERPLEXITIES,

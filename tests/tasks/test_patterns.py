@@ -9,8 +9,8 @@ import pytest
 from support.task_inputs import inputs, predicted, record, renderer, settings, shown
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.tasks.inputs import Tokens
-from data_utils.tasks.patterns import (
+from data_utils.tasks.layouts.inputs import Tokens
+from data_utils.tasks.layouts.patterns import (
     PATTERNS,
     Piece,
     pattern_of,

@@ -3,7 +3,7 @@
 import pytest
 from support.labelled_files import task
 
-from data_utils.tasks.readers import labels_of
+from data_utils.tasks.readers.by_name import labels_of
 
 
 def glue(name, kind="classification", **settings):

@@ -10,7 +10,7 @@ from support.labelled_files import task
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import build
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers import labels_of, read_records
+from data_utils.tasks.readers.by_name import labels_of, read_records
 
 
 def jsonl(kind="classification", **settings):
@@ -203,7 +203,7 @@ def test_files_that_are_missing_empty_or_damaged(files):
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
 def test_compressed_lines_are_the_same(files, compress, monkeypatch):
-    monkeypatch.setattr("data_utils.tasks.files._CHUNK_BYTES", 7)
+    monkeypatch.setattr("data_utils.tasks.readers.files._CHUNK_BYTES", 7)
     name = {bytes: "a.jsonl", gzip.compress: "a.jsonl.gz"}.get(compress, "a.jsonl.zst")
     lines = [{"text": "x" * n, "label": "no"} for n in range(1, 9)]
     records = files.read(YES_NO, compress("".join(json.dumps(each) + "\n" for each in lines).encode()), name)

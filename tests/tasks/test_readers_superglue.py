@@ -4,7 +4,7 @@ import pytest
 from support.labelled_files import task
 
 from data_utils.base.errors import ConfigError
-from data_utils.tasks.readers import labels_of
+from data_utils.tasks.readers.by_name import labels_of
 
 PASSAGE = {
     "text": "\u201cI am here,\u201d said Ann Lee. Bob\u2019s dog \u2013 Rex \u2013 barked.\n@highlight\nRex barks"

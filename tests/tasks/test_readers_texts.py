@@ -5,8 +5,8 @@ import random
 import pytest
 from support.labelled_files import task
 
-from data_utils.tasks.files import BadLine
-from data_utils.tasks.texts import fillings, wikitext_detokenized
+from data_utils.tasks.readers.files import BadLine
+from data_utils.tasks.readers.texts import fillings, wikitext_detokenized
 
 BLANKS = task("text", "yahoo_blanks", "blanks")
 

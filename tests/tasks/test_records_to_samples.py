@@ -10,10 +10,10 @@ from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 from data_utils.base.parts import NO_RIGHT
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
-from data_utils.tasks.collate import collate
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers import labels_of, read_records
-from data_utils.tasks.render import Renderer
+from data_utils.tasks.layouts.collate import collate
+from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.readers.by_name import labels_of, read_records
 
 CONFIGS = {path.stem: load_yaml(path)["task"] for path in sorted((ROOT / "configs/tasks").glob("*.yaml"))}
 

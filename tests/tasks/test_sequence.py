@@ -13,8 +13,8 @@ from support.task_inputs import ALL_MASKS, form, record, renderer, settings, sho
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
-from data_utils.tasks.forms import Form
-from data_utils.tasks.render import Renderer
+from data_utils.tasks.layouts.forms import Form
+from data_utils.tasks.layouts.render import Renderer
 from megatron_lite.generate.filling import blank_context
 
 SOURCE, TARGET = "rain falls in wet city", "he runs north"

@@ -12,8 +12,8 @@ import pytest
 from support.labelled_files import task
 
 from data_utils.base.errors import ConfigError
-from data_utils.tasks.readers import labels_of, read_records
-from data_utils.tasks.synthetic import (
+from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.synthetic import (
     TASKS,
     markov_chain,
     optimum,

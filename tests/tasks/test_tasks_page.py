@@ -11,8 +11,8 @@ from support.project import ROOT
 from data_utils.base.errors import DataError
 from data_utils.base.settings import build
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers import labels_of, read_records
-from data_utils.tasks.synthetic import TASKS, optimum, parsed
+from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.synthetic import TASKS, optimum, parsed
 
 PAGE = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
 

@@ -12,8 +12,8 @@ from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, se
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.tasks.base import Record
-from data_utils.tasks.render import Renderer
-from data_utils.tasks.windows import windows
+from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.layouts.windows import windows
 
 FORMS = [("blank_infilling", True), ("blank_infilling", False), ("causal", True), ("prefix_lm", True)]
 

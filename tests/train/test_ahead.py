@@ -15,10 +15,10 @@ from data_utils.base.errors import DataError, ExitStatus
 from data_utils.base.planes import OBJECTIVE, WEIGHTS
 from data_utils.base.settings import build, merge
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import prepare
-from megatron_lite.train import control
-from megatron_lite.train.ahead import Ahead, Place
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import prepare
+from megatron_lite.train.guard import control
+from megatron_lite.train.loop.prefetch import Ahead, Place
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from data_utils.samples.sampler import WindowIndex
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
-from megatron_lite.train.changed_corpora import changed_corpora, require_same_corpora
+from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora
 
 LENGTH = 16  # of a window; a document of 12 tokens fills one
 CONSUMED, NEXT = 200_000, 40_000

@@ -17,11 +17,11 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import MicroBatch
-from megatron_lite.train.engine import parameter_groups, say_slow_attention
-from megatron_lite.train.plain import make_engine
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.trunk.build import build_model
+from megatron_lite.train.engine.engine import parameter_groups, say_slow_attention
+from megatron_lite.train.engine.plain import make_engine
 
 
 def poisoned_steps(context, settings):

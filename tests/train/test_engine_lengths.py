@@ -12,10 +12,11 @@ from support.recipes import RECIPES, collate, make, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.model import model_input, tensor_parallel
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.glm import GLM, initialize_parameters
-from megatron_lite.train.engine import Engine
+from megatron_lite.model.input import model_input
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.layers import tensor_parallel
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.train.engine.engine import Engine
 
 CPU = torch.device("cpu")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -14,8 +14,8 @@ from support.training import fit
 
 from data_utils.base.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.train.gradient_norms import GradientNorms, layer_names
-from megatron_lite.train.plain import make_engine
+from megatron_lite.train.engine.gradient_norms import GradientNorms, layer_names
+from megatron_lite.train.engine.plain import make_engine
 
 LAYERS = ("embedding.", "layers.", "final_layernorm")
 

@@ -11,8 +11,8 @@ from support.training import make_trainer
 from data_utils.base.planes import DOC, OBJECTIVE
 from data_utils.base.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.train.control import RunControl
-from megatron_lite.train.metrics import Metrics
+from megatron_lite.train.guard.control import RunControl
+from megatron_lite.train.observe.metrics import Metrics
 
 MIXED = {
     "objectives": {"blank_infilling": 2.0, "causal": 1.0, "masked_lm": 1.0, "unilmv2": 1.0, "t5": 1.0},

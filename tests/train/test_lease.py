@@ -14,8 +14,8 @@ from support.project import ROOT
 from support.waiting import wait_until
 
 from data_utils.base.errors import ConfigError, ExitStatus
-from megatron_lite.train import lease
-from megatron_lite.train.lease import LeaseError, acquire, held
+from megatron_lite.train.guard import lease
+from megatron_lite.train.guard.lease import LeaseError, acquire, held
 
 HOLDER = """
 import sys, time
@@ -180,7 +180,7 @@ TAKEN = """
 import sys, time
 from pathlib import Path
 from megatron_lite.train import lease
-from megatron_lite.train.watchdog import Watchdog
+from megatron_lite.train.guard.watchdog import Watchdog
 lease.RENEW_SECONDS = 0.1
 run = Path(sys.argv[1])
 dog = Watchdog({"setup": 60}, run, 0, 1, 0.5, lease.acquire(run, "trains"))

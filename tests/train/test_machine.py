@@ -11,8 +11,8 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import newest_readable
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.profile.gpus import GPUS
-from megatron_lite.train import machine
-from megatron_lite.train.machine import Yardstick, best_seconds, device_name, known_peak_tflops
+from megatron_lite.train.observe import machine
+from megatron_lite.train.observe.machine import Yardstick, best_seconds, device_name, known_peak_tflops
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from megatron_lite.checkpoint.manifest import find_manifest
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.weights import Weights
-from megatron_lite.model.counts import parameter_shapes
-from megatron_lite.train.plain import PlainEngine, make_engine
-from megatron_lite.train.resume import check_beginning, load_beginning
-from megatron_lite.train.trainer import Trainer
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.train.engine.plain import PlainEngine, make_engine
+from megatron_lite.train.loop.resume import check_beginning, load_beginning
+from megatron_lite.train.loop.trainer import Trainer
 
 STEPS = 6
 # After six AdamW steps in fp32: sums over ranks in another order. Weights are about 0.02, a step moves them by 1e-3.

@@ -13,9 +13,9 @@ from support.parity import Case, by_layout, outcomes_of
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.train.engine import Engine
-from megatron_lite.train.plain import make_engine
+from megatron_lite.model.layers.tensor_parallel import TensorParallel
+from megatron_lite.train.engine.engine import Engine
+from megatron_lite.train.engine.plain import make_engine
 
 
 def failures(cases):

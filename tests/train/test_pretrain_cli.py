@@ -19,8 +19,8 @@ from data_utils.base.settings import build, merge, parse_override, setting_names
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.finished import nothing_to_do
-from megatron_lite.train.run_state import Condition, RunState
+from megatron_lite.train.guard.finished import nothing_to_do
+from megatron_lite.train.guard.run_state import Condition, RunState
 
 BASE = str(ROOT / "configs" / "glm-base.yaml")
 

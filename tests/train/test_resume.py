@@ -18,7 +18,7 @@ from data_utils.base.settings import build, merge
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.loop.resume import check_beginning
 
 # Before the start
 

@@ -20,7 +20,7 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.report.run import read_run
-from megatron_lite.train.run_state import MEANINGS, Condition, Start, state_of
+from megatron_lite.train.guard.run_state import MEANINGS, Condition, Start, state_of
 from pretrain_glm import require_start
 from scripts import checkpoints
 

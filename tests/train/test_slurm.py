@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.train.heartbeats import read_heartbeats
+from megatron_lite.train.guard.heartbeats import read_heartbeats
 
 pytestmark = pytest.mark.launcher
 

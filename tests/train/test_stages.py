@@ -10,10 +10,10 @@ from support.project import ROOT
 from data_utils.base.settings import build, merge, to_tree
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.counts import layer_costs, parameter_count
-from megatron_lite.model.glm import GLM
-from megatron_lite.train.plain import make_engine
-from megatron_lite.train.stages import stages
+from megatron_lite.model.trunk.counts import layer_costs, parameter_count
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.train.engine.stage_counts import stages
 
 MODEL = {
     "model": {"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "max_position": 64},

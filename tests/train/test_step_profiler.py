@@ -11,8 +11,8 @@ from support.training import fit, records
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.observation import ProfilerConfig
-from megatron_lite.train import step_profiler
-from megatron_lite.train.step_profiler import StepProfiler
+from megatron_lite.train.observe import step_profiler
+from megatron_lite.train.observe.step_profiler import StepProfiler
 
 
 def events_of(path):

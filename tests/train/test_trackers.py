@@ -20,8 +20,8 @@ from support.training import fit
 
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.train.metrics import Metrics, read_metrics
-from megatron_lite.train.trackers import Background, TrackerError, make_trackers, require_trackers
+from megatron_lite.train.observe.metrics import Metrics, read_metrics
+from megatron_lite.train.observe.trackers import Background, TrackerError, make_trackers, require_trackers
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,379 @@
+"""Text from text: sequence to sequence in the layout of every objective that can write, and filling of blanks.
+
+    glm        [CLS] source [MASK] <eos>    sop target                by a template (GLM, arXiv:2103.10360, 2.3)
+    causal     <eos> source target
+    prefix     [CLS] source                 sop target
+    t5         source <eos>                 sop target                positions of the target from 0
+    bart       [CLS] source <eos>           sop [CLS] target          CLS only where the run predicts it
+    mass       [CLS] source [SEP]           [CLS] target
+    unilm      [CLS] source [SEP] target [SEP]                        random tokens of the target predicted in place
+    unilmv2    [CLS] source [SEP] target [SEP]   pseudo masks         every token of the target predicted once
+
+A target is predicted with its end: eop (glm), [SEP] (mass, unilm, unilmv2), else eos.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
+from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.layouts.examples import (
+    Draws,
+    after_prefix,
+    beside_masks,
+    blanks_filled,
+    document,
+    left_to_right,
+)
+from data_utils.tasks.layouts.forms import Form
+from data_utils.tasks.layouts.inputs import Inputs, Tokens, covering, flat
+from data_utils.tasks.layouts.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
+from data_utils.tasks.readers.files import plain_name
+from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
+from data_utils.text.vocabulary import vocabulary_of
+
+FORMS = ("glm", "causal", "prefix", "encoder_decoder", "unilm", "unilmv2")
+_SUMMARY = "[MASK] Content: {source}"
+TEMPLATES = {
+    **dict.fromkeys(("gigaword", "cnndm", "cnndmoriginal", "xsum"), _SUMMARY),
+    "squadquestions": "{context} Question: [MASK] Answer: {answer:fixed}",
+    "squadanswers": "{question:fixed} [MASK] . {context}",
+}
+OWN = "{source} [MASK]"  # of data of one's own: what is before the blank loses its beginning, not its end
+NO_ANSWER = "N/A"
+# Of a token of UniLM's target that is chosen: [MASK], another token, or itself with the rest.
+_MASKED, _REPLACED = 0.8, 0.1
+
+
+def around(form: Form, special: SpecialTokens) -> tuple[list[int], list[int]]:
+    """What stands before and after a text that another follows, in all layouts but GLM's."""
+    begin, end = [special.cls], [special.sep]
+    if form.name == "causal":
+        begin, end = [] if special.eos == NO_TOKEN else [special.eos], []
+    elif form.name == "prefix":
+        end = []
+    elif form.name == "encoder_decoder" and form.objective != "mass":
+        begin, end = [] if form.objective == "t5" else begin, [special.eos]
+    return begin, end
+
+
+def overhead(form: Form) -> int:
+    """Most tokens of what stands before a target, beside those of the source."""
+    return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
+
+
+def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
+    """What an encoder reads, and what its decoder writes: the target and its end; BART's may predict CLS before."""
+    special, form = inputs.special, inputs.form
+    start, end, begin, group = special.sop, special.eos, [], 0
+    if form.objective == "t5" and "sop" in inputs.tokenizer.lacking:
+        start = special.pad
+    elif form.objective == "bart" and form.predict_cls:
+        begin = [special.cls]
+    elif form.objective == "mass":
+        start, end, group = special.cls, special.sep, 1
+    return after_prefix(
+        context, start, [*begin, *target, end], form.loss(), first_position=0, segment=1, group=group
+    )
+
+
+class Seq2Seq:
+    """The kind `seq2seq`. Fields: source and target, or those of the template; the target may be the label."""
+
+    head = "tokens"
+    labels = ()
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs = inputs
+        config, form = inputs.config, inputs.form
+        self.task = plain_name(config.name)
+        known = TEMPLATES.get(self.task, OWN)
+        self.template = known if config.template is None else config.template
+        slots = slots_of(self.template)
+        if form.name == "glm":
+            require_one_blank(slots, self.template)
+        else:  # other layouts have no blank; a summary's source needs no words before it
+            slots = tuple(slot for slot in slots if not slot.is_blank)
+            if config.template is None:
+                slots = tuple(slot for slot in slots if slot.field)
+        self.slots: tuple[Slot, ...] = slots
+        self.cuts_start = self.template == OWN and form.name in ("glm", "causal", "prefix")
+        # The target goes on after the source; elsewhere it is a text of its own.
+        self.goes_on = form.name in ("glm", "causal", "prefix")
+        special = set(inputs.tokenizer.special_names)
+        count = inputs.tokenizer.num_tokens
+        self.ordinary = np.array([i for i in range(count) if i not in special], np.int32)
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(FORMS, {"bert": "predicts single tokens and writes no text"})
+        if not any(slot.field for slot in self.slots):
+            raise ConfigError(
+                f"task.template {self.template!r} names no field; write the source's, like {{source}} {MARK}."
+            )
+        fixed = [Piece(slot.text) for slot in self.slots if slot.text]
+        needed = len(flat(self.inputs.encode(fixed))) + self._overhead() + 1
+        if needed > self.inputs.config.sequence_length:
+            raise ConfigError(
+                f"task.sequence_length is {self.inputs.config.sequence_length}, but the template {self.template!r} and "
+                f"a source of one token have {needed}; set it to more."
+            )
+        if self.inputs.form.name == "causal" and self.inputs.special.eos == NO_TOKEN:
+            raise ConfigError(
+                "the vocabulary has no token that ends a text, so a target would never end; set tokenizer.added_tokens "
+                "to glm, or give another run."
+            )
+
+    @property
+    def last_position(self) -> int:
+        """Largest position of a target and its end."""
+        config, form = self.inputs.config, self.inputs.form
+        if form.name == "glm":
+            return config.target_length + 1  # a block's positions count from 1, that of sop
+        if form.name == "encoder_decoder":
+            return config.target_length + form.predict_cls
+        return config.sequence_length + config.target_length
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        if not training:
+            return list(records)
+        if self.task == "squadanswers":
+            records = [window for record in records for window in self._windows(record)]
+        return [record for record in records if self._target(record) is not None]
+
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+        return self._context(record)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        context, blank, cut = self._context(record)
+        text = self._target(record)
+        if text is None:
+            return TaskSample([document(tokens=context, objective=self.inputs.form.loss())], cut=cut)
+        whole = self._encoded_target(text)
+        if not whole:
+            raise DataError(f"{record.place}: the target has no token; correct it or leave it out.")
+        target = whole[: self.inputs.config.target_length]
+        draws = Draws(self.inputs.seed, "target", number, epoch)
+        example = self._example(context, blank, target, draws)
+        return TaskSample([example], cut=cut + len(whole) - len(target))
+
+    def _target(self, record: Record) -> str | None:
+        fields = record.fields
+        if self.task == "squadquestions":
+            return fields.get("question")
+        if self.task == "squadanswers":
+            return None if record.label is None else (*record.label, NO_ANSWER)[0]
+        return fields.get("target", record.label)
+
+    def _encoded_target(self, text: str) -> list[int]:
+        return self.inputs.continuation(text) if self.goes_on else self.inputs.tokenizer.encode(text.strip())
+
+    def _context(self, record: Record) -> tuple[list[int], int, int]:
+        """What stands before the target, the position of the blank (glm), and the tokens that were cut."""
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        if self.task == "squadquestions":
+            record = self._near_answer(record)
+        before, after = rendered(self.slots, record, inputs.config)
+        first, second = inputs.encode(before), inputs.encode(after or [])
+        if not flat([*first, *second]):
+            raise DataError(f"{record.place}: the source has no token; correct it or leave it out.")
+        room = inputs.config.sequence_length - self._overhead()
+        kept, cut = inputs.cut([*first, *second], room, record, at_start=self.cuts_start)
+        tokens = flat(kept)
+        blank = len(flat(kept[: len(first)]))
+        if form.name == "glm":
+            mask, _ = inputs.mask()
+            return inputs.part_a([*tokens[:blank], mask, *tokens[blank:]]), blank + 1, cut
+        begin, end = around(form, special)
+        return [*begin, *tokens, *end], 0, cut
+
+    def _overhead(self) -> int:
+        """Tokens of what stands before the target, beside those of the source."""
+        return overhead(self.inputs.form)
+
+    def _windows(self, record: Record) -> list[Record]:
+        """A record for each window of a long context, half a window apart; one without the answer has none."""
+        context, answers = record.needed("context"), record.fields.get("answers", ())
+        _, places = self.inputs.tokenizer.encode_with_places(context)
+        question = self.inputs.tokenizer.encode(record.needed("question"))
+        room = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
+        if len(places) <= room or room < 2:
+            return [record]
+        found = []
+        for start, end in covering(len(places), room, room // 2):
+            first, last = places[start][0], places[end - 1][1]
+            inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
+            part = record.with_fields(context=context[first:last])
+            found.append(part if record.label is None else replace(part, label=inside))
+        return found
+
+    def _near_answer(self, record: Record) -> Record:
+        """The record with the part of a long context that is around its first answer."""
+        text, start = (*record.fields.get("answers", ()), ("", 0))[0]
+        context = record.needed("context")
+        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        others = self.inputs.tokenizer.encode(f"Question: Answer: {text}")
+        room = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
+        if len(ids) > room:
+            at = next((i for i, (_, end) in enumerate(places) if end > start), 0)
+            first = min(max(0, at - room // 2), len(ids) - room)
+            context = context[places[first][0] : places[first + room - 1][1]]
+        return record.with_fields(context=context, answer=text)
+
+    def _example(self, context: list[int], blank: int, target: list[int], draws: Draws) -> Example:
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        if form.name == "glm":
+            return blanks_filled(context, [(blank, target)], special, inputs.mask()[1])
+        if form.name == "causal":
+            whole = inputs.ended([*context, *target])
+            skipped = 0 if special.eos == NO_TOKEN else 1  # `left_to_right` begins with eos itself
+            return left_to_right(whole[skipped:], len(whole) - len(context), special, form.loss())
+        if form.name == "prefix":
+            return after_prefix(context, special.sop, inputs.ended(target), form.loss())
+        if form.name == "unilm":
+            return self._masked_in_place(context, [*target, special.sep], draws)
+        if form.name == "unilmv2":
+            return self._pseudo_masked(context, [*target, special.sep], draws)
+        return decoded(inputs, context, target)
+
+    # ---- UniLM ----
+
+    def _treated(self, tokens: np.ndarray, draws: Draws) -> np.ndarray:
+        """Chosen tokens as UniLM's models read them: 80 % [MASK], 10 % another token, 10 % themselves."""
+        what, which = draws.uniform(len(tokens)), draws.uniform(len(tokens))
+        others = self.ordinary[(which * len(self.ordinary)).astype(np.int64)]
+        kept = np.where(what < _MASKED + _REPLACED, others, tokens)
+        return np.where(what < _MASKED, self.inputs.special.mask, kept)
+
+    def _masked_in_place(self, context: list[int], target: list[int], draws: Draws) -> Example:
+        """UniLM v1 (arXiv:1905.03197): round(ratio x target) of the target and its [SEP], at least one."""
+        size = len(context)
+        tokens = np.array([*context, *target], np.int32)
+        count = max(1, round(self.inputs.config.masked_ratio * (len(target) - 1)))
+        chosen = size + draws.chosen(len(target), count)
+        targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens))
+        targets[chosen], weights[chosen] = tokens[chosen], 1.0
+        tokens[chosen] = self._treated(tokens[chosen], draws)
+        return document(
+            tokens=tokens,
+            targets=targets,
+            weights=weights,
+            ord=[*[0] * size, *range(1, len(target) + 1)],
+            segment_ids=[*[4] * size, *[5] * len(target)],
+            objective=self.inputs.form.loss(1),
+        )
+
+    def _pseudo_masked(self, context: list[int], target: list[int], draws: Draws) -> Example:
+        """UniLMv2 (arXiv:2002.12804): a pseudo mask predicts each token of the target and its [SEP].
+
+        Some tokens are replaced where the others see them (`target_mask_prob`), so that the model does not rely on
+        every word before.
+        """
+        words = np.array(target, np.int32)
+        dropped = draws.uniform(len(target)) < self.inputs.config.target_mask_prob
+        seen = np.where(dropped, self._treated(words, draws), words)
+        masks = self._treated(words, draws)
+        return beside_masks(context, seen, masks, target, self.inputs.form.loss(1), segments=(0, 1))
+
+
+class Blanks:
+    """The kind `blanks`: words hidden at random, or where the file hides them; neighbours make one blank.
+
+    The spans are filled in the order of the text, each ends with eop, and later ones see earlier ones.
+    """
+
+    head = "tokens"
+    labels = ()
+    mark = "<blank>"  # of a file with hidden words
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs = inputs
+        self.word_start = vocabulary_of(inputs.tokenizer).word_start
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(("glm",))
+        if self.word_start is None:
+            raise ConfigError("where words begin is not known for this tokenizer; blanks need another one.")
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        return list(records)
+
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+        return self._hidden(record, number, epoch)[0]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The whole text, its blanks filled in their order."""
+        mask, _ = self.inputs.mask()
+        fillings = iter(answers)
+        whole = [token for item in prompt for token in (next(fillings, ()) if item == mask else (item,))]
+        return self.inputs.tokenizer.decode(whole, skip_special=True).strip()
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        context, blanks, cut = self._hidden(record, number, epoch)
+        _, loss = self.inputs.mask()
+        if any(not filling for _, filling in blanks):  # a file that does not say what it hides
+            return TaskSample([document(tokens=context, objective=loss)], cut=cut)
+        return TaskSample([blanks_filled(context, blanks, self.inputs.special, loss)], cut=cut)
+
+    def _hidden(
+        self, record: Record, number: int, epoch: int
+    ) -> tuple[list[int], list[tuple[int, list[int]]], int]:
+        """Part A, position and tokens of each blank, and how many tokens of the text were cut."""
+        made = self._as_in_file(record) if "masked" in record.fields else self._drawn(record, number, epoch)
+        stretches, cut = made
+        mask, _ = self.inputs.mask()
+        tokens: list[int] = []
+        blanks = []
+        for ids, hidden in stretches:
+            if hidden:
+                blanks.append((len(tokens) + 1, ids))
+            tokens += [mask] if hidden else ids
+        return self.inputs.part_a(tokens), blanks, cut
+
+    def _as_in_file(self, record: Record) -> tuple[list[tuple[list[int], bool]], int]:
+        texts = record.needed("masked").split(self.mark)
+        given = record.fields.get("fillings") or [""] * (len(texts) - 1)
+        stretches: list[tuple[list[int], bool]] = []
+        for number, text in enumerate(texts):
+            words = text.strip()
+            ids = self._encoded(words, number == 0) if words else []
+            stretches.append((ids, False))
+            if number < len(given):
+                filling = given[number]
+                stretches.append((self._encoded(filling, not number and not words) if filling else [], True))
+        pieces = [Tokens(ids, not hidden) for ids, hidden in stretches if not hidden]
+        room = self.inputs.config.sequence_length - 2 - len(given)
+        kept, cut = self.inputs.cut(pieces, room, record)
+        shown = iter(kept)
+        return [(ids, True) if hidden else (next(shown).ids, False) for ids, hidden in stretches], cut
+
+    def _encoded(self, text: str, begins: bool) -> list[int]:
+        return self.inputs.tokenizer.encode(text) if begins else self.inputs.continuation(text)
+
+    def _drawn(self, record: Record, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
+        assert self.word_start is not None
+        config = self.inputs.config
+        whole = self.inputs.tokenizer.encode(record.needed("text").strip())
+        ids = np.array(whole[: config.sequence_length - 2], np.int32)
+        if not len(ids):
+            raise DataError(f"{record.place}: the text has no token; correct it or leave it out.")
+        starts = self.word_start[ids]
+        starts[0] = True
+        word = np.cumsum(starts) - 1
+        words = int(word[-1]) + 1
+        count = max(1, int(config.blank_ratio * words + 1e-9))
+        draws = Draws(self.inputs.seed, "blanks", number, epoch)
+        hidden = np.isin(word, draws.chosen(words, count))
+        edges = [0, *(np.flatnonzero(np.diff(hidden)) + 1).tolist(), len(ids)]
+        stretches = [
+            (ids[start:end].tolist(), bool(hidden[start])) for start, end in itertools.pairwise(edges)
+        ]
+        return stretches, len(whole) - len(ids)

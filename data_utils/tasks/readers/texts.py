@@ -1,0 +1,191 @@
+"""Texts without labels: a document in each line, Wikitext, and lines with blanks.
+
+language_modelling   {"text"}; Wikitext: the file is one document, without its tokenization
+lambada              {"text"}; the label is the last word
+blanks               {"text"}, and of a file *.blank also the line with blanks and what fills them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from data_utils.base.errors import DataError
+from data_utils.base.setting_files import shown
+from data_utils.tasks.readers.files import (
+    BadLine,
+    Intake,
+    Records,
+    decoded,
+    numbered_lines,
+    plain_name,
+    suffix_of,
+    text_in,
+)
+from data_utils.text.json_records import UnusableRecord, parse_json_object
+
+BLANK = "<blank>"  # in lines whose words are hidden
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+# Wikitext's tokenization, undone in this order. Source: the detokenizer with which GLM's and Megatron's figures on
+# WikiText-103 were measured, so that tokens are theirs; it is no exact inverse.
+_SPACED = (" : ", " ; ", " . ", " ! ", " ? ", " , ")
+_WIKITEXT: tuple[tuple[str, str], ...] = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    *((mark, mark[1:]) for mark in _SPACED),
+)
+_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+_WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \u00b0 ", "\u00b0"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def read_texts(intake: Intake) -> Records:
+    """The documents of a file. Raises DataError."""
+    if plain_name(intake.config.name).startswith("wikitext"):
+        return _read_wikitext(intake)
+    if suffix_of(intake.path) == ".blank":
+        return _read_blanks(intake)
+    is_json = suffix_of(intake.path) in JSON_SUFFIXES
+    for number, line in numbered_lines(Path(intake.path)):
+        with intake.at(number):
+            text = text_in(parse_json_object(line), "text") if is_json and line.strip() else decoded(line)
+            if text.strip():
+                add_text(intake, text)
+    return intake.finish()
+
+
+def add_text(intake: Intake, text: str, index: int | str | None = None) -> None:
+    """A document: its label is the last word for lambada, the text itself for blanks."""
+    kind = intake.config.kind
+    label = None
+    if kind == "lambada":
+        words = text.split()
+        if len(words) < 2:
+            raise BadLine(
+                f"the text {shown(text)} has {len(words)} words; lambada needs the last one and a context"
+            )
+        label = words[-1]
+    elif kind == "blanks":
+        label = text
+    elif kind == "language_modelling":
+        return intake.add_unlabelled({"text": text}, index)
+    return intake.add({"text": text}, label, index)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Wikitext
+
+
+def _read_wikitext(intake: Intake) -> Records:
+    lines = []
+    for number, line in numbered_lines(Path(intake.path)):
+        try:
+            lines.append(f"{decoded(line)}\n")
+        except UnusableRecord as problem:  # one document: nothing of it can be left out
+            raise DataError(f"{intake.path}:{number}: {problem}; fetch the file again.") from None
+    text = "".join(lines)
+    with intake.at(1):
+        if text.strip():
+            # Words as the file is tokenized, its ends of lines counted: what published perplexities divide by.
+            words = len(text.strip().split(" "))
+            intake.add_unlabelled({"text": wikitext_detokenized(text), "word_count": words})
+    return intake.finish()
+
+
+def wikitext_detokenized(text: str) -> str:
+    """Running text of Wikitext's tokens: `a @-@ b ( c ) .` becomes `a-b (c).`"""
+    for tokens, plain in _WIKITEXT:
+        text = text.replace(tokens, plain)
+    for first, last in _ENCLOSED:
+        inside = rf"{re.escape(first)}\s*([^{re.escape(last)}]*?)\s*{re.escape(last)}"
+        end = (
+            text.rfind(last) + 1
+        )  # behind it nothing closes, and a search for that from every place is quadratic
+        text = re.sub(inside, rf"{first}\1{last}", text[:end]) + text[end:]
+    for tokens, plain in _WIKITEXT_LAST:
+        text = text.replace(tokens, plain)
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Lines with blanks
+
+
+def _read_blanks(intake: Intake) -> Records:
+    """Lines with blanks, beside the lines that they were made of: `test.txt` for `blank/test.maskratio0.1.blank`."""
+    path = Path(intake.path)
+    name = f"{path.name.partition('.')[0]}.txt"
+    original = next(
+        (folder / name for folder in (path.parent, path.parent.parent) if (folder / name).is_file()), None
+    )
+    if original is None and intake.labelled:
+        raise DataError(
+            f"{path}: there is no {name} beside it or one folder above, with the whole texts; add it."
+        )
+    originals = numbered_lines(original) if original is not None else ()
+    for (number, line), whole in zip_longest(numbered_lines(path), originals, fillvalue=(0, None)):
+        if line is None or (whole[1] is None and original is not None):
+            have, lack = (original, path) if line is None else (path, original)
+            raise DataError(
+                f"{have}:{max(number, whole[0])}: {lack} has no such line; they must have equally many."
+            )
+        with intake.at(number):
+            masked = decoded(line)
+            count = masked.split().count(BLANK)
+            if not count or count != masked.count(BLANK):
+                raise BadLine(
+                    f"the line has {masked.count(BLANK)} {BLANK}, {count} of them words; each must be one"
+                )
+            if whole[1] is None:
+                intake.add({"masked": masked}, None)
+                continue
+            text = decoded(whole[1])
+            fields = {"text": text, "masked": masked, "fillings": fillings(masked.split(), text.split())}
+            intake.add(fields, text)
+    return intake.finish()
+
+
+def fillings(masked: Sequence[str], whole: Sequence[str]) -> tuple[str, ...]:
+    """The words that each blank hides, the shortest ones from the left where several would do.
+
+    Raises: BadLine if the lines do not agree; a blank hides a word at least.
+    """
+    pieces: list[list[str]] = [[]]
+    for word in masked:
+        if word == BLANK:
+            pieces.append([])
+        else:
+            pieces[-1].append(word)
+    first, *middle, last = pieces
+    end = len(whole) - len(last)
+    if list(whole[: len(first)]) != first or list(whole[end:]) != last:
+        raise BadLine("the line with blanks does not agree with the whole text at its beginning or end")
+    at, found = len(first), []
+    for piece in (*middle, None):
+        start = end if piece is None else _find(whole, piece, at + 1, end)
+        if start <= at:
+            raise BadLine(f"the line with blanks does not agree with the whole text after word {at}")
+        found.append(" ".join(whole[at:start]))
+        at = start + len(piece or ())
+    return tuple(found)
+
+
+def _find(whole: Sequence[str], piece: Sequence[str], start: int, end: int) -> int:
+    """Where `piece` begins first in whole[start:end], with a word left after it; 0 = nowhere."""
+    for place in range(start, end - len(piece)):
+        if list(whole[place : place + len(piece)]) == piece:
+            return place
+    return 0

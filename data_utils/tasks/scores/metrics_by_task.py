@@ -1,0 +1,199 @@
+"""Which metrics a task has, and the one number by which evaluations of it are compared.
+
+Tasks are found by their name without case and signs: `SST-2`, `sst2` and `sst_2` are one. A task that is not in the
+table has the metrics of its kind. What a task's predictions are decides which metrics it can have (ANSWERS).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers.files import plain_name
+from data_utils.tasks.scores.metrics import BLEU, ROUGE, require_metrics
+
+# Metrics that follow from a text's log probability (`perplexities`), not from predictions.
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
+LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
+
+_OF_LABELS = ("accuracy", "f1", "macro_f1", "matthews", "f1a", "group_em")
+_OF_TEXTS = (
+    *("exact_match", "answer_em", "answer_f1", "answer_em_v2", "answer_f1_v2"),
+    *BLEU,
+    *(name + form for name in ROUGE for form in ("", "_char")),
+)
+WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
+# What predictions are (answers.py) -> the metrics that compare such with labels. Every other pair is refused.
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "classes": _OF_LABELS,
+    "numbers of choices": _OF_LABELS,
+    "numbers": ("pearson", "spearman"),
+    "texts": _OF_TEXTS,
+    "entities": ("entity_f1", "tag_accuracy"),
+    "tags": ("tag_accuracy",),
+    "likelihoods": PERPLEXITIES,
+    "last words": ("accuracy", "word_perplexity"),
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured of a task.
+
+    Args:
+        names: in the order in which they are shown.
+        compared: those whose mean says which of two evaluations is better; () = all.
+    """
+
+    names: tuple[str, ...]
+    compared: tuple[str, ...] = ()
+
+    def score(self, measured: Mapping[str, float]) -> float:
+        """What evaluations are compared by: the higher, the better.
+
+        Perplexities and losses are negative, and BLEU is a share, as the others are.
+        """
+        numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
+        return sum(numbers) / len(numbers)
+
+
+_WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
+
+
+_ACCURACY = Metrics(("accuracy",))
+_ACCURACY_F1 = Metrics(("accuracy", "f1"))
+_ANSWERS = Metrics(("answer_em", "answer_f1"), ("answer_f1",))
+_ANSWERS_OR_NONE = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
+_SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
+_PERPLEXITY = Metrics(PERPLEXITIES, ("token_perplexity",))
+_LAMBADA = Metrics(("accuracy", "word_perplexity"), ("accuracy",))
+
+SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
+BY_TASK = {
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), _ACCURACY),
+    "cb": Metrics(("accuracy", "macro_f1")),
+    "multirc": Metrics(("f1a", "group_em")),
+    "record": Metrics(("answer_f1", "answer_em")),
+    **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
+    **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
+    "stsb": Metrics(("pearson", "spearman")),
+    **dict.fromkeys(("squad", "squadv1", "squad11"), _ANSWERS),
+    **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
+    **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
+    "squadquestions": Metrics(("bleu", "rougeL")),
+}  # fmt: skip
+BY_KIND = {
+    "cloze": _ACCURACY,
+    "classification": _ACCURACY,
+    "regression": BY_TASK["stsb"],
+    "seq2seq": Metrics(("exact_match",)),
+    "blanks": Metrics(("bleu",)),
+    "language_modelling": _PERPLEXITY,
+    "lambada": _LAMBADA,
+    "spans": BY_TASK["squad"],
+    "tagging": Metrics(("entity_f1",)),
+}
+
+
+def metrics_of(task: TaskConfig) -> Metrics:
+    """What the configuration names, else what the task has, else its kind.
+
+    Raises: ConfigError for a metric that is unknown, or whose package is not installed.
+    """
+    found = BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
+    if task.metrics:
+        known = [metrics for metrics in (found, _LAMBADA, _ANSWERS_OR_NONE) if metrics.names == task.metrics]
+        found = known[0] if known else Metrics(task.metrics)
+    require_metrics(name for name in found.names if name not in PERPLEXITIES)
+    return found
+
+
+def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None:
+    """Raise ConfigError unless the task's metrics compare what it predicts.
+
+    Args:
+        answers: what predictions are, see ANSWERS.
+        labels: the classes; () where there are none.
+    """
+    names = metrics_of(task).names
+    for name in names:
+        if name not in ANSWERS[answers]:
+            whose = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
+            raise ConfigError(
+                f"{whose} {name}, but this task of kind {task.kind} predicts {answers}, which {name} does not measure; "
+                f"set task.metrics to some of {', '.join(ANSWERS[answers])}."
+            )
+    of_one_class = [name for name in names if name in WITH_POSITIVE]
+    if not of_one_class:
+        if task.positive is not None:
+            raise ConfigError(
+                f"task.positive is {shown(task.positive)}, but no metric of the task ({', '.join(names)}) is of one "
+                "class; add f1 to task.metrics, or set it to null."
+            )
+    elif task.positive is None:
+        if len(labels) != 2:
+            known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+            raise ConfigError(
+                f"{of_one_class[0]} is of one class, and task.positive is null; set it to {known}, or measure macro_f1."
+            )
+    elif not (task.positive in labels if labels else task.positive.isascii() and task.positive.isdigit()):
+        known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+        raise ConfigError(f"task.positive is {shown(task.positive)}; it must be {known}.")
+
+
+def with_no_answers(task: TaskConfig) -> TaskConfig:
+    """The task with metrics for questions that have no answer. Raises: ConfigError where it names others."""
+    if set(metrics_of(task).names) <= set(_ANSWERS_OR_NONE.names):
+        return task
+    if task.metrics:
+        raise ConfigError(
+            f"task.metrics names {', '.join(task.metrics)}, but the files have questions without an answer "
+            f"(is_impossible), which need others; set it to [{', '.join(_ANSWERS_OR_NONE.names)}]."
+        )
+    return replace(task, metrics=_ANSWERS_OR_NONE.names)
+
+
+def compared_by(task: TaskConfig, best: str | None) -> Metrics:
+    """The metrics of a task, compared by `finetune.best` where that names one.
+
+    Raises: ConfigError if it names no metric of the task, and as `metrics_of`.
+    """
+    metrics = metrics_of(task)
+    if task.writes_text:
+        metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
+    if best is not None and best not in metrics.names:
+        raise ConfigError(
+            f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
+        )
+    return metrics if best is None else Metrics(metrics.names, (best,))
+
+
+def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, float]:
+    """exp of the mean over tokens, and over words; and bits for each byte.
+
+    Args:
+        nll: sum of the negative log probabilities of all predicted tokens, nats.
+        tokens, words, size: how many tokens are predicted, and how many words and UTF-8 bytes they are.
+    """
+    return {
+        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no room
+        "word_perplexity": math.exp(min(nll / words, 700.0)),
+        "bits_per_byte": nll / size / math.log(2.0),
+    }
+
+
+def superglue_average(scores: Mapping[str, Mapping[str, float]]) -> float:
+    """The benchmark's number: the mean over its 8 tasks, each of which counts the mean of its metrics.
+
+    Args: scores: task -> what was measured.
+    Raises: ConfigError unless all 8 tasks are there.
+    """
+    by_name = {plain_name(task): measured for task, measured in scores.items()}
+    missing: Sequence[str] = [task for task in SUPERGLUE if task not in by_name]
+    if missing:
+        raise ConfigError(f"the average of SuperGLUE needs all its tasks; give {', '.join(missing)} too.")
+    return sum(BY_TASK[task].score(by_name[task]) for task in SUPERGLUE) / len(SUPERGLUE)

@@ -1,0 +1,355 @@
+"""Export a training checkpoint of any layout as our Hugging Face model, or in the released layout, proved on logits.
+
+Tensors are streamed; only the proof holds a whole model. The output directory gets its name when everything, the proof
+included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released layout keeps
+them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has none).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import checked, setting
+from data_utils.tasks.readers.by_name import labels_of
+from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
+from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
+from megatron_lite.hf import optimus
+from megatron_lite.hf.doors.report import Report, write_report
+from megatron_lite.hf.files.model_card import model_card, optimus_card
+from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
+from megatron_lite.hf.files.weights import (
+    DTYPES,
+    PADDING_ROWS,
+    SCORE,
+    TASK_CLASSIFIER,
+    TRAINING_JSON,
+    WORDS,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_directory,
+    open_safetensors,
+    write_sharded,
+)
+from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm.configuration_glm import GLMConfig
+from megatron_lite.hf.glm.proof import Question
+from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
+from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.hf.published.runs import trained_layout, write_published
+from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.model.optimus import DECODER, ENCODER
+from megatron_lite.model.trunk.counts import parameter_shapes
+
+_PREFIX = "glm."
+
+_CODE = ("configuration_glm.py", "modeling_glm.py", "tokenization_glm.py", "pipeline_glm.py")
+
+_AUTO_MAP = {
+    "AutoConfig": "configuration_glm.GLMConfig",
+    "AutoModel": "modeling_glm.GLMModel",
+    "AutoModelForSeq2SeqLM": "modeling_glm.GLMForBlankInfilling",
+    "AutoModelForSequenceClassification": "modeling_glm.GLMForSequenceClassification",
+    "AutoModelForMultipleChoice": "modeling_glm.GLMForMultipleChoice",
+}
+
+_PIPELINES = {
+    "blank-infilling": {
+        "impl": "pipeline_glm.BlankInfillingPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+        "type": "text",
+    }
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+@checked("")
+class ExportOptions:
+    layout: str = setting(
+        "huggingface",
+        "huggingface, or released (names and vocabulary rows of the released GLM)",
+        one_of=("huggingface", "released"),
+    )
+    dtype: str = setting("fp32", "type of the written weights", one_of=tuple(DTYPES))
+    max_shard_bytes: int = setting(
+        5 * 10**9, "largest weight file; a single tensor may exceed it", at_least=1
+    )
+    verify: bool = setting(True, "run both models and compare logits")
+    tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
+
+
+def export_run(
+    path: Path,
+    output: Path,
+    options: ExportOptions,
+    tokenizer_path: Path | None = None,
+    decoder_tokenizer_path: Path | None = None,
+) -> proof.Proof | None:
+    """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
+
+    Returns: None without `options.verify`. Raises: CheckpointError, DataError or ConfigError; `output` then does not
+    exist.
+    """
+    with new_directory(output) as directory:
+        run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+        if run.config.latent is not None:
+            return _export_optimus(directory, run, options)
+        _check_exportable(run, options.layout)
+        checkpoint, model = run.checkpoint, run.config.model
+        weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
+        check_shapes(weights, parameter_shapes(model), checkpoint.path)
+        if model.system in OF_MODEL and options.layout == "huggingface":
+            class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
+            return _reported(
+                directory, options, lambda: _prove_published(directory, run, options, class_name)
+            )
+        if options.layout == "released":
+            padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
+            _write_released(directory, padded, model, options)
+        else:
+            _write_huggingface(directory, weights, run, options)
+            _write_provenance(directory, run, model_card(run))
+        return _reported(directory, options, lambda: _prove_export(directory, run, options))
+
+
+def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Report]) -> proof.Proof | None:
+    """The proof, if it is asked for, and its report in the directory."""
+    report = prove() if options.verify else None
+    write_report(directory, report)
+    return None if report is None else proof.joined(report.comparisons)
+
+
+def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+    if options.layout == "released":
+        raise CheckpointError(
+            f"checkpoint {run.checkpoint.path} joins two Transformers by a latent vector, which the released layout "
+            "does not have; use --layout huggingface."
+        )
+    optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
+    _write_provenance(directory, run, optimus_card(run))
+    what = f"the export of {run.checkpoint.path}"
+
+    def prove() -> Report:
+        found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
+        parts = {
+            optimus.directory_of(ENCODER): run.tokenizer,
+            optimus.directory_of(DECODER): run.decoder_tokenizer,
+        }
+        tokenizers = {
+            name: _compared(tokenizer or run.tokenizer, directory / name) for name, tokenizer in parts.items()
+        }
+        return Report(found, options.tolerance, tokenizers)
+
+    return _reported(directory, options, prove)
+
+
+def _check_exportable(run: OpenRun, layout: str) -> None:
+    path, names, model = run.checkpoint.path, objective_names(run.objectives), run.config.model
+    if model.has_task_pool:
+        raise CheckpointError(
+            f"checkpoint {path} has a head with model.task_pool {model.task_pool}, which no class of transformers has; "
+            "only heads of one token (task_pool token) can be exported."
+        )
+    if model.system in OF_MODEL and layout == "huggingface":
+        return
+    if not model.is_plain:
+        raise CheckpointError(
+            f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
+            f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."
+        )
+    if lacking := sorted({"cls", "mask", "sop", "eop", "eos"} & run.tokenizer.lacking):
+        raise CheckpointError(
+            f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
+            "only runs with tokenizer.added_tokens=glm can be exported."
+        )
+    if layout == "released" and run.config.model.task_head != "none":
+        raise CheckpointError(
+            f"checkpoint {path} has the head of a task, which the released layout does not have; use --layout "
+            "huggingface."
+        )
+    if layout == "released" and "blank_infilling" not in names:
+        raise CheckpointError(
+            f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
+            "fill blanks, cannot say; use --layout huggingface."
+        )
+
+
+def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options: ExportOptions) -> None:
+    config, tokenizer = run.config, run.tokenizer
+    exported = weights.renamed({exported_name(name): name for name in weights.shapes})
+    write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
+    described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
+    described.trained_objectives = objective_names(run.objectives)
+    if config.model.task_head != "none":
+        _describe_head(described, run)
+    described.save_pretrained(directory)
+    generation_config(tokenizer.special).save_pretrained(directory)
+    write_tokenizer(tokenizer, directory, config.model.max_position + 1)
+    for name in _CODE:
+        shutil.copyfile(Path(__file__).with_name(name), directory / name)
+
+
+def exported_name(name: str) -> str:
+    """The name of a parameter in transformers' classes."""
+    if name.startswith(TASK_CLASSIFIER):
+        return SCORE + name.removeprefix(TASK_CLASSIFIER)
+    return _PREFIX + name
+
+
+def _describe_head(described: GLMConfig, run: OpenRun) -> None:
+    task = run.config.task
+    described.architectures = ["GLMForSequenceClassification"]
+    if run.config.model.task_head == "values":
+        described.num_labels = 1
+        return
+    names = () if task is None else labels_of(task)
+    described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
+    described.label2id = {name: number for number, name in described.id2label.items()}
+
+
+def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
+    write_sharded(
+        directory, released.in_released_layout(weights), DTYPES[options.dtype], options.max_shard_bytes
+    )
+    described = {
+        "model_type": "glm",
+        "vocab_size": weights.shapes[WORDS][0],
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "max_sequence_length": config.max_position,
+        "block_position_encoding": True,
+        "initializer_range": config.init_std,
+        "output_predict": True,
+        **{theirs: getattr(config, ours) for ours, theirs in released.SETTINGS.items()},
+    }
+    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
+    """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
+    assert config.vocab_size is not None
+    if not kept.exists():
+        return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
+    padding = open_safetensors(kept)
+    rows, columns = padding.shapes.get(WORDS, (0, 0))
+    if columns != config.hidden_size:
+        raise CheckpointError(
+            f"{kept} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
+        )
+
+    def read(name: str) -> torch.Tensor:
+        tensor = weights.read(name)
+        return torch.cat([tensor, padding.read(WORDS)]) if name == WORDS else tensor
+
+    return Weights({**weights.shapes, WORDS: (config.vocab_size + rows, columns)}, read)
+
+
+def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
+    """The transformers configuration of a training configuration."""
+    assert config.vocab_size is not None
+    described = GLMConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        max_position=config.max_position,
+        embedding_dropout=config.embedding_dropout,
+        attention_dropout=config.attention_dropout,
+        output_dropout=config.output_dropout,
+        layernorm_epsilon=config.layernorm_epsilon,
+        initializer_range=config.init_std,
+        gelu=config.activation.removeprefix("gelu_"),
+        cls_token_id=special.cls,
+        sop_token_id=special.sop,
+        eop_token_id=special.eop,
+        eos_token_id=special.eos,
+        pad_token_id=special.pad,
+        mask_token_ids=sorted({special.mask, special.smask, special.gmask}),
+        architectures=["GLMForBlankInfilling"],
+        dtype=dtype,
+    )
+    described.auto_map = dict(_AUTO_MAP)
+    described.custom_pipelines = _PIPELINES
+    return described
+
+
+def generation_config(special: SpecialTokens) -> GenerationConfig:
+    """As scripts/generate.py: greedy, a span ends at eop or eos, and no other special token is written."""
+    ends = {special.eop, special.eos}
+    return GenerationConfig(
+        eos_token_id=sorted(ends),
+        pad_token_id=special.pad,
+        suppress_tokens=sorted(set(asdict(special).values()) - ends),
+        max_new_tokens=64,
+    )
+
+
+def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
+    """Write training.json, which an import reads, and the model card."""
+    checkpoint = run.checkpoint
+    described = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "config": recipe_of(run.config),
+        "tokenizer": tokenizer_options(run.tokenizer),
+        "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
+    }
+    if run.config.latent is not None:
+        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
+    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
+    dtype, config, layout = DTYPES[options.dtype], run.config.model, trained_layout(run)
+    start = None if layout is None else next(iter(layout.start), None)
+    tokenizers = {"tokenizer": _compared(run.tokenizer, directory)}
+    found = proof.prove(
+        lambda computed: published_proof.ask(directory, class_name, config, start, computed),
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)
+
+
+def _compared(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
+    """The record of a published directory's tokenizer. Raises: CheckpointError if it gives other ids."""
+    return prove_exported(tokenizer, directory).as_record()
+
+
+def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Report:
+    """A model that is rounded to half precision is compared with the rounded training model."""
+    dtype, config, tokenizers = DTYPES[options.dtype], run.config.model, {}
+    if options.layout == "huggingface":
+        tokenizers["tokenizer"] = prove_tokenizer(run.tokenizer, directory).as_record()
+    writer = run.tokenizer if "blank_infilling" in objective_names(run.objectives) else None
+
+    def ask(computed: torch.dtype) -> list[Question]:
+        if options.layout == "huggingface":
+            return glm_proof.ask(directory, config, writer, is_export=True, dtype=computed)
+        return glm_proof.ask_released([open_directory(directory)], config, computed)
+
+    found = proof.prove(
+        ask,
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)

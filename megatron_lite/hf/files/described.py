@@ -1,0 +1,165 @@
+"""config.json of a stranger: checked before anything is built by it.
+
+Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
+costs nothing. What would make transformers load another model than the one in the directory is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field as Limits
+from typing_extensions import TypedDict
+
+from data_utils.base.errors import CheckpointError, UserError
+from data_utils.base.foreign import conform
+from data_utils.base.setting_files import one_line, shown
+from data_utils.base.settings import keys_of
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.published_form import System
+from megatron_lite.hf.files.weights import Weights, read_json
+
+CONFIG_JSON = "config.json"
+MAX_POSITION = 1 << 24
+MAX_LABELS = 1 << 16  # transformers makes a name for each
+Size = Annotated[int, Limits(ge=1)]
+Rate = Annotated[float, Limits(ge=0, lt=1)]
+
+# Files and fields with which a directory is not the model that its weights and sizes say.
+_OTHER_WEIGHTS = {
+    "quantization_config": "quantised weights are not supported; fetch the model in fp32, bf16 or fp16",
+    "transformers_weights": "weights under another name are not read; fetch the model as it was published",
+}
+_ADAPTER = "adapter_config.json"
+
+
+class _Every(TypedDict, total=False):
+    """Fields of config.json that are read whatever the model is."""
+
+    model_type: str
+    architectures: list[str] | None
+    num_labels: Annotated[int, Limits(ge=0, le=MAX_LABELS)] | None
+    id2label: dict[Annotated[str, Limits(pattern=r"^\d{1,9}$")], str] | None
+    label2id: dict[str, int] | None
+    problem_type: str | None
+
+
+class _OwnLayout(TypedDict):
+    """Those of GLM in our layout; a directory that transformers saved again has them, too."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: Size
+    num_attention_heads: Size
+    max_position: Size
+    layernorm_epsilon: Annotated[float, Limits(gt=0)]
+    gelu: typing.Literal["tanh", "erf"]
+    embedding_dropout: Rate
+    attention_dropout: Rate
+    output_dropout: Rate
+
+
+class _ReleasedLayout(TypedDict):
+    """Those that are read of a released GLM's; its tensors say the rest."""
+
+    num_attention_heads: NotRequired[Size]
+    embedding_dropout_prob: NotRequired[Rate]
+    attention_dropout_prob: NotRequired[Rate]
+    output_dropout_prob: NotRequired[Rate]
+
+
+@contextlib.contextmanager
+def by_transformers(path: Path) -> Iterator[None]:
+    """What transformers raises over a stranger's files, which can be anything, as a CheckpointError in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = one_line(error)
+        raise CheckpointError(
+            f"{path}: transformers cannot use it ({type(error).__name__}: {reason}); correct its JSON files, or "
+            "fetch them again."
+        ) from error
+
+
+def read_described(directory: Path) -> dict[str, Any]:
+    """config.json of a directory of weights. Raises: CheckpointError for what no import takes."""
+    _require_files(directory)
+    path = directory / CONFIG_JSON
+    described = read_json(path)
+    for name, reason in _OTHER_WEIGHTS.items():
+        if described.get(name) is not None:
+            raise CheckpointError(f"{path} has {name}; {reason}.")
+    if (directory / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{directory} has {_ADAPTER}, of an adapter on another model; merge it into that (PEFT's "
+            "merge_and_unload), and import what save_pretrained then writes."
+        )
+    _conformed(path, described, _Every)
+    return described
+
+
+def own_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `model` of GLM in our layout, and `vocab_size`. Raises: CheckpointError."""
+    found = _conformed(path / CONFIG_JSON, described, _OwnLayout)
+    return {**{k: v for k, v in found.items() if k != "gelu"}, "activation": f"gelu_{found['gelu']}"}
+
+
+def released_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a released GLM by their names. Raises: CheckpointError."""
+    return _conformed(path / CONFIG_JSON, described, _ReleasedLayout)
+
+
+def check_fields(path: Path, described: Mapping[str, Any], system: System) -> None:
+    """Raise CheckpointError for a field of a published system that is not of the type of its setting."""
+    hints, shape = keys_of(ModelConfig), {}
+    for entry in system.fields:
+        outer, _, inner = entry.theirs.partition(".")
+        kind = hints[entry.ours][0] if entry.names is None else type(next(iter(entry.names)))
+        shape[outer] = dict[str, Any] | None if inner else kind
+    _conformed(path / CONFIG_JSON, described, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
+
+
+def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> None:
+    """Raise CheckpointError for sizes beyond all tensors, before a model of such sizes is described.
+
+    Args: settings: of the section `model`, from config.json.
+    """
+    largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
+    most = {
+        "max_position": MAX_POSITION
+    }  # rotary positions have no table; the rows of tables are compared later
+    blocks = (
+        0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
+    )  # whose blocks are one
+    if blocks + settings.get("decoder_layers", 0) > len(weights.shapes):
+        raise CheckpointError(
+            f"{path / CONFIG_JSON} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
+            f"{len(weights.shapes)} tensors in all; fetch both again."
+        )
+    for name, value in settings.items():
+        limit = most.get(name, max(largest, len(weights.shapes)))
+        if isinstance(value, int) and value > limit:
+            raise CheckpointError(
+                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
+                "most. Fetch both again."
+            )
+
+
+def _require_files(directory: Path) -> None:
+    """Raise CheckpointError for a pipe or a device among the files, for which a reader would wait for ever."""
+    for path in sorted(directory.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path} is not a regular file; fetch the directory again.")
+
+
+def _conformed(path: Path, described: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+    try:
+        return conform(dict(described), shape)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fetch it again, or correct it.") from None

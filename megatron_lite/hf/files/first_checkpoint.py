@@ -1,0 +1,50 @@
+"""The first checkpoint of a run that begins with imported weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from data_utils.base.settings import to_tree
+from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.manifest import KINDS, manifest_header, write_manifest
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.weights import METADATA, Weights
+
+
+def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:
+    """Write a checkpoint of step 0 with these weights and Adam moments of zero."""
+    path.mkdir(parents=True)
+    name = "rank_00000.safetensors"
+    pieces, shapes = [], {}
+    for parameter, shape in weights.shapes.items():
+        rows, columns = matrix_shape(shape)
+        box = astuple(Box(0, rows, 0, columns))
+        for kind in KINDS:
+            key = f"{parameter}/{kind}/0.0"
+            pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
+            shapes[key] = (rows, columns)
+    described = write_tensors(path / name, shapes, _with_moments(weights), metadata=METADATA)
+    state = TrainerState.beginning(to_tree(config)).to_json()
+    manifest = {
+        **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
+        "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
+        "files": {name: described},
+        "pieces": pieces,
+    }
+    write_manifest(path, manifest)
+
+
+def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
+    for name in tqdm(weights.shapes, desc="writing parameters", disable=None):
+        weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
+        yield weight
+        zeros = torch.zeros(1).expand(weight.shape)
+        for _ in KINDS[1:]:
+            yield zeros

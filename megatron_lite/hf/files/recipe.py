@@ -1,0 +1,186 @@
+"""The recipe of a run in training.json: the settings that an export writes and an import takes, and no others.
+
+A downloaded training.json is a stranger's. It may decide what is learnt, from the model to the learning rate, but not
+where the new run reads and writes, to whom it reports, or how it uses the machine. `RECIPE` says so once, for both
+directions: a setting that is not in it is never written and never taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.foreign import conform
+from data_utils.base.setting_files import shorten
+from data_utils.base.settings import build, keys_of, section_in, to_tree
+from data_utils.objectives import OBJECTIVES
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
+
+log = logging.getLogger(__name__)
+
+FORMAT = "megatron-lite-export"
+# Section -> its settings in a recipe; None = all its numbers, flags and choices. Free text, which can be a path or an
+# address, is in a recipe only by name.
+RECIPE: Mapping[str, tuple[str, ...] | None] = {
+    "model": None,
+    "decoder": None,
+    "training": ("steps", "seed", "precision", "loss_normalization", "loss_weights", "label_smoothing"),
+    "batch": None,
+    "optimizer": ("kind", "lr", "beta1", "beta2", "eps", "weight_decay", "clip_grad_norm"),
+    "schedule": None,
+    "data": ("sequence_length", "row_length"),
+    "task": (
+        "name", "kind", "reader", "labels", "text_fields", "label_field", "form", "pattern", "template", "verbalizers",
+        "scoring", "length_power", "loss", "mask", "sequence_length", "target_length", "question_length",
+        "answer_length", "stride", "bidirectional", "masked_ratio", "target_mask_prob", "blank_ratio", "metrics",
+    ),
+    **dict.fromkeys(OBJECTIVES),
+}  # fmt: skip
+SHARES = ("objectives", "objective_starts")  # mappings of names of objectives to numbers
+TOKENIZERS = ("tokenizer", "decoder_tokenizer")  # beside the recipe, with their fingerprints
+# Former versions wrote these sections whole. What a recipe no longer has of them stays out; elsewhere it is refused.
+_FORMERLY_WHOLE = ("training", "optimizer", "task", "optimus")
+
+
+class _Training(TypedDict):
+    """What an import reads of training.json."""
+
+    format: typing.Literal["megatron-lite-export"]
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    decoder_tokenizer: NotRequired[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a directory says of the run that it was exported from."""
+
+    config: dict[str, Any]  # sections of a configuration; {} = not recorded
+    tokenizers: dict[str, dict[str, Any]]  # of TOKENIZERS: options without a path
+
+
+def recipe_of(config: Config) -> dict[str, Any]:
+    """The settings of a run that an export writes."""
+    tree = to_tree(config)
+    recipe = {
+        name: tree[name] and {key: tree[name][key] for key in _portable(name, cls)}
+        for name, cls in _sections().items()
+    }
+    return {**recipe, **{name: tree[name] for name in SHARES}}
+
+
+def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its options without its place, and its fingerprint."""
+    options = to_tree(tokenizer.config)
+    return {
+        **{key: options[key] for key in _numbers_and_choices(TokenizerConfig)},
+        "fingerprint": tokenizer.fingerprint,
+    }
+
+
+def read_recipe(directory: Path) -> Recorded:
+    """What training.json records; nothing if there is none.
+
+    Raises: CheckpointError for anything that an export does not write.
+    """
+    path = directory / TRAINING_JSON
+    if not path.exists():
+        return Recorded({}, {})
+    try:
+        described = conform(read_json(path), _Training)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fetch it again, or remove it.") from None
+    config, left_out = {}, []
+    for name, section in described["config"].items():
+        taken, left = _taken(path, name, section)
+        left_out += left
+        if taken is not None:
+            config[name] = taken
+    if left_out:
+        log.warning(
+            "%s: not taken, since they are for whoever runs the program to set: %s", path, ", ".join(left_out)
+        )
+    tokenizers = {name: _tokenizer(path, name, described[name]) for name in TOKENIZERS if name in described}
+    return Recorded(config, tokenizers)
+
+
+def _sections() -> dict[str, type]:
+    """The sections of a recipe."""
+    keys = keys_of(Config)
+    return {name: typing.cast(type, section_in(keys[name][0])) for name in RECIPE}
+
+
+def _portable(name: str, cls: type) -> tuple[str, ...]:
+    named = RECIPE[name]
+    return tuple(_numbers_and_choices(cls)) if named is None else named
+
+
+def _numbers_and_choices(cls: type) -> Iterator[str]:
+    for key, (hint, field) in keys_of(cls).items():
+        allowed = field.metadata.get("range")
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
+        if kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
+            yield key
+
+
+def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
+    """What is taken of a section, and the names of what is left out. Raises: CheckpointError."""
+    if name in SHARES:
+        return _checked(path, f"config.{name}", section, dict[str, int | float]), []
+    cls = _sections().get(name)
+    if cls is None:
+        raise CheckpointError(
+            f"{path}: config.{shorten(name)} is no part of an export; remove it from the file, and set what you want "
+            "of it yourself."
+        )
+    if section is None:
+        return None, []
+    section, portable = _checked(path, f"config.{name}", section, dict[str, Any]), _portable(name, cls)
+    former, defaults = getattr(cls, "former_settings", {}), keys_of(cls)
+    taken, left_out = {}, []
+    for key, value in section.items():
+        if key in portable or key in former:
+            taken[key] = value
+        elif name not in _FORMERLY_WHOLE or key not in defaults:
+            raise CheckpointError(
+                f"{path}: config.{name}.{shorten(key)} is no part of an export; remove it from the file, and set it "
+                "yourself if you want it."
+            )
+        elif value != to_tree(defaults[key][1].default):
+            left_out.append(f"{name}.{key}")
+    _require_valid(path, cls, taken, f"{name}.")
+    return taken, left_out
+
+
+def _tokenizer(path: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    taken = {key: value for key, value in options.items() if key != "fingerprint"}
+    for key in taken.keys() - set(_numbers_and_choices(TokenizerConfig)):
+        raise CheckpointError(
+            f"{path}: {name}.{shorten(key)} is no part of an export; remove it from the file, and set it yourself if "
+            "you want it."
+        )
+    _require_valid(path, TokenizerConfig, {**taken, "path": "."}, f"{name}.")
+    return taken
+
+
+def _checked(path: Path, name: str, value: Any, shape: Any) -> Any:
+    try:
+        return conform(value, shape)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {name} {error}; fetch it again, or remove it.") from None
+
+
+def _require_valid(path: Path, cls: type, section: Mapping[str, Any], prefix: str) -> None:
+    try:
+        build(cls, section, prefix)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None

@@ -1,0 +1,284 @@
+"""Proof of a conversion: what both models say on the same inputs. One model is in memory at a time.
+
+`ask` functions put questions to the reference, `prove` asks our model the same. The input of `proof_batch`, drawn
+from a fixed seed, has rows of different lengths with padding, a row without spans, and one with two spans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    FIELDS,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TOKENS,
+    WEIGHTS,
+)
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
+from megatron_lite.hf.glm.released import reference_logits
+from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.trunk.glm import GLM, ModelInput
+
+TOLERANCE = 1e-5  # fp32: the same sums in another order
+# Two computations in fp32 that are both right differ by the sum of their errors; the error of one is measured.
+_ERRORS = 2.0
+_SHARE_OF_MEMORY = 0.7  # of the machine's, for a reference in fp64
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of a comparison."""
+
+    largest_difference: float
+    agreement: float  # share of rows with the same argmax, ties within the limit counted as the same
+    rows: int
+    largest_logit: float  # magnitude; fp32 rounding grows with it
+    rounding: float = 0.0  # largest difference of the reference in fp32 and in fp64; 0 = it was not needed
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference {self.largest_difference:.2e}, argmax agreement {self.agreement:.2%} "
+            f"of {self.rows} rows"
+        )
+
+    def joined(self, other: Proof) -> Proof:
+        """Both comparisons as one."""
+        rows = self.rows + other.rows
+        agreeing = self.agreement * self.rows + other.agreement * other.rows
+        return Proof(
+            max(self.largest_difference, other.largest_difference),
+            agreeing / rows,
+            rows,
+            max(self.largest_logit, other.largest_logit),
+            max(self.rounding, other.rounding),
+        )
+
+    def limit(self, tolerance: float) -> float:
+        """The largest difference that passes: `tolerance` times the largest logit beyond 1, or what fp32 explains."""
+        return max(tolerance * max(1.0, self.largest_logit), _ERRORS * self.rounding)
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether both models compute the same. NaN is no difference that passes."""
+        return self.largest_difference <= self.limit(tolerance) and self.agreement == 1.0
+
+    def require(self, tolerance: float, what: str) -> None:
+        """Raise CheckpointError unless the comparison holds."""
+        if not self.holds(tolerance):
+            raise CheckpointError(
+                f"{what} does not compute what its source computes: {self} (tolerance {self.limit(tolerance):.1e}); "
+                "nothing was kept."
+            )
+
+
+def compare(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, rounding: float = 0.0
+) -> Proof:
+    """Two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
+    largest = expected.abs().max().item()
+    limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
+    best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
+    agreeing = best >= expected.amax(-1) - limit
+    difference = (actual - expected).abs().max().item()
+    return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One comparison of a proof.
+
+    Args:
+        name: of the inputs, as in INPUTS of report.py.
+        expected: what the reference says, [rows, V].
+        answer: the same of our model, fp32.
+    """
+
+    name: str
+    expected: torch.Tensor
+    answer: Callable[[Any], torch.Tensor]
+
+
+def prove(
+    ask: Callable[[torch.dtype], Sequence[Question]],
+    load: Callable[[], Any],
+    tolerance: float,
+    what: str,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, Proof]:
+    """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
+
+    The reference is asked in fp32. Only where the difference is beyond `tolerance`, it is asked again in fp64: if its
+    own rounding explains the difference, the limit follows from that. A wrong weight moves logits by far more.
+
+    Args:
+        ask: what the reference says in a type; it holds its model no longer than the call.
+        load: our model.
+        shapes: of its parameters; in fp64 it is not asked where the machine's memory does not hold them.
+    Returns: name of a comparison -> its result.
+    """
+    questions = list(ask(torch.float32))
+    answers = _answers(load(), questions)
+    found = _judged(questions, answers, tolerance, [0.0] * len(questions))
+    if not all(result.holds(tolerance) for result in found.values()) and _fits(shapes):
+        with contextlib.suppress(
+            CheckpointError
+        ):  # XLNet's class computes in fp32 only: no more is allowed then
+            exact = ask(torch.float64)
+            roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
+            found = _judged(questions, answers, tolerance, roundings)
+    for name, result in found.items():
+        result.require(tolerance, what if name == "logits" else f"{what} ({name})")
+    return found
+
+
+@torch.no_grad()
+def _answers(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
+    return [question.answer(model) for question in questions]
+
+
+def _judged(
+    questions: Sequence[Question],
+    answers: Sequence[torch.Tensor],
+    tolerance: float,
+    roundings: Sequence[float],
+) -> dict[str, Proof]:
+    found: dict[str, Proof] = {}
+    for question, answer, rounding in zip(questions, answers, roundings, strict=True):
+        result = compare(answer, question.expected, tolerance, rounding)
+        found[question.name] = found[question.name].joined(result) if question.name in found else result
+    return found
+
+
+def _difference(fp32: torch.Tensor, fp64: torch.Tensor) -> float:
+    """0 where they are not of the same rows: another token was written after a tie."""
+    return (fp32 - fp64).abs().max().item() if fp32.shape == fp64.shape else 0.0
+
+
+def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the machine's memory holds such parameters in fp64."""
+    return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * os.sysconf(
+        "SC_PAGE_SIZE"
+    ) * os.sysconf("SC_PHYS_PAGES")
+
+
+def joined(comparisons: Mapping[str, Proof]) -> Proof:
+    """All comparisons as one."""
+    first, *others = comparisons.values()
+    for other in others:
+        first = first.joined(other)
+    return first
+
+
+def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
+    """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
+    assert config.vocab_size is not None
+    rng = np.random.default_rng(seed)
+    length = min(96, config.max_position)
+    batch = np.zeros((3, len(FIELDS), length), np.int32)
+    batch[:, DOC] = PADDING_DOC
+    for row, (context, spans) in enumerate(_proof_rows(length)):
+        total = context + sum(spans)
+        batch[row, TOKENS, :total] = rng.integers(0, config.vocab_size, total)
+        batch[row, DOC, :total] = 0
+        batch[row, POSITION_IDS, :context] = np.arange(context)
+        batch[row, ORD, context:total] = np.arange(1, total - context + 1)
+        start = context
+        for span in spans:
+            batch[row, POSITION_IDS, start : start + span] = rng.integers(0, context)
+            batch[row, BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
+            start += span
+    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
+    return batch
+
+
+def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
+    """Length of part A and of each span, per row."""
+    third = max(1, length // 3)
+    return [
+        (third, [max(1, third // 2), max(1, third // 3)]),
+        (length - third, [third]),
+        (max(1, length // 2), []),
+    ]
+
+
+def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
+    """fp32 [B, S, vocab_size] of our training model, on padding too."""
+    return training_states(model, batch)[1]
+
+
+@torch.no_grad()
+def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last block's output [B, S, D], and the logits."""
+    inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
+    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
+    rows = hidden, model.logits(hidden).float()
+    states, logits = (x.unflatten(0, (len(batch), -1)) for x in rows)
+    return states, logits
+
+
+@torch.no_grad()
+def exported_logits(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same of a Hugging Face directory, loaded as its users load it, computed in `dtype`."""
+    with by_transformers(directory):
+        model = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
+        return model(**inputs_of(batch), use_cache=False).logits
+
+
+@torch.no_grad()
+def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
+    """What the head of a task says of each row's first token, fp32 [B, classes]."""
+    states, _ = training_states(model, batch)
+    first = torch.arange(len(batch))
+    return model.heads.task_rows([states[:, 0]], first, model.final_layernorm, None).float()
+
+
+@torch.no_grad()
+def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same of a Hugging Face directory."""
+    with by_transformers(directory):
+        model = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
+        return model(**inputs_of(batch)).logits
+
+
+@torch.no_grad()
+def released_logits(
+    shards: Sequence[Weights], config: ModelConfig, batch: np.ndarray, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The same of weights in the released layout, by the reference's arithmetic."""
+    doc = batch[:, DOC]
+    visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
+    tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
+    return reference_logits(
+        shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible, dtype
+    )
+
+
+def inputs_of(batch: np.ndarray) -> dict[str, torch.Tensor]:
+    """A batch as GLM's classes take it."""
+    return {
+        "input_ids": _tensor(batch, TOKENS),
+        "attention_mask": (_tensor(batch, DOC) != PADDING_DOC).long(),
+        "position_ids": _tensor(batch, POSITION_IDS),
+        "block_position_ids": _tensor(batch, BLOCK_POSITION_IDS),
+    }
+
+
+def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:
+    return torch.from_numpy(batch[:, plane].astype(np.int64))

@@ -1,0 +1,436 @@
+"""Weights and config.json of a published system, from the form of transformers to ours and back: see published.py.
+
+Tensors are read one at a time. What our model does not hold, but the files do (rows of a position table that no token
+uses), is kept beside the run, so that an export is bit-equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.described import (
+    CONFIG_JSON,
+    by_transformers,
+    check_fields,
+    check_sizes,
+    read_described,
+)
+from megatron_lite.hf.files.published_form import SAME, Field, Form, System
+from megatron_lite.hf.files.weights import WORDS, Weights, check_shapes, open_directory, open_safetensors
+from megatron_lite.hf.published.heads import (
+    OTHER_HEADS,
+    TASK_CLASSES,
+    architectures,
+    class_of_model,
+    head_fields,
+    head_settings,
+    rows_of,
+)
+from megatron_lite.hf.published.systems import GLM4, OF_MODEL, PUBLISHED
+from megatron_lite.model.trunk.counts import parameter_shapes
+
+_SENTENCE = "heads.sentence.classifier.weight"
+POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
+# Options that are of the training, or that a file of weights does not tell.
+_NOT_IN_FILES = frozenset(
+    (
+        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
+        "final_dropout", "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std",
+        "embedding_gradient_shrink", "span_boundary_places", "task_rows",
+    )
+)  # fmt: skip
+# Options that may be null, and what they then stand for.
+_DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
+_FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+# Parts of the base models that belong to no head of ours.
+_IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of theirs is in one of ours."""
+
+    ours: str
+    index: int  # among parts of ours
+    shares: tuple[int, ...]  # their relative sizes
+    form: Form
+    heads: int
+    skipped: int  # first rows of theirs that ours has not
+
+    def rows(self, rows: int) -> tuple[int, int]:
+        """The first row of this part, and the number of its rows, in a tensor of ours."""
+        unit = rows // sum(self.shares)
+        return sum(self.shares[: self.index]) * unit, self.shares[self.index] * unit
+
+
+def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Part]:
+    """Their tensor -> its part, for our parameters of these shapes."""
+    parts: dict[str, Part] = {}
+    for row in rows_of(system, config):
+        shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
+        count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
+        for i in range(count):
+            name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
+            for kind in ("",) if row.is_tensor else (".weight", ".bias"):
+                ours = f"{name}{kind}"
+                if ours not in shapes:
+                    continue
+                form = SAME if kind == ".bias" else row.form
+                skipped = system.skipped_positions if ours in POSITIONS else 0
+                for index, theirs in enumerate(row.theirs):
+                    part = Part(ours, index, shares, form, config.num_attention_heads, skipped)
+                    parts[f"{theirs}{kind}".replace("{i}", str(i))] = part
+    return parts
+
+
+def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
+    """Their tensors under our names. All of `parts` must be there."""
+    sources: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        sources.setdefault(part.ours, []).append(name)  # in the order of the parts
+
+    def converted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        part = parts[name]
+        return part.form.to_ours(tensor[part.skipped :], part.heads)
+
+    def read(ours: str) -> torch.Tensor:
+        tensors = [converted(name, theirs.read(name)) for name in sources[ours]]
+        return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+
+    def shape(ours: str) -> tuple[int, ...]:
+        empty = [torch.empty(theirs.shapes[name], device="meta") for name in sources[ours]]
+        return tuple(torch.cat([converted(*pair) for pair in zip(sources[ours], empty, strict=True)]).shape)
+
+    return Weights({ours: shape(ours) for ours in sources}, read)
+
+
+def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, system: System) -> Weights:
+    """The inverse of `to_ours`. Args: kept: rows that ours has not, by their name; None: zeros."""
+    zeros = {name: (rows, ours.shapes[WORDS][0]) for name, rows in system.zeros.items()}
+
+    def read(name: str) -> torch.Tensor:
+        if name in zeros:
+            return torch.zeros(zeros[name])
+        part = parts[name]
+        whole = ours.read(part.ours)
+        tensor = part.form.to_theirs(whole.narrow(0, *part.rows(len(whole))), part.heads)
+        if part.skipped:
+            first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
+            if kept is not None:
+                first = kept.read(name).to(tensor.dtype)
+            tensor = torch.cat([first, tensor])
+        return tensor.contiguous()
+
+    def shape(part: Part) -> tuple[int, ...]:
+        rows, *rest = ours.shapes[part.ours]
+        empty = torch.empty(part.rows(rows)[1], *rest, device="meta")
+        first, *others = part.form.to_theirs(empty, part.heads).shape
+        return (first + part.skipped, *others)
+
+    return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
+
+
+def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
+    """Files of all ages: former names, a missing prefix, and both ends of a tie, which must agree.
+
+    Args: is_tied: whether `system.ties` hold.
+
+    Raises: CheckpointError for a tie whose ends differ.
+    """
+    names = {_todays_name(name): name for name in weights.shapes}
+    heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
+    heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
+    heads |= {name.split(".")[0] for name in system.ties}
+    if not any(name.startswith(system.prefix) for name in names):
+        names = {
+            name if name.split(".")[0] in heads else f"{system.prefix}{name}": old
+            for name, old in names.items()
+        }
+    for second, first in system.ties.items() if is_tied else ():
+        if second not in names:
+            continue
+        old = names.pop(second)
+        if names.setdefault(first, old) != old and not torch.equal(
+            weights.read(old), weights.read(names[first])
+        ):
+            raise CheckpointError(
+                f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
+                "cannot be imported."
+            )
+    for name in system.zeros:
+        if name in names and weights.read(names.pop(name)).any():
+            raise CheckpointError(f"{path}: {name} is not zero, which the model here cannot express.")
+    return weights.renamed(names)
+
+
+def _todays_name(name: str) -> str:
+    for former, today in _FORMER_NAMES.items():
+        if name.endswith(former):
+            return name.removesuffix(former) + today
+    return name
+
+
+def is_published(path: Path) -> bool:
+    """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
+    model_type = read_described(path).get("model_type")
+    if model_type != GLM4.model_type:
+        return model_type in PUBLISHED
+    return any(name.endswith("embed_tokens.weight") for name in open_directory(path).shapes)
+
+
+def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
+    """The error for a directory of no layout that is read here."""
+    return CheckpointError(
+        f"{path / CONFIG_JSON}: model_type is {shown(described.get('model_type'))}, which cannot be imported; the "
+        f"types that can are {', '.join(PUBLISHED)}, and GLM as exported here or released."
+    )
+
+
+def _require_heads(
+    system: System, described: Mapping[str, Any], expected: Mapping[str, Any], theirs: Weights, path: Path
+) -> None:
+    """Raise CheckpointError for the weights of a base model that lack those of every class with a head."""
+    (name,) = (described.get("architectures") or [""])[:1]
+    known, lacking = (*system.classes, *architectures(system)), sorted(expected.keys() - theirs.shapes.keys())
+    if lacking and name and name not in known:
+        raise CheckpointError(
+            f"{path / CONFIG_JSON}: architectures names {name}, and the weights lack {lacking[0]}; only "
+            f"{', '.join(known)} can be imported. Load it as one of these in transformers, and save that."
+        )
+
+
+def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
+    """Their tensors but for a pooler without a head."""
+    names = {name: name for name in theirs.shapes if name in parts or not _IDLE.search(name)}
+    return theirs.renamed(names)
+
+
+def model_settings(
+    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+) -> dict[str, Any]:
+    """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
+    config = _their_config(system, described, path)
+    for name, value in system.required.items():
+        actual = field_of(config, name, value)
+        if actual != value:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {name} is {shown(actual)}; only {shown(value)} can be imported."
+            )
+    if system.skips_pad and not (isinstance(config.pad_token_id, int) and config.pad_token_id >= 0):
+        raise CheckpointError(
+            f"{path / 'config.json'}: pad_token_id is {shown(config.pad_token_id)}, but a {system.model_type} counts "
+            "positions from it; set it to that of the tokenizer."
+        )
+    settings: dict[str, Any] = {"system": _system_name(system, config, path)}
+    for entry in system.fields:
+        value = field_of(config, entry.theirs)
+        if entry.names is not None and value not in entry.names:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of "
+                f"{', '.join(map(str, entry.names))}."
+            )
+        ours = _our_value(system, entry, value)
+        if settings.setdefault(entry.ours, ours) != ours:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
+                f"{shown(settings[entry.ours])}; only equal ones can be imported."
+            )
+    for option, name in system.optional.items():
+        settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
+    kind = architectures(system).get(_architecture(system, config))
+    return settings if kind is None else settings | head_settings(system, kind, config, path)
+
+
+def _architecture(system: System, config: PretrainedConfig) -> str:
+    (found,) = (getattr(config, "architectures", None) or [next(iter(system.classes))])[:1]
+    return found
+
+
+def _their_config(system: System, described: Mapping[str, Any], path: Path) -> PretrainedConfig:
+    with by_transformers(path):
+        return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+
+
+def field_of(config: PretrainedConfig, name: str, default: Any = None) -> Any:
+    """The value of a field, `default` if it is missing. Args: name: as in `Field`."""
+    outer, _, inner = name.partition(".")
+    value = getattr(config, outer, default)
+    return (value or {}).get(inner, default) if inner else value
+
+
+def _set_field(values: dict[str, Any], name: str, value: Any) -> None:
+    outer, _, inner = name.partition(".")
+    values[outer] = {**(values.get(outer) or {}), inner: value} if inner else value
+
+
+def _our_value(system: System, entry: Field, value: Any) -> Any:
+    if entry.counts_positions:
+        return value - 1 - system.skipped_positions * system.counts_skipped
+    return value if entry.names is None else entry.names[value]
+
+
+def _system_name(system: System, config: PretrainedConfig, path: Path) -> str:
+    architecture, headed = _architecture(system, config), architectures(system)
+    is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    if architecture not in (*system.classes, *headed) and not is_base:
+        raise CheckpointError(
+            f"{path / 'config.json'}: architectures names {shown(architecture)}, which has a head of its own; only "
+            f"{', '.join((*system.classes, *headed))} can be imported."
+        )
+    if getattr(config, "use_task_id", False):
+        return "ernie2"
+    return system.classes.get(architecture, next(iter(system.classes.values())))
+
+
+def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str] = ()) -> PretrainedConfig:
+    """The transformers configuration of a model.
+
+    Args: base: fields of the config.json that was imported. labels: names of the classes of a task's head.
+
+    Raises: CheckpointError for an option that the class cannot express.
+    """
+    system = system_of(config)
+    values, default = dict(base), CONFIG_MAPPING[system.model_type]()
+    system = system.padded_with(values.get("pad_token_id", default.pad_token_id))
+    for entry in reversed(system.fields):  # the first of several options decides a field
+        value = getattr(config, entry.ours)
+        if entry.ours in _DERIVED and field_of(default, entry.theirs) is not None:  # GPT-2's is None, as ours
+            value = getattr(config, _DERIVED[entry.ours])
+        if entry.ours in system.optional and not value:
+            continue  # the class's default, which it does not use
+        if entry.names is not None:
+            value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
+        if entry.counts_positions:
+            value += 1 + system.skipped_positions * system.counts_skipped
+        _set_field(values, entry.theirs, value)
+    for name, value in system.required.items():
+        _set_field(values, name, value)
+    if config.task_types:
+        values["use_task_id"] = True
+    name, head = class_of_model(system, config), head_fields(system, config, labels)
+    values |= {**head, "architectures": [name]}
+    described = CONFIG_MAPPING[system.model_type].from_dict(values)
+    _require_expressed(system, config, described, name)
+    return described
+
+
+def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) -> Any:
+    if names.get(former) == ours:
+        return former
+    for theirs, value in names.items():
+        if value == ours:
+            return theirs
+    raise CheckpointError(f"model.{option} is {ours}, which the class of transformers does not have.")
+
+
+def _require_expressed(
+    system: System, config: ModelConfig, described: PretrainedConfig, class_name: str
+) -> None:
+    """The class has what the model's options say if reading its configuration gives the same options."""
+    settings: dict[str, Any] = {"system": config.system}
+    settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
+    for entry in system.fields:
+        settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs))
+    for option in system.optional:
+        settings[option] = getattr(config, option)
+    again = build(ModelConfig, settings)
+    # Without a table of positions max_position is a limit of training alone.
+    has_positions = any(entry.counts_positions for entry in system.fields)
+    different = [
+        f.name
+        for f in fields(ModelConfig)
+        if f.name not in _NOT_IN_FILES
+        and (has_positions or f.name != "max_position")
+        and getattr(again, _DERIVED.get(f.name, f.name)) != getattr(config, _DERIVED.get(f.name, f.name))
+    ]
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"model.{name} is {shown(getattr(config, name))}, which {class_name} does not have; only models of the "
+            "published architecture can be exported."
+        )
+
+
+def system_of(config: ModelConfig) -> System:
+    """The table of a model. Raises: CheckpointError if it has none."""
+    if config.system not in OF_MODEL:
+        raise CheckpointError(
+            f"model.system is {shown(config.system)}; set it to one of {', '.join(OF_MODEL)} to export the model of a "
+            "published system."
+        )
+    return OF_MODEL[config.system]
+
+
+def load_class(directory: Path, class_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A model as its users load it. Raises: CheckpointError for missing or unexpected tensors."""
+    cls = getattr(transformers, class_name)
+    with by_transformers(directory):
+        model, loading = cls.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, local_files_only=True
+        )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[what]:
+            names = ", ".join(map(str, list(loading[what])[:3]))
+            raise CheckpointError(f"{directory}: {class_name} reports {what.replace('_', ' ')}: {names}.")
+    return model.eval()
+
+
+def kept_rows(theirs: Weights, parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Their rows that our model does not hold."""
+    for name, part in parts.items():
+        if part.skipped:
+            yield name, theirs.read(name)[: part.skipped]
+
+
+@dataclass(frozen=True)
+class PublishedSource:
+    """A directory of a published system."""
+
+    path: Path
+    system: System
+    settings: dict[str, Any]  # of the section `model`
+    theirs: Weights  # under their names of today
+    parts: Mapping[str, Part]
+    others: Weights  # of ours, that the class does not have
+
+
+def open_published(path: Path) -> PublishedSource:
+    """Read config.json and the names and shapes of the weights. Raises: CheckpointError."""
+    described = read_described(path)
+    system = PUBLISHED[described["model_type"]]
+    check_fields(path, described, system)
+    config = _their_config(system, described, path)
+    if isinstance(config.pad_token_id, int):  # if not, model_settings reports it
+        system = system.padded_with(config.pad_token_id)
+    is_tied = not system.may_untie or config.tie_word_embeddings
+    theirs = normalized(open_directory(path), system, path, is_tied)
+    settings = model_settings(system, described, theirs, path)
+    check_sizes(path, settings, theirs)
+    others = Weights({}, theirs.read)
+    if "task_head" in settings and (path / OTHER_HEADS).exists():
+        others = open_safetensors(path / OTHER_HEADS)
+        settings["sentence_classes"] = others.shapes.get(_SENTENCE, (0,))[0]
+    try:
+        model = build(ModelConfig, settings, "model.")
+    except ConfigError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+    shapes = parameter_shapes(model)
+    parts = parts_of(system, shapes, model)
+    theirs = without_idle(theirs, parts)
+    expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
+    expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
+    _require_heads(system, described, expected, theirs, path)
+    check_shapes(theirs, expected, path, system.model_type)
+    return PublishedSource(path, system, settings, theirs, parts, others)

@@ -1,0 +1,77 @@
+"""GLM-4 as transformers has it: see published.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.published_form import ACTIVATIONS, Field, Row, System, numbered
+
+
+def _glm4_rows(more_norms: bool) -> tuple[Row, ...]:
+    def shares(config: ModelConfig) -> tuple[int, ...]:
+        return config.num_attention_heads // config.key_value_heads, 1, 1
+
+    block = [
+        Row("input_layernorm", ("input_layernorm",)),
+        Row(
+            "attention.query_key_value",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            shares=shares,
+        ),
+        Row("attention.dense", ("self_attn.o_proj",)),
+        Row("post_attention_layernorm", ("post_attention_layernorm",)),
+        Row("mlp.dense_h_to_4h", ("mlp.gate_up_proj",)),
+        Row("mlp.dense_4h_to_h", ("mlp.down_proj",)),
+    ]
+    if more_norms:
+        block += [
+            Row("attended_layernorm", ("post_self_attn_layernorm",)),
+            Row("expanded_layernorm", ("post_mlp_layernorm",)),
+        ]
+    return (
+        Row("embedding.word_embeddings", ("model.embed_tokens",)),
+        *numbered(block, "layers.{i}.", "model.layers.{i}."),
+        Row("final_layernorm", ("model.norm",)),
+        Row("heads.vocabulary", ("lm_head",)),
+    )
+
+
+_GLM4_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_key_value_heads"),
+    Field("head_dim", "head_dim"),
+    Field("intermediate_size", "ffn_size"),
+    Field("max_position_embeddings", "max_position", counts_positions=True),
+    Field("rope_parameters.rope_theta", "rotary_base"),
+    Field("rope_parameters.partial_rotary_factor", "rotary_share"),
+    Field("hidden_act", "activation", ACTIVATIONS),
+    Field("attention_bias", "biases", {True: "qkv", False: "none"}),
+    Field("rms_norm_eps", "layernorm_epsilon"),
+    Field("tie_word_embeddings", "tie_word_embeddings"),
+    Field("attention_dropout", "attention_dropout"),
+    Field("initializer_range", "init_std"),
+)
+GLM4 = System(
+    model_type="glm",
+    prefix="model.",
+    rows=_glm4_rows(more_norms=False),
+    fields=_GLM4_FIELDS,
+    class_of=lambda config: "GlmForCausalLM",
+    classes={"GlmForCausalLM": "glm4"},
+    required={"rope_parameters.rope_type": "default"},
+    ties={"lm_head.weight": "model.embed_tokens.weight"},
+    is_causal=True,
+    may_untie=True,
+    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+)
+GLM4_0414 = replace(
+    GLM4,
+    model_type="glm4",
+    rows=_glm4_rows(more_norms=True),
+    class_of=lambda config: "Glm4ForCausalLM",
+    classes={"Glm4ForCausalLM": "glm4_0414"},
+)

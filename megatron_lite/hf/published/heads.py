@@ -1,0 +1,171 @@
+"""Heads of tasks on published systems: the classes of transformers that compute what ours do.
+
+    classes, values   a layer with tanh on the row of the text, and a classifier: ...ForSequenceClassification
+    tags              a classifier on each row: ...ForTokenClassification
+    spans             two numbers for each row: ...ForQuestionAnswering
+
+A class has the head of its task and no other. What else the model has (the head that predicts tokens, ...) is written
+beside an export, in OTHER_HEADS, from which an import takes it.
+
+Source: the modeling files of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.setting_files import shown
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.published_form import Row, System
+
+OTHER_HEADS = "other_heads.safetensors"
+
+
+@dataclass(frozen=True)
+class TaskClass:
+    """A class of transformers with the head of a task.
+
+    Args:
+        classifier: its module with the last layer.
+        pooler: its module with the layer before that, whose outputs pass tanh.
+        dropout: its field of config.json for `model.task_dropout`.
+    """
+
+    name: str
+    classifier: str
+    pooler: str | None = None
+    dropout: str | None = "classifier_dropout"
+
+
+def _bert_like(name: str, prefix: str, pooler: str = "pooler.dense") -> dict[str, TaskClass]:
+    return {
+        "text": TaskClass(f"{name}ForSequenceClassification", "classifier", f"{prefix}.{pooler}"),
+        "tags": TaskClass(f"{name}ForTokenClassification", "classifier"),
+        "spans": TaskClass(f"{name}ForQuestionAnswering", "qa_outputs", dropout=None),
+    }
+
+
+_KIND = {"classes": "text", "values": "text", "tags": "tags", "spans": "spans"}  # of `model.task_head`
+# By the type in config.json. GPT-2's and GLM-4's classifiers have no bias, BART's reads its decoder.
+TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
+    "bert": _bert_like("Bert", "bert"),
+    "ernie": _bert_like("Ernie", "ernie"),
+    "albert": _bert_like("Albert", "albert", "pooler"),
+    "roberta": _bert_like("Roberta", "roberta")
+    | {"text": TaskClass("RobertaForSequenceClassification", "classifier.out_proj", "classifier.dense")},
+    "xlnet": {
+        "text": TaskClass(
+            "XLNetForSequenceClassification",
+            "logits_proj",
+            "sequence_summary.summary",
+            "summary_last_dropout",
+        ),
+        "tags": TaskClass("XLNetForTokenClassification", "classifier", dropout=None),
+        "spans": TaskClass("XLNetForQuestionAnsweringSimple", "qa_outputs", dropout=None),
+    },
+}
+
+
+def task_class(system: System, config: ModelConfig) -> TaskClass:
+    """The class with the head of a model's task. Raises: CheckpointError if none computes what it does."""
+    found = TASK_CLASSES.get(system.model_type, {}).get(_KIND[config.task_head])
+    if found is None:
+        raise CheckpointError(
+            f"model.task_head is {shown(config.task_head)}, whose head no class of transformers for "
+            f"{system.model_type} has; export the checkpoint before it was tuned, or tune one of "
+            f"{', '.join(TASK_CLASSES)}."
+        )
+    if config.has_task_pooler != (found.pooler is not None):
+        raise CheckpointError(
+            f"the head has no layer with tanh before its classifier, but {found.name} has one; tune with "
+            "model.task_pooler=true to export it."
+        )
+    return found
+
+
+def class_of_model(system: System, config: ModelConfig) -> str:
+    """The class that a model is exported to. Raises: as `task_class`."""
+    return system.class_of(config) if config.task_head == "none" else task_class(system, config).name
+
+
+def rows_of(system: System, config: ModelConfig) -> tuple[Row, ...]:
+    """The table of a model with its heads. Raises: as `task_class`."""
+    if config.task_head == "none":
+        return system.rows
+    found = task_class(system, config)
+    body = tuple(row for row in system.rows if row.ours.partition(".")[0] != "heads")
+    head = [Row("heads.task.classifier", (found.classifier,))]
+    if found.pooler is not None:
+        ours = "heads.sentence.dense" if config.sentence_classes else "heads.task.pooler"
+        head.append(Row(ours, (found.pooler,)))
+    return (*body, *head)
+
+
+def architectures(system: System) -> dict[str, str]:
+    """Classes with heads of tasks -> their kind."""
+    return {found.name: kind for kind, found in TASK_CLASSES.get(system.model_type, {}).items()}
+
+
+def head_settings(system: System, kind: str, described: Any, path: Path) -> dict[str, Any]:
+    """The head's settings in the section `model`. Args: described: their configuration.
+
+    Raises: CheckpointError for a head that is another one in spite of its class.
+    """
+    found, labels = TASK_CLASSES[system.model_type][kind], described.num_labels
+    for name, value in _pooling(system, found).items():
+        if getattr(described, name, value) != value:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {name} is {shown(getattr(described, name))}; only {shown(value)} can be "
+                f"imported with {found.name}."
+            )
+    if described.problem_type == "multi_label_classification":
+        raise CheckpointError(
+            f"{path / 'config.json'}: problem_type is multi_label_classification; only one label of each text can be "
+            "learnt here."
+        )
+    dropout = None if found.dropout is None else getattr(described, found.dropout, None)
+    settings = {} if dropout is None else {"task_dropout": dropout}
+    if kind == "spans":
+        return {**settings, "task_head": "spans"}
+    if kind == "tags":
+        return {**settings, "task_head": "tags", "task_classes": labels}
+    if labels == 1:
+        return {**settings, "task_head": "values", "task_pooler": True}
+    return {**settings, "task_head": "classes", "task_classes": labels, "task_pooler": True}
+
+
+_KINDS_OF_TASK = {"classes": "classification", "values": "regression", "tags": "tagging", "spans": "spans"}
+
+
+def task_section(head: str, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `task` of a run with an imported head. Args: described: config.json, which names the classes."""
+    section = {"name": "imported", "kind": _KINDS_OF_TASK[head], "reader": "jsonl"}
+    names = described.get("id2label") or {}
+    if head not in ("classes", "tags") or not names:
+        return section
+    return {**section, "labels": [str(names[number]) for number in sorted(names, key=int)]}
+
+
+def _pooling(system: System, found: TaskClass) -> dict[str, Any]:
+    """Fields of config.json that change what the layer before the classifier computes, with the only value here."""
+    if system.model_type != "xlnet" or found.pooler is None:
+        return {}
+    return {"summary_type": "last", "summary_use_proj": True, "summary_activation": "tanh"}
+
+
+def head_fields(system: System, config: ModelConfig, labels: Sequence[str]) -> Mapping[str, Any]:
+    """Fields of config.json that describe a model's head. Args: labels: names of the classes; () = numbers."""
+    if config.task_head == "none":
+        return {}
+    found = task_class(system, config)
+    names = dict(enumerate(labels or map(str, range(config.task_outputs))))
+    values: dict[str, Any] = {"num_labels": config.task_outputs}
+    if config.task_head in ("classes", "tags"):
+        values |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if found.dropout is not None:
+        values[found.dropout] = config.task_dropout
+    return {**values, **_pooling(system, found)}

@@ -1,0 +1,293 @@
+"""Import a published system's directory as a run, and export a run to the class of transformers that its users load.
+
+Both are proved on the logits of that class. What the model does not hold is kept in the run's directory: the rest of
+config.json, the tokenizer's files, and rows that no token uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, merge, to_tree
+from data_utils.objectives import OBJECTIVES
+from data_utils.tasks.readers.by_name import labels_of
+from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.task_rows import with_task_rows
+from megatron_lite.config.tree import Config
+from megatron_lite.generate.decoders import Layout, layout_of
+from megatron_lite.generate.open_run import OpenRun, load_model
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.model_card import published_card
+from megatron_lite.hf.files.weights import (
+    DTYPES,
+    METADATA,
+    Weights,
+    new_directory,
+    open_safetensors,
+    read_json,
+    write_sharded,
+)
+from megatron_lite.hf.glm import proof
+from megatron_lite.hf.published.conversion import (
+    PublishedSource,
+    hf_config,
+    kept_rows,
+    open_published,
+    parts_of,
+    system_of,
+    to_ours,
+    to_theirs,
+)
+from megatron_lite.hf.published.heads import OTHER_HEADS, class_of_model, task_section
+from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
+from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.tokenizers import (
+    brought_tokenizer,
+    copy_tokenizer_files,
+    require_same_ids,
+    write_tokenizer,
+)
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.trunk.glm import initialize_parameters
+
+log = logging.getLogger(__name__)
+
+KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
+KEPT_ROWS = "rows.safetensors"  # in it
+# Options that a user may change: they do not alter what the imported weights compute.
+_FREE = frozenset(
+    ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
+     "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "embedding_gradient_shrink",
+     "span_boundary_places", "system", "task_rows")
+)  # fmt: skip
+EXTRA_WEIGHTS = (
+    "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
+)
+_SPAN_BOUNDARY = ("heads.span_boundary.", "heads.boundary_bias")
+
+
+def import_published(
+    path: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    *,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
+) -> proof.Proof | None:
+    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
+
+    Args: tree: configuration of the new run. It must not contradict the model; `model.system` may name a system whose
+        model has more heads (SpanBERT on a BERT).
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        source = open_published(path)
+        keep_files(source, directory / KEPT_FILES)
+        config = _config(source, output, directory, tree, verify)
+        checkpoint = directory / "checkpoints" / checkpoint_name(0)
+        weights = _with_new_heads(source, config)
+        write_training_checkpoint(checkpoint, weights, config)
+        (directory / "config.yaml").write_text(
+            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
+        )
+        if not verify:
+            return None
+        class_name, saved = class_of_model(source.system, config.model), read_checkpoint(checkpoint)
+        found = proof.prove(
+            lambda dtype: ask(path, class_name, config.model, dtype=dtype),
+            lambda: load_model(saved, config.model),
+            tolerance,
+            f"the import of {path}",
+            saved.shapes,
+        )
+        return proof.joined(found)
+
+
+def _config(
+    source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
+) -> Config:
+    model = tree.get("model")
+    given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
+    rows = source.settings["vocab_size"]
+    tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
+    brought = "path" not in tokenizer
+    if brought:
+        tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
+    tokenizer = {"vocab_size": rows, **tokenizer}
+    tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    if head := source.settings.get("task_head"):
+        tree["task"] = {
+            **task_section(head, read_json(source.path / "config.json")),
+            **(tree.get("task") or {}),
+        }
+    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    require_same_model("model", config.model, source)
+    config = with_task_rows(config)
+    assert config.tokenizer is not None
+    loaded = load_tokenizer(config.tokenizer)
+    check_vocabulary(loaded, source)
+    if verify and not brought:
+        require_same_ids("tokenizer", loaded, source.path)
+    if brought:
+        path = str(output / Path(config.tokenizer.path).relative_to(directory))
+        config = replace(config, tokenizer=replace(config.tokenizer, path=path))
+    return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
+
+
+def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
+    """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
+    imported = build(ModelConfig, source.settings, "model.")
+    for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
+        ours, theirs = getattr(model, name), getattr(imported, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to "
+                "that."
+            )
+
+
+def check_vocabulary(tokenizer: Tokenizer, source: PublishedSource) -> None:
+    """Raise CheckpointError for a tokenizer of another size, or padding by which the class would count otherwise."""
+    rows, system = source.settings["vocab_size"], source.system
+    if tokenizer.vocab_size != rows:
+        raise CheckpointError(
+            f"{source.path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} tokens; "
+            "use the tokenizer of this model, with tokenizer.added_tokens=none."
+        )
+    pad = system.skipped_positions - 1
+    if system.skips_pad and tokenizer.special.pad != pad:
+        raise CheckpointError(
+            f"{source.path / 'config.json'}: pad_token_id is {pad}, from which a {system.model_type} counts positions, "
+            f"but the tokenizer pads with {tokenizer.special.pad}; fetch config.json and the tokenizer from one model."
+        )
+
+
+def keep_files(source: PublishedSource, directory: Path) -> None:
+    directory.mkdir(parents=True)
+    shutil.copyfile(source.path / "config.json", directory / "config.json")
+    copy_tokenizer_files(source.path, directory)
+    rows = dict(kept_rows(source.theirs, source.parts))
+    if rows:
+        shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
+        write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
+
+
+def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
+    """The imported tensors, and initial values of heads that the files do not have: SpanBERT's, and all that a class
+    with the head of a task leaves out.
+    """
+    shapes, weights, others = (
+        parameter_shapes(config.model),
+        to_ours(source.theirs, source.parts),
+        source.others,
+    )
+    missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
+    if "task_head" in source.settings and missing:
+        log.warning("%s does not have %s; they begin anew", source.path, ", ".join(sorted(missing)))
+    new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
+    initialize_parameters(new.items(), config.model, config.training.seed)
+
+    def read(name: str) -> torch.Tensor:
+        if name in new:
+            return new[name].detach()
+        return weights.read(name) if name in weights.shapes else others.read(name)
+
+    return Weights(shapes, read)
+
+
+def trained_layout(run: OpenRun) -> Layout | None:
+    """How rows of a run's training begin and end what is written, None: it was not trained here, or not to write."""
+    kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    if kept.exists() and run.checkpoint.step == 0:
+        return None
+    return layout_of(run.objectives, run.tokenizer)
+
+
+def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
+    """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
+    kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    if run.config.model.task_types and not run.config.model.task_rows:
+        log.warning(
+            "%s was trained by a former version, with a row of the task embedding for each loss; give the class "
+            "task_type_ids: %s",
+            run.checkpoint.path,
+            ", ".join(
+                f"{loss.number} ({loss.name})"
+                for choice in run.config.objective_choices
+                for loss in OBJECTIVES[choice.name].losses
+            ),
+        )
+    labels = () if run.config.task is None else labels_of(run.config.task)
+    name = f"checkpoint {run.checkpoint.path}"
+    stack = Stack(
+        run.config.model, weights, run.tokenizer, kept, name, labels=labels, layout=trained_layout(run)
+    )
+    class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
+    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra_file)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return class_name
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A Transformer to write as a directory of its class."""
+
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    kept: Path  # files of its import, if it was imported
+    name: str  # in messages
+    roles: Mapping[str, str] | None = None  # token that config.json names -> role; None: those of the system
+    labels: Sequence[str] = ()  # of a task's head
+    layout: Layout | None = None  # in which it was trained here to write, if it was
+
+
+def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
+    """Write config.json, weights and tokenizer files.
+
+    Returns: the name of the class, and the file of what it has not, if there is such. Raises: CheckpointError.
+    """
+    config, weights, kept = stack.config, stack.weights, stack.kept
+    system = system_of(config)
+    ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
+    base = read_json(kept / "config.json") if kept.exists() else ids
+    base |= writing_ids(system, stack.layout)
+    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
+    system = system.padded_with(described.pad_token_id)
+    parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
+    is_headed = config.task_head != "none"
+    of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
+    held = {part.ours for part in parts.values()}
+    extra = {
+        ours: shape
+        for ours, shape in weights.shapes.items()
+        if ours.startswith(of_heads) and ours not in held
+    }
+    rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
+    left = weights.shapes.keys() - held - extra.keys()
+    if left:
+        raise CheckpointError(
+            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
+            "models of the published architecture can be exported."
+        )
+    write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
+    if extra:
+        write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+    described.save_pretrained(directory)
+    present = {name: i for name, i in ids.items() if i is not None}
+    write_tokenizer(directory, stack.tokenizer, present, kept, config.system)
+    write_generation_config(directory, described, system, stack.layout, is_kept=kept.exists())
+    return class_name, extra_file if extra else None

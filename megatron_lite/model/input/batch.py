@@ -1,0 +1,92 @@
+"""A batch on the host: the planes of its rows, and what follows from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
+from megatron_lite.model.attention.layout import Layout, make_layout
+
+
+def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
+    """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
+    return np.array(
+        [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)], np.float32
+    )
+
+
+def scales_beside_last(factor: float, totals: Sequence[float]) -> np.ndarray:
+    """What makes the sum of all losses but the last `factor` times their mean, times the total of the last.
+
+    fp32 [losses]. Divided by that total it stands beside the last one's mean.
+    """
+    *others, last = totals
+    return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
+
+
+class Batch:
+    """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
+
+    Args:
+        planes: int32 [B, fields, S] (data_utils/base/planes.py), not changed from here on.
+        samples: int64 [B], their numbers, from which dropout follows; None = 0, 1, ...
+    """
+
+    def __init__(self, planes: np.ndarray, samples: np.ndarray | None = None):
+        self.planes = planes
+        self.samples = np.arange(len(planes)) if samples is None else samples
+        self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
+
+    @cached_property
+    def layout(self) -> Layout:
+        return make_layout(*(self.planes[:, plane] for plane in (DOC, ORD, GRP)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        return len(self.layout.rows)
+
+    @property
+    def visible_keys(self) -> int:
+        """Sum over tokens of the keys that the rule lets them see."""
+        return int(self.layout.views.seen.sum())
+
+    @property
+    def targets(self) -> int:
+        """Tokens that a decoder computes, where the model has one."""
+        return int(self.layout.is_target.sum())
+
+    @property
+    def target_keys(self) -> int:
+        """`visible_keys` of those tokens alone."""
+        return int(self.layout.views.seen[self.layout.is_target].sum())
+
+    @property
+    def loss_rows(self) -> int:
+        return int(np.count_nonzero(self.weights))
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of all losses."""
+        return float(self.weights.sum())
+
+    def loss_weights(self, num_losses: int) -> np.ndarray:
+        """The weight of each loss, float64 [num_losses]."""
+        return np.bincount(self.planes[:, OBJECTIVE].ravel(), self.weights.ravel(), minlength=num_losses)
+
+    def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
+        """The batch with each loss's weights times its factor over its total in the step: sums become means."""
+        other = copy.copy(self)  # the planes are shared, and the layout where it is known
+        other.weights = self.weights * mean_scales(factors, totals)[self.planes[:, OBJECTIVE]]
+        return other
+
+    def padded(self, rows: int) -> Batch:
+        """The batch filled with rows of padding, without documents or loss, up to `rows`."""
+        padded = np.zeros((rows, *self.planes.shape[1:]), np.int32)
+        padded[:, DOC] = PADDING_DOC
+        padded[: len(self.planes)] = self.planes
+        return Batch(padded)

@@ -1,0 +1,227 @@
+"""A micro-batch as the model takes it: prepared on the host, sent to the device in one copy.
+
+`prepare` chooses the attention plan, puts the tokens in its order, finds the rows with loss, and lays all of it side by
+side in one buffer. It needs no device, so it can run ahead of the step in another thread. `HostInput.to` sends the
+buffer: one asynchronous copy from pinned memory. On CPU the tensors are views of the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
+from data_utils.base.random_streams import derive_seed
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.cross_attention import PartsPlan, constant_length, plan_parts
+from megatron_lite.model.attention.layout import LENGTHS
+from megatron_lite.model.attention.plan import AttentionPlan, HostPlan, plan_attention
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.loss_rows import LossRows, find_loss_rows
+from megatron_lite.model.input.task_batch import HostParts, Parts, TaskBatch
+from megatron_lite.model.kernels.compat import cpu_has_half_matmul
+from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
+from megatron_lite.model.latent_batch import HostSentences, LatentBatch, Sentences
+
+_WEIGHTS = 4  # place of the weights among the arrays of a HostInput
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a step."""
+
+    batch: Batch | HostInput  # as it was read, or prepared ahead of the step
+    dropout_seed: int | None  # of the step, for a Batch; None = no dropout
+    loss_factor: float  # multiplies its loss sum into its share of the step's loss
+
+
+@dataclass
+class ModelInput:
+    """A batch on the device, ready for the model. T tokens, padding included, in the order of the plan."""
+
+    tokens: torch.Tensor  # int32 [T]
+    ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings and for relative positions
+    plan: AttentionPlan | PartsPlan
+    loss_rows: LossRows  # where the model has a decoder, of its rows
+    targets: torch.Tensor  # int32 [K + P + M], see LossRows
+    weights: torch.Tensor  # fp32 [K + P + M]
+    dropout: Dropout | None
+    parts: Parts | None = None  # of a task: what its loss reads instead
+    sentences: Sentences | None = None  # of two stacks joined by a latent vector
+
+    @staticmethod
+    def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
+        """`prepare` with its options and `to` in one."""
+        return prepare(batch, device, config, **options).to(device)
+
+
+@dataclass(frozen=True)
+class HostInput:
+    """A prepared batch."""
+
+    buffer: (
+        torch.Tensor
+    )  # int32, pinned where the device is a GPU: the arrays of the fields below, one after another
+    shapes: Sequence[tuple[int, ...]]
+    plan: HostPlan | PartsPlan
+    weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
+    kernel_seed: int | None  # see Dropout; None = no dropout
+    first_head: int
+    step: int  # see Dropout
+    parts: HostParts | HostSentences | None = None  # of a task, or of a latent vector
+
+    def scale_weights(self, scales: np.ndarray) -> None:
+        """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
+        start = sum(math.prod(shape) for shape in self.shapes[:_WEIGHTS])
+        weights = self.buffer.numpy()[start : start + len(self.weight_losses)].view(np.float32)
+        weights *= scales[self.weight_losses]
+
+    def to(self, device: torch.device) -> ModelInput:
+        """The input on its device. On a GPU the copy is asynchronous: nothing waits for it."""
+        sent = self.buffer.to(device, non_blocking=True)
+        flat = sent.split([math.prod(shape) for shape in self.shapes])
+        arrays = [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
+        (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
+        dropout = None
+        if self.kernel_seed is not None:
+            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
+        first = 10 if self.parts is None else 10 + self.parts.ARRAYS  # of the plan's
+        parts = None if self.parts is None else self.parts.on_device(arrays[10:first])
+        return ModelInput(
+            tokens=tokens,
+            ids=ids,
+            plan=self.plan.on_device(arrays[first:], device),
+            loss_rows=LossRows(*loss_rows),
+            targets=targets,
+            weights=weights.view(torch.float32),
+            dropout=dropout,
+            parts=parts if isinstance(parts, Parts) else None,
+            sentences=parts if isinstance(parts, Sentences) else None,
+        )
+
+
+def builds_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether each new shape of a product costs a kernel that is built and kept.
+
+    So it is in half precision on CPU, where oneDNN does it. Products of ever new shapes took 10 times as long, and
+    memory grew with each.
+
+    Args: dtype: of the products.
+    """
+    return device.type == "cpu" and dtype.itemsize < 4 and cpu_has_half_matmul(dtype)
+
+
+def few_lengths(places: int, device: torch.device, dtype: torch.dtype) -> int:
+    """The multiple to which tokens are padded, so that batches of a shape have about LENGTHS lengths; 1 = any length.
+
+    On a GPU memory is used again, and rows of all products begin at 128 bytes. On CPU see `builds_kernels`.
+
+    Args: places: tokens of a batch, padding included. dtype: of the products.
+    """
+    is_few = device.type == "cuda" or builds_kernels(device, dtype)
+    return -(-places // (LENGTHS * 64)) * 64 if is_few else 1
+
+
+def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
+    """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
+    if config.relative == "none" or device.type != "cuda":
+        return None
+    return (
+        f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
+        "number for each, since no faster kernel here takes a bias of the scores and returns its gradient."
+    )
+
+
+def _with_task_rows(plane: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The number of each token's loss. The plane then holds the loss's row of the task embedding."""
+    if not config.task_rows:
+        return plane
+    losses = plane.copy()
+    plane[:] = np.maximum(config.task_rows, 0)[losses]
+    return losses
+
+
+def prepare(
+    batch: Batch,
+    device: torch.device,
+    config: ModelConfig,
+    *,
+    of_decoder: ModelConfig | None = None,
+    dropout_seed: int | None = None,
+    kernel: str = "auto",
+    multiple: int = 1,
+    few_counts: bool = False,
+    has_one_length: bool = False,
+    tensor_parallel_rank: int = 0,
+    tensor_parallel_size: int = 1,
+) -> HostInput:
+    """What the model needs of a batch.
+
+    Args:
+        device: where it will be sent; decides the kernel.
+        of_decoder: of a LatentBatch, whose stacks are two models.
+        dropout_seed: of the step; None = no dropout.
+        multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
+        few_counts: of rows with loss, see `find_loss_rows`.
+        has_one_length: T is the same for all batches of a shape.
+    """
+    places, first = batch.planes[:, TOKENS].size, 0
+    if kernel == "auto" and dense_reason(config, device) is not None:
+        kernel = "dense"
+    plan: HostPlan | PartsPlan
+    if config.decoder_layers or of_decoder is not None:
+        length = constant_length(places, multiple) if has_one_length else None
+        plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
+        first = plan.lengths[0]  # configuration checks that no loss is the encoder's
+    else:
+        plan = plan_attention(batch.layout, device, kernel, places if has_one_length else multiple)
+    is_padding = plan.order < 0
+    planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
+    planes = planes.reshape(len(planes), -1)[:, plan.order]
+    planes[:, is_padding] = 0
+    if config.segments == 1:
+        planes[1 + ID_PLANES.index(SEGMENT_IDS)] = 0
+    weights = batch.weights.reshape(-1)[plan.order]
+    weights[is_padding] = 0.0
+    objectives = _with_task_rows(planes[1 + ID_PLANES.index(OBJECTIVE)], config)
+    loss_rows, labelled = find_loss_rows(
+        weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
+    )
+    parts: HostParts | HostSentences | None = None
+    if isinstance(batch, LatentBatch):
+        parts = HostSentences(batch, plan.order, first, labelled, few_counts)
+    labelled = np.where(labelled < 0, -1, labelled + first)
+    targets = np.where(labelled < 0, 0, planes[-1][labelled])
+    if isinstance(batch, TaskBatch) and batch.head != "tokens":
+        parts = HostParts(batch, plan.order, first, few_counts, config.has_task_pool)
+        if batch.head == "choices":  # their rows are those with loss
+            loss_rows, targets = parts.loss_rows()
+    first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
+    kernel_seed, keys, place_salts, step = None, planes[0, :0], planes[0, :0], 0
+    if dropout_seed is not None:
+        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
+        keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
+        step = derive_seed(dropout_seed, "distances") >> 33
+        layers = config.total_layers + config.decoder_layers  # cross-attention has its own
+        if of_decoder is not None:
+            layers = max(layers, of_decoder.num_layers)
+        place_salts = salts(layers)
+    arrays = [
+        *(planes[0], planes[1:-1], keys, place_salts),
+        np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),
+        targets,
+        *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
+        *([] if parts is None else parts.arrays()),
+        *plan.arrays(),
+    ]
+    joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
+    buffer = torch.from_numpy(joined)
+    if device.type == "cuda":
+        buffer = buffer.pin_memory()
+    shapes = [array.shape for array in arrays]
+    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, step, parts)

@@ -1,0 +1,279 @@
+"""What lies between matrix products, with few passes through memory on a GPU: there each function is one kernel in each
+direction (triton_kernels.py), and one more that ends the sums over tokens. On CPU, and with `training.kernels=torch`,
+they are torch's own operators.
+
+A product leaves its bias to the function that takes its output, where adding it costs nothing, and so does summing its
+gradient. Kernels draw dropout's masks anew in the backward pass instead of keeping them.
+
+Shapes: T tokens, D width, P programs of a kernel that sum over a part of the tokens each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.model.kernels.compat import is_watched
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop
+
+DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
+_is_wanted = True  # False: torch's operators everywhere
+# Most programs that sum over tokens: enough for a GPU, few enough to add up soon.
+_NORM_PROGRAMS, _GELU_PROGRAMS, _JOIN_PROGRAMS = 256, 64, 256
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether the tensor is where kernels run."""
+    return _is_wanted and x.device.type in DEVICES
+
+
+def choose_kernels(kernels: str) -> None:
+    """Apply `training.kernels`, once per process: "fused" are those of this file, "torch" torch's operators."""
+    global _is_wanted
+    _is_wanted = kernels == "fused"
+
+
+def operator(allocate: Callable[..., Any], overwrites: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The kernel of the same name as an operator of torch.
+
+    Args:
+        allocate: makes the results, empty, from the operator's arguments; annotated as torch's operators are.
+        overwrites: arguments that the kernel writes.
+    """
+    name = f"megatron_lite::{allocate.__name__}"
+
+    @functools.cache
+    def kernel() -> Callable[..., None]:
+        from megatron_lite.model.kernels import triton_kernels
+
+        return getattr(triton_kernels, allocate.__name__)
+
+    def run(*arguments: Any) -> Any:
+        results = allocate(*arguments)
+        written = results if isinstance(results, tuple) else () if results is None else (results,)
+        kernel()(*arguments, *written)
+        return results
+
+    torch.library.define(name, torch.library.infer_schema(allocate, mutates_args=overwrites))
+    torch.library.impl(name, "default", run)
+    torch.library.register_fake(name, allocate)
+    registered = getattr(torch.ops.megatron_lite, allocate.__name__)
+
+    def call(*arguments: Any) -> Any:
+        # Through torch's dispatcher, which costs the host as much as the launch, only if somebody watches there.
+        return (registered if is_watched() else run)(*arguments)
+
+    return call
+
+
+class Biased(NamedTuple):
+    """x [T, D] + bias [D], not added yet; None = no bias. A tuple, so that DeepSpeed finds the tensors in it."""
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def added(self) -> torch.Tensor:
+        return self.x if self.bias is None else self.x + self.bias
+
+
+# The operators: what each makes, empty, and what the kernel writes there. p: probability of dropout.
+
+
+def _missing(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0)
+
+
+def add_norm(
+    x: torch.Tensor | None, x_bias: torch.Tensor | None, keys: torch.Tensor | None, salt: int, p: float,
+    hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """total = hidden + dropout(x + x_bias), its LayerNorm, and each token's mean and 1 / deviation, fp32 [2, T]."""
+    like = hidden if x is None else x
+    assert like is not None
+    total = _missing(like) if x is None else torch.empty_like(like)
+    if weight is None:
+        return total, _missing(like), _missing(like)
+    return total, torch.empty_like(like), like.new_empty(2, like.shape[0], dtype=torch.float32)
+
+
+def add_norm_backward(
+    d_total: torch.Tensor | None, d_normed: torch.Tensor | None, total: torch.Tensor | None,
+    weight: torch.Tensor | None, stats: torch.Tensor | None,
+    keys: torch.Tensor | None, salt: int, p: float, has_x_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of hidden, if there is a norm; of x, if it is another; sums of weight's, bias's, x_bias's [P, ..]."""
+    like = d_total if d_normed is None else d_normed
+    assert like is not None
+    d_hidden = _missing(like) if d_normed is None else torch.empty_like(like)
+    d_x = torch.empty_like(like) if p else _missing(like)
+    rows, width = like.shape
+    sums = 2 * (d_normed is not None) + has_x_bias
+    return d_hidden, d_x, like.new_empty(min(_NORM_PROGRAMS, rows), sums * width, dtype=torch.float32)
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    """gelu(x + bias)"""
+    return torch.empty_like(x)
+
+
+def bias_gelu_backward(
+    x: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor, tanh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of x, and sums of bias's, fp32 [P, D]."""
+    rows, width = x.shape
+    return torch.empty_like(x), x.new_empty(min(_GELU_PROGRAMS, rows), width, dtype=torch.float32)
+
+
+def finish_sums(sums: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The sums of all programs, of up to four kernels [P, D] each, one after another [D + ..] in the type of `like`."""
+    return like.new_empty(sum(part.shape[1] for part in sums))
+
+
+def join_pair(
+    dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
+    dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
+    first_key: int, place: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py, and its sums [P, 3 H D'].
+
+    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
+    """
+    tokens, (_, heads, size) = place.shape[0], dq_0.shape
+    sums = dq_0.new_empty(min(_JOIN_PROGRAMS, tokens), 3 * heads * size, dtype=torch.float32)
+    return dq_0.new_empty(tokens, 3, heads, size), sums
+
+
+def log_sums(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the log of the sum of exponentials, and the target's logit, 0 if it is elsewhere: fp32 [K]."""
+    sums, picked = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    return sums, picked
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    sums: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    valid: int,
+) -> None:
+    """Turns logits into the gradient of sum(grad * cross entropy)."""
+
+
+add_norm_kernel, add_norm_backward_kernel = operator(add_norm), operator(add_norm_backward)
+gelu_kernel, gelu_backward_kernel = operator(bias_gelu), operator(bias_gelu_backward)
+finish_sums_kernel = operator(finish_sums)
+join_pair_kernel, log_sums_kernel = operator(join_pair), operator(log_sums)
+write_gradient_kernel = operator(write_gradient, overwrites=("logits",))
+
+
+NO_DROPOUT = None, 0, 0.0
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, x, x_bias, weight, bias, epsilon, dropout):  # type: ignore[no-untyped-def]
+        keys, salt, p = dropout or NO_DROPOUT
+        total, normed, stats = add_norm_kernel(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon)
+        if x is None:
+            total = hidden
+        ctx.save_for_backward(total, weight, stats, keys)
+        ctx.salt, ctx.p, ctx.has_x, ctx.has_x_bias = salt, p, x is not None, x_bias is not None
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, d_total, d_normed):  # type: ignore[no-untyped-def]
+        total, weight, stats, keys = ctx.saved_tensors
+        d_total = None if d_total is None else d_total.contiguous()
+        d_hidden, d_x, sums = add_norm_backward_kernel(
+            d_total, d_normed.contiguous(), total, weight, stats, keys, ctx.salt, ctx.p, ctx.has_x_bias
+        )
+        d_weight, d_bias, *d_x_bias = finish_sums_kernel([sums], weight).view(-1, len(weight)).unbind(0)
+        of_x = (d_x if ctx.p else d_hidden) if ctx.has_x else None
+        return d_hidden, of_x, d_x_bias[0] if d_x_bias else None, d_weight, d_bias, None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, x, x_bias, dropout):  # type: ignore[no-untyped-def]
+        keys, salt, p = dropout or NO_DROPOUT
+        total, *_ = add_norm_kernel(x, x_bias, keys, salt, p, hidden, None, None, 0.0)
+        ctx.save_for_backward(keys, x_bias)
+        ctx.salt, ctx.p, ctx.has_hidden = salt, p, hidden is not None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, d_total):  # type: ignore[no-untyped-def]
+        keys, x_bias = ctx.saved_tensors
+        d_total = d_total.contiguous()
+        d_x, d_x_bias = d_total, None
+        if ctx.p or x_bias is not None:
+            _, dropped, sums = add_norm_backward_kernel(
+                d_total, None, None, None, None, keys, ctx.salt, ctx.p, x_bias is not None
+            )
+            d_x = dropped if ctx.p else d_total
+            d_x_bias = None if x_bias is None else finish_sums_kernel([sums], x_bias)
+        return d_total if ctx.has_hidden else None, d_x, d_x_bias, None
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, bias, tanh):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
+        return gelu_kernel(x, bias, tanh)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
+        x, bias = ctx.saved_tensors
+        d_x, sums = gelu_backward_kernel(x, bias, grad.contiguous(), ctx.tanh)
+        return d_x, None if bias is None else finish_sums_kernel([sums], bias), None
+
+
+def add(hidden: torch.Tensor | None, x: Biased, dropout: FeatureDropout | None) -> torch.Tensor:
+    """hidden + dropout(x), [T, D]. Without `hidden` the second term alone."""
+    if has_kernels(x.x):
+        return _Add.apply(hidden, x.x, x.bias, dropout)
+    return drop(x.added(), hidden, dropout)
+
+
+def add_and_normalize(
+    hidden: torch.Tensor,
+    x: Biased | None,
+    dropout: FeatureDropout | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden + dropout(x), or hidden alone, and its LayerNorm: [T, D] each. On a GPU."""
+    added, added_bias = (None, None) if x is None else x
+    return _AddNorm.apply(hidden, added, added_bias, weight, bias, epsilon, dropout)
+
+
+def gelu(x: Biased, approximate: str) -> torch.Tensor:
+    """gelu(x), [T, D]. Args: approximate: as of torch's."""
+    if has_kernels(x.x):
+        return _BiasGelu.apply(x.x.contiguous(), x.bias, approximate == "tanh")
+    return F.gelu(x.added(), approximate=approximate)
+
+
+def activate(x: Biased, activation: str) -> torch.Tensor:
+    """The activation of a configuration, [T, D]. On a GPU GELU is a kernel, others are torch's."""
+    if activation == "relu":
+        return F.relu(x.added())
+    if activation == "silu":
+        return F.silu(x.added())
+    return gelu(x, "tanh" if activation == "gelu_tanh" else "none")
+
+
+def gate(x: Biased, activation: str) -> torch.Tensor:
+    """activation(gate) * up, [T, 2 F] -> [T, F]: the first features are the gate (arXiv:2002.05202)."""
+    first, up = x.added().chunk(2, dim=-1)
+    return activate(Biased(first), activation) * up

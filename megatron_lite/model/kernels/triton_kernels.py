@@ -1,0 +1,379 @@
+"""GPU kernels of what lies between matrix products: one pass through memory where torch's operators take several.
+
+Written in Triton, which compiles them when they are first used. Only fused.py imports this module, and only on a GPU;
+its functions say what each kernel computes. Arithmetic is in fp32, whatever the tensors' types. Sums over tokens are
+made in two steps, first over the rows of each program, and in the same order each time: no atomic additions.
+
+Every kernel walks over rows of contiguous matrices of WIDTH columns. BLOCK is the width rounded up to a power of two.
+The arguments of a kernel are tensors, then numbers, then constants, see launch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from megatron_lite.model.kernels.dropout import threshold_of
+from megatron_lite.model.kernels.launch import kernel
+
+COLUMNS = 256  # of a tile, where a row is not needed as a whole
+TILE_ROWS = 16
+WIDE = 4096  # columns that a program of the cross entropy reads at once
+
+
+def _grid_of_tiles(rows: int, width: int) -> tuple[int, int]:
+    return -(-rows // TILE_ROWS), -(-width // COLUMNS)
+
+
+@functools.cache
+def _block(width: int) -> tuple[int, int]:
+    """BLOCK, and the warps of a program that holds a row: more than 16 numbers of it in a thread would not fit."""
+    block = triton.next_power_of_2(width)
+    return block, min(max(block // 512, 1), 32)
+
+
+@triton.jit
+def _stays(key, salt, columns, THRESHOLD: tl.constexpr):
+    """The hash of dropout.py."""
+    z = (key ^ salt).to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B9
+    z = (z ^ (z >> 16)) * 0x21F0AAAD
+    z = (z ^ (z >> 15)) * 0x735A2D97
+    return (z ^ (z >> 15)) >= THRESHOLD
+
+
+@kernel("salt", "rows", "epsilon", "scale")
+def _add_norm(
+    x, x_bias, keys, hidden, weight, bias, total, normed, stats,
+    salt, rows, epsilon, scale,
+    HAS_X: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_NORM: tl.constexpr,
+    THRESHOLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = row * WIDTH + column
+    value = tl.zeros([BLOCK], tl.float32)
+    if HAS_HIDDEN:
+        value += tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X:
+        added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_X_BIAS:
+            added += tl.load(x_bias + column, mask=inside, other=0.0).to(tl.float32)
+        if THRESHOLD > 0:
+            added = tl.where(_stays(tl.load(keys + row), salt, column, THRESHOLD), added * scale, 0.0)
+        rounded = (value + added).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # the backward pass normalises what was stored
+    if HAS_NORM:
+        center = tl.sum(value, 0) / WIDTH
+        centered = tl.where(inside, value - center, 0.0)
+        factor = 1.0 / tl.sqrt(tl.sum(centered * centered, 0) / WIDTH + epsilon)
+        tl.store(stats + row, center)
+        tl.store(stats + rows + row, factor)
+        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + place, (centered * factor * w + b).to(normed.dtype.element_ty), mask=inside)
+
+
+@kernel("salt", "rows", "rows_of_a_program", "scale")
+def _add_norm_backward(
+    d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums,
+    salt, rows, rows_of_a_program, scale,
+    HAS_D_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_X_BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    d_weight = tl.zeros([BLOCK], tl.float32)
+    d_bias = tl.zeros([BLOCK], tl.float32)
+    d_x_bias = tl.zeros([BLOCK], tl.float32)
+    first = program.to(tl.int64) * rows_of_a_program
+    for row in range(first, tl.minimum(first + rows_of_a_program, rows)):
+        place = row * WIDTH + column
+        grad = tl.zeros([BLOCK], tl.float32)
+        if HAS_D_TOTAL:
+            grad += tl.load(d_total + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            dy = tl.load(d_normed + place, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
+            factor = tl.load(stats + rows + row)
+            normal = tl.where(inside, (value - tl.load(stats + row)) * factor, 0.0)
+            d_weight += dy * normal
+            d_bias += dy
+            weighted = dy * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            along = tl.sum(weighted * normal, 0) / WIDTH
+            grad += (weighted - tl.sum(weighted, 0) / WIDTH - normal * along) * factor
+            tl.store(d_hidden + place, grad.to(d_hidden.dtype.element_ty), mask=inside)
+        if THRESHOLD > 0:
+            kept = _stays(tl.load(keys + row), salt, column, THRESHOLD)
+            grad = tl.where(kept, grad * scale, 0.0)
+            tl.store(d_x + place, grad.to(d_x.dtype.element_ty), mask=inside)
+        d_x_bias += tl.where(inside, grad, 0.0)
+    out = sums + program.to(tl.int64) * (2 * HAS_NORM + HAS_X_BIAS) * WIDTH + column
+    if HAS_NORM:
+        tl.store(out, d_weight, mask=inside)
+        tl.store(out + WIDTH, d_bias, mask=inside)
+        out += 2 * WIDTH
+    if HAS_X_BIAS:
+        tl.store(out, d_x_bias, mask=inside)
+
+
+@triton.jit
+def _finish(sums, out, programs, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < WIDTH)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        total += tl.load(sums + row * WIDTH + column[None, :], mask=inside & (row < programs), other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@kernel("programs_0", "programs_1", "programs_2", "programs_3")
+def _finish_sums(
+    sums_0, sums_1, sums_2, sums_3, out, programs_0, programs_1, programs_2, programs_3,
+    WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, WIDTH_3: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    blocks_0: tl.constexpr = (WIDTH_0 + COLUMNS - 1) // COLUMNS
+    blocks_1: tl.constexpr = (WIDTH_1 + COLUMNS - 1) // COLUMNS
+    blocks_2: tl.constexpr = (WIDTH_2 + COLUMNS - 1) // COLUMNS
+    if block < blocks_0:
+        _finish(sums_0, out, programs_0, block, WIDTH_0, ROWS, COLUMNS)
+    block -= blocks_0
+    out += WIDTH_0
+    if WIDTH_1 > 0:
+        if (block >= 0) & (block < blocks_1):
+            _finish(sums_1, out, programs_1, block, WIDTH_1, ROWS, COLUMNS)
+        block -= blocks_1
+        out += WIDTH_1
+    if WIDTH_2 > 0:
+        if (block >= 0) & (block < blocks_2):
+            _finish(sums_2, out, programs_2, block, WIDTH_2, ROWS, COLUMNS)
+        block -= blocks_2
+        out += WIDTH_2
+    if WIDTH_3 > 0:  # noqa: SIM102 (the first is known when it is compiled)
+        if block >= 0:
+            _finish(sums_3, out, programs_3, block, WIDTH_3, ROWS, COLUMNS)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _inner(x):
+    """The argument of the hyperbolic tangent: sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return 0.7978845608028654 * (x + 0.044715 * x * x * x)
+
+
+@triton.jit
+def _tail(x, TANH: tl.constexpr):
+    """erf(x / sqrt(2)), or what approximates it."""
+    return _tanh(_inner(x)) if TANH else tl.erf(x * 0.7071067811865476)
+
+
+@triton.jit
+def _biased_tile(x, bias, row, column, rows, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A tile in fp32, where its elements are, and which of them exist."""
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    return value, place, inside
+
+
+@kernel("rows")
+def _gelu(
+    x, bias, out, rows,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value, place, inside = _biased_tile(x, bias, row, column, rows, WIDTH, HAS_BIAS)
+    share = 0.5 * (1.0 + _tail(value, TANH))
+    tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=inside)
+
+
+@kernel("rows", "rows_of_a_program")
+def _gelu_backward(
+    x, bias, grad, d_x, sums, rows, rows_of_a_program,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    last = tl.minimum((program + 1) * rows_of_a_program, rows)
+    for first in range(program * rows_of_a_program, last, ROWS):
+        row = first + tl.arange(0, ROWS)
+        value, place, inside = _biased_tile(x, bias, row, column, last, WIDTH, HAS_BIAS)
+        dy = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        tail = _tail(value, TANH)
+        if TANH:
+            steepness = 0.7978845608028654 * (1.0 + 3 * 0.044715 * value * value) * (1.0 - tail * tail)
+        else:
+            steepness = 0.7978845608028654 * tl.exp(-0.5 * value * value)
+        slope = 0.5 * (1.0 + tail + value * steepness)
+        tl.store(d_x + place, (dy * slope).to(d_x.dtype.element_ty), mask=inside)
+        total += dy * slope
+    if HAS_BIAS:
+        out = sums + program.to(tl.int64) * WIDTH + column
+        tl.store(out, tl.sum(total, 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _row(matrix, row, rows, column, WIDTH: tl.constexpr):
+    """A row in fp32, zeros if there is no such row."""
+    last = tl.where(row < rows, WIDTH, 0)
+    last = tl.where(row >= 0, last, 0)
+    return tl.load(matrix + row * WIDTH + column, mask=column < last, other=0.0).to(tl.float32)
+
+
+@kernel("tokens", "tokens_of_a_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
+def _join_pair(
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums,
+    tokens, tokens_of_a_program, queries_0, queries_1, first_key, keys_0, keys_1,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    sum_q = tl.zeros([BLOCK], tl.float32)
+    sum_k = tl.zeros([BLOCK], tl.float32)
+    sum_v = tl.zeros([BLOCK], tl.float32)
+    first = program * tokens_of_a_program
+    for token in range(first, tl.minimum(first + tokens_of_a_program, tokens)):
+        to = out + token * 3 * WIDTH + column
+        second = token - queries_0
+        dq = _row(dq_0, token, queries_0, column, WIDTH) + _row(dq_1, second, queries_1, column, WIDTH)
+        tl.store(to, dq.to(out.dtype.element_ty), mask=inside)
+        sum_q += dq
+        key = token - first_key
+        gathered = tl.load(place + token).to(tl.int64)
+        dk = _row(dk_0, key, keys_0, column, WIDTH) + _row(dk_1, gathered, keys_1, column, WIDTH)
+        tl.store(to + WIDTH, dk.to(out.dtype.element_ty), mask=inside)
+        sum_k += dk
+        dv = _row(dv_0, key, keys_0, column, WIDTH) + _row(dv_1, gathered, keys_1, column, WIDTH)
+        tl.store(to + 2 * WIDTH, dv.to(out.dtype.element_ty), mask=inside)
+        sum_v += dv
+    to = sums + program * 3 * WIDTH + column
+    tl.store(to, sum_q, mask=inside)
+    tl.store(to + WIDTH, sum_k, mask=inside)
+    tl.store(to + 2 * WIDTH, sum_v, mask=inside)
+
+
+@kernel("first", "valid")
+def _log_sums(logits, targets, log_sums, picked, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * WIDTH
+    most = tl.full([WIDE], float("-inf"), tl.float32)
+    total = tl.zeros([WIDE], tl.float32)
+    for start in range(0, valid, WIDE):
+        column = start + tl.arange(0, WIDE)
+        value = tl.load(logits + column, mask=column < valid, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(most, value)
+        # A lane that has seen nothing yet holds -inf, and -inf - -inf is no number.
+        total = tl.where(larger == float("-inf"), 0.0, total * tl.exp(most - larger) + tl.exp(value - larger))
+        most = larger
+    largest = tl.max(most, 0)
+    total = tl.sum(tl.where(most == float("-inf"), 0.0, total * tl.exp(most - largest)), 0)
+    tl.store(log_sums + row, tl.log(total) + largest)
+    local = tl.load(targets + row).to(tl.int64) - first
+    tl.store(
+        picked + row, tl.load(logits + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32)
+    )
+
+
+@kernel("first", "valid")
+def _write_gradient(logits, targets, log_sums, grad, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = column < WIDTH
+    value = tl.load(logits + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    probability = tl.where(column < valid, tl.exp(value - tl.load(log_sums + row)), 0.0)
+    is_target = (column == tl.load(targets + row).to(tl.int64) - first) & (column < valid)
+    value = (probability - tl.where(is_target, 1.0, 0.0)) * tl.load(grad + row)
+    tl.store(logits + row * WIDTH + column, value.to(logits.dtype.element_ty), mask=inside)
+
+
+# What fused.py calls: the arguments of its operators, then their results, which are written.
+
+
+def add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, total, normed, stats):  # type: ignore[no-untyped-def]
+    rows, width = (hidden if x is None else x).shape
+    if rows:
+        block, warps = _block(width)
+        is_there = x is not None, x_bias is not None, hidden is not None, weight is not None
+        _add_norm(
+            (rows, 1), (x, x_bias, keys, hidden, weight, bias, total, normed, stats),
+            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
+        )  # fmt: skip
+
+
+def add_norm_backward(  # type: ignore[no-untyped-def]
+    d_total, d_normed, total, weight, stats, keys, salt, p, has_x_bias, d_hidden, d_x, sums
+):
+    rows, width = (d_total if d_normed is None else d_normed).shape
+    if programs := sums.shape[0]:  # no rows, no programs; `finish_sums` then adds up nothing
+        block, warps = _block(width)
+        is_there = d_total is not None, d_normed is not None, has_x_bias
+        _add_norm_backward(
+            (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
+            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
+        )  # fmt: skip
+
+
+def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
+    missing = 4 - len(sums)
+    widths = [part.shape[1] for part in sums]
+    _finish_sums(
+        (sum(-(-width // 64) for width in widths), 1), (*sums, *[None] * missing, out),
+        (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
+    )  # fmt: skip
+
+
+def bias_gelu(x, bias, tanh, out):  # type: ignore[no-untyped-def]
+    rows, width = x.shape
+    if rows:
+        constants = tanh, bias is not None, width, TILE_ROWS, COLUMNS
+        _gelu(_grid_of_tiles(rows, width), (x, bias, out), (rows,), constants)
+
+
+def bias_gelu_backward(x, bias, grad, tanh, d_x, sums):  # type: ignore[no-untyped-def]
+    rows, width = x.shape
+    if programs := sums.shape[0]:
+        _gelu_backward(
+            (programs, -(-width // COLUMNS)), (x, bias, grad, d_x, sums), (rows, -(-rows // programs)),
+            (tanh, bias is not None, width, TILE_ROWS, COLUMNS),
+        )  # fmt: skip
+
+
+def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out, sums):  # type: ignore[no-untyped-def]
+    queries, heads, size = dq_0.shape
+    tokens = place.shape[0]
+    if programs := sums.shape[0]:
+        block, warps = _block(heads * size)
+        counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
+        _join_pair(
+            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
+            (tokens, -(-tokens // programs), *counts), (heads * size, block), warps,
+        )  # fmt: skip
+
+
+def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]
+    rows, width = logits.shape
+    if rows:
+        _log_sums((rows, 1), (logits, targets, sums, picked), (first, valid), (width, WIDE), 8)
+
+
+def write_gradient(logits, targets, sums, grad, first, valid):  # type: ignore[no-untyped-def]
+    rows, width = logits.shape
+    if rows:
+        grid = rows, -(-width // WIDE)
+        _write_gradient(grid, (logits, targets, sums, grad), (first, valid), (width, WIDE), 8)

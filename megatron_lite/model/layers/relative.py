@@ -1,0 +1,148 @@
+"""What relative positions add to the scores of attention, for pairs of tokens of one call.
+
+Buckets (T5, UniLMv2): one number for each head and bucket of the distance between two position ids, the same for all
+layers of a stack, so that a call's bias is made once per forward pass.
+
+XLNet: with learned vectors u, v, w of each head, and g of whether two tokens are of different segments, the score is
+
+    (q + u) k  +  (q + v) W s(distance)  +  (q + w) g[segments differ]
+
+all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias.
+
+Distances are those of position ids and never of places in a row: documents are packed, and UniLMv2 repeats positions.
+
+Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys of a call.
+Source: T5, arXiv:1910.10683, section 2.1, the buckets as in its public code; XLNet, arXiv:1906.08237, with
+Transformer-XL, arXiv:1901.02860, section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data_utils.base.planes import ID_PLANES, POSITION_IDS, SEGMENT_IDS
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.kernels.dropout import Dropout
+from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.layers.tensor_parallel import Partition, TensorParallel, linear, sharded
+
+BUCKETS = 32
+LONGEST = 128  # distances from here on share a bucket
+Pairs = Sequence[
+    tuple[torch.Tensor, torch.Tensor]
+]  # of each call: its queries [..., Q] and keys [..., K], in [0, T)
+
+
+def bucket(distance: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """The bucket of each distance (position of the key minus that of the query), int64.
+
+    Near distances have a bucket each, far ones share buckets of logarithmic width. Where both directions occur each
+    has half of the buckets; a causal stack has no keys ahead.
+    """
+    buckets = BUCKETS if is_causal else BUCKETS // 2
+    first = torch.zeros_like(distance) if is_causal else (distance > 0) * buckets
+    steps = (-distance).clamp(min=0) if is_causal else distance.abs()
+    near = buckets // 2
+    # In fp32, as the systems compute it: the buckets of some distances depend on it. 1: not the logarithm of 0.
+    share = torch.log(steps.clamp(min=1).float() / near) / math.log(LONGEST / near)
+    far = (near + (share * (buckets - near)).to(distance.dtype)).clamp(max=buckets - 1)
+    return (first + torch.where(steps < near, steps, far)).long()
+
+
+class RelativeBuckets(nn.Module):
+    """A number for each bucket and head: weight [32, H], shared by the layers of a stack."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, *, is_causal: bool):
+        super().__init__()
+        heads = config.num_attention_heads // parallel.group.size
+        self.weight = sharded(nn.Parameter(torch.empty(BUCKETS, heads)), Partition(dim=1))
+        self.is_causal = is_causal
+
+    def forward(self, pairs: Pairs, positions: torch.Tensor) -> list[torch.Tensor]:
+        """The bias of each call of a plan, [..., H, Q, K]. Args: positions: int [T], in the order of the plan."""
+        # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
+        return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
+
+    def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        distance = keys[..., None, :] - queries[..., :, None]
+        return F.embedding(bucket(distance, self.is_causal), self.weight).movedim(-1, -3)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """What XLNet's layers need of a batch's tokens."""
+
+    positions: torch.Tensor  # int [T]
+    segments: torch.Tensor  # int [T]
+    longest: int  # no distance is larger
+    sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
+
+    @staticmethod
+    def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances | None:
+        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan.
+
+        The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
+        """
+        if config.relative != "xlnet":
+            return None
+        positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
+        # On a GPU the largest position would be waited for.
+        longest = plan.row_length if positions.is_cuda else int(positions.max())
+        steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
+        line = torch.arange(-longest, longest + 1, device=ids.device, dtype=torch.int32)
+        angles = line[:, None].float() / 10000.0**steps
+        sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
+        dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
+        if dropped is not None:
+            sinusoids = add(None, Biased(sinusoids), dropped)
+        return Distances(positions, segments, longest, sinusoids)
+
+
+class XLNetTerms(NamedTuple):
+    """What a layer makes of its queries, of which the biases of its calls are picked."""
+
+    content: torch.Tensor  # q + u, [T, H, d]
+    position: torch.Tensor  # q + v, [T, H, d]
+    distances: torch.Tensor  # W s, [2 longest + 1, H, d]
+    segments: torch.Tensor  # (q + w) g, [T, H, 2]
+
+    def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Of a call: [..., H, Q, K]."""
+        heads, size = self.content.shape[1:]
+        every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
+        apart = distances.positions[queries][..., :, None] - distances.positions[keys][..., None, :]
+        place = (apart + distances.longest).long()[..., None, :, :]
+        differ = distances.segments[queries][..., :, None] != distances.segments[keys][..., None, :]
+        segments = self.segments[queries].movedim(-2, -3)
+        shape = (*apart.shape[:-2], heads, *apart.shape[-2:])
+        scores = every.gather(-1, place.expand(shape))
+        return (scores + segments.gather(-1, differ.long()[..., None, :, :].expand(shape))) * size**-0.5
+
+
+class XLNetScores(nn.Module):
+    """The learned part of XLNet's positions and segments in one layer."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        heads, size = config.num_attention_heads // parallel.group.size, config.head_size
+
+        def of_heads(*shape: int) -> nn.Parameter:
+            return sharded(nn.Parameter(torch.empty(heads, *shape)), Partition(dim=0))
+
+        self.size = size
+        self.weight = sharded(nn.Parameter(torch.empty(heads * size, config.hidden_size)), Partition(dim=0))
+        self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
+        self.segment_keys = of_heads(2, size)
+
+    def forward(self, q: torch.Tensor, distances: Distances) -> XLNetTerms:
+        """Args: q: queries [T, H, d]."""
+        line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
+        segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)
+        return XLNetTerms(q + self.content_query, q + self.position_query, line, segments)

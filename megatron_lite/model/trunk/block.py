@@ -1,0 +1,471 @@
+"""The parts of the Transformer: embeddings, attention, MLP, and the block.
+
+Between layers the hidden state is a token matrix [T, D]; under sequence parallelism each tensor-parallel rank holds
+T / size of its tokens. Dropout is a pure function of each token and the place in the model (dropout.py), so every
+layout gives the same, and so does a block that is computed again.
+
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
+V vocabulary (unpadded); K, P, M as in heads.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from data_utils.base.planes import ID_PLANES, ORD
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.dense import ScoreBias
+from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
+from megatron_lite.model.attention.varlen import VarlenPlan
+from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, FeatureDropout
+from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
+from megatron_lite.model.layers.relative import Distances, XLNetScores
+from megatron_lite.model.layers.rotary import Rotary, spread
+from megatron_lite.model.layers.tensor_parallel import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    linear,
+    make_norm,
+)
+from megatron_lite.model.trunk.fused_block import Parts, fused_block
+from megatron_lite.model.trunk.heads import Linear
+
+
+def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), which the backward pass computes `again` instead of what it would keep."""
+    if again and torch.is_grad_enabled():
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return function(*arguments)
+
+
+class _ShrinkGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alpha):  # type: ignore[no-untyped-def]
+        ctx.alpha = alpha
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad * ctx.alpha, None
+
+
+def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
+    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
+        return x
+    shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
+    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
+
+
+def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """What this rank holds of tokens [..., T] outside tensor-parallel layers."""
+    if not parallel.sequence_parallel:
+        return x
+    return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
+
+
+def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
+    """Of how many of the encoder's and the decoder's tokens this rank holds the hidden states."""
+    size = parallel.group.size if parallel.sequence_parallel else 1
+    return [length // size for length in plan.lengths]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """What a latent vector gives to a stack whose texts depend on it: OPTIMUS's embedding and memory.
+
+    Source: arXiv:2004.04092, section 3.1.
+    """
+
+    added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
+    memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
+    slots: torch.Tensor  # int [N], of the T tokens
+
+    def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Keys and values of the slots replaced, [T, 3, H, size of a head]."""
+        if self.memory is None:
+            return qkv
+        both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
+        places = torch.arange(1, 3, device=qkv.device)
+        return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What the layers need of a micro-batch beside the hidden state."""
+
+    shape: tuple[int, ...]  # of the tokens: [T] in training
+    plan: AttentionPlan | PartsPlan
+    dropout: Dropout | None  # of all tokens
+    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    bias: ScoreBias | None = None  # of all layers' scores
+    rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
+    distances: Distances | None = field(default=None, kw_only=True)  # of all tokens
+    latent: Latent | None = field(default=None, kw_only=True)
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...],
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
+        parallel: TensorParallel,
+        rotary: Rotary | None = None,
+        distances: Distances | None = None,
+        latent: Latent | None = None,
+    ) -> Flow:
+        own = dropout
+        if dropout is not None:
+            own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
+        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, latent=latent)
+
+    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
+        """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
+        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
+
+    def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
+        """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
+        dropout = self.features(p, layer, "final")
+        return x if dropout is None else add(None, Biased(x), dropout)
+
+
+class Stream(NamedTuple):
+    """The hidden state between blocks: hidden + dropout(x), [T, D]. The next norm's kernel makes the sum.
+
+    A tuple, so that DeepSpeed finds the tensors in it.
+    """
+
+    hidden: torch.Tensor
+    x: Biased | None = None
+    dropout: FeatureDropout | None = None
+
+    def summed(self) -> torch.Tensor:
+        return self.hidden if self.x is None else add(self.hidden, self.x, self.dropout)
+
+
+class OwnEmbedding(Protocol):
+    """What the rows of an encoder and of a decoder have each of their own."""
+
+    position_embeddings: nn.Embedding | None
+    layernorm: LayerNorm | RMSNorm | None
+
+
+class PositionEmbeddings(nn.Module):
+    """Adds the embeddings of `ID_PLANES` to those of the words, then norm and dropout: [T, E] -> [T, D].
+
+    The configuration says which tables there are, and whether there is a norm. With a factorised embedding (ALBERT)
+    all are of size E, and the result is projected to D.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        size = config.embedding_size or config.hidden_size
+        self.position_embeddings = self.position_table(config)
+        blocks = config.max_position + 1 if config.positions == "learned_blocks" else 0
+        self.block_position_embeddings = _table(blocks, config)
+        self.segment_embeddings = _table(config.segments, config)
+        self.task_embeddings = _table(config.task_types, config)
+        # What a row begins from that predicts its token without seeing it.
+        has_vector = config.relative == "xlnet"
+        self.query_vector = nn.Parameter(torch.empty(size)) if has_vector else None
+        self.layernorm = self.norm(config, parallel)
+        self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
+        self.parallel = parallel
+        parallel.mark_replicated(*self.parameters())
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.dropout = config.embedding_dropout
+        self.gradient_shrink = config.embedding_gradient_shrink
+
+    @staticmethod
+    def position_table(config: ModelConfig) -> nn.Embedding | None:
+        return _table(config.max_position + 1 if config.positions.startswith("learned") else 0, config)
+
+    @staticmethod
+    def norm(config: ModelConfig, parallel: TensorParallel) -> LayerNorm | RMSNorm | None:
+        size = config.embedding_size or config.hidden_size
+        return make_norm(config, size, parallel) if config.embedding_norm else None
+
+    def forward(
+        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
+    ) -> torch.Tensor:
+        """The hidden state before the first block.
+
+        Args:
+            words: [T, E], or this rank's tokens of it under sequence parallelism.
+            ids: int [len(ID_PLANES), T].
+            decoder: what the decoder's rows have of their own, if there is a decoder.
+        """
+        if self.gradient_shrink != 1.0:
+            words = _ShrinkGradient.apply(words, self.gradient_shrink)
+        ids = own_tokens(ids, flow.plan, self.parallel)
+        if self.query_vector is not None:
+            is_query = ids[ID_PLANES.index(ORD)] < 0
+            words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
+        hidden = words if self.scale == 1.0 else words * self.scale
+        if decoder is None:
+            hidden = self._sum(hidden, ids, self)
+        else:
+            assert isinstance(flow.plan, PartsPlan)
+            lengths = own_lengths(flow.plan, self.parallel)
+            first, second = hidden.split(lengths)
+            first_ids, second_ids = ids.split(lengths, dim=1)
+            hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
+        if flow.latent is not None and flow.latent.added is not None:
+            hidden = hidden + flow.latent.added
+        dropout = flow.features(self.dropout, -1, "embedding")
+        if dropout is not None:
+            hidden = add(None, Biased(hidden), dropout)
+        if self.projection is not None:
+            weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
+            hidden = linear(hidden, weight, bias)
+        return hidden
+
+    def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
+        """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
+        shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
+        tables = (own.position_embeddings, *shared)
+        for table, plane in zip(tables, ids[: len(tables)], strict=True):
+            if table is not None:
+                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
+        return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]
+
+
+def _table(rows: int, config: ModelConfig) -> nn.Embedding | None:
+    return nn.Embedding(rows, config.embedding_size or config.hidden_size) if rows else None
+
+
+class Embedding(PositionEmbeddings):
+    """All embeddings: int [T], int [len(ID_PLANES), T] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__(config, parallel)
+        self.word_embeddings = VocabParallelEmbedding(config, parallel)
+
+    def forward(
+        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
+    ) -> torch.Tensor:
+        words = self.word_embeddings(by_ranks(tokens, flow.plan, self.parallel))
+        return super().forward(words, ids, flow, decoder)
+
+
+def query_factor(config: ModelConfig) -> float:
+    """What multiplies queries, for kernels that scale scores by 1 / sqrt(head size)."""
+    return math.sqrt(config.head_size) if config.unscaled_scores else 1.0
+
+
+class Attention(nn.Module):
+    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
+        super().__init__()
+        self.head_size = config.head_size
+        self.query_factor = query_factor(config)
+        self.dropout = config.attention_dropout
+        self.parallel = parallel
+        self.recompute = recompute
+        heads, key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.key_value_heads = key_value_heads // parallel.group.size
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size,
+            (heads + 2 * key_value_heads) * self.head_size,
+            parallel,
+            parts=(heads // key_value_heads, 1, 1),
+            has_bias=config.has_bias("qkv"),
+        )
+        self.dense = RowParallelLinear(
+            config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
+        )
+        self.relative = XLNetScores(config, parallel) if config.relative == "xlnet" else None
+
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
+        qkv = self.query_key_value(hidden).x
+        out = recomputed(self.recompute, self._attend, qkv, flow, layer)
+        return self.dense(out.reshape(math.prod(flow.shape), -1))
+
+    def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        assert not isinstance(flow.plan, PartsPlan)
+        heads = spread(qkv.view(len(qkv), -1, self.head_size), self.key_value_heads, flow.rotary)
+        qkv = heads.view(len(qkv), 3, -1, self.head_size)
+        if flow.latent is not None:
+            qkv = flow.latent.remembered(qkv, layer)
+        qkv = qkv.view(*flow.shape, *qkv.shape[1:])
+        if self.query_factor != 1.0:
+            q, key_value = qkv.split([1, 2], dim=-3)
+            qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
+        dropout, bias = self.dropout_of(flow, layer), flow.bias
+        if self.relative is not None:
+            distances = flow.distances
+            assert distances is not None
+            q, key_value = qkv.split([1, 2], dim=-3)
+            terms = self.relative(q.squeeze(-3), distances)
+            qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
+            bias = lambda call, queries, keys: terms.bias(distances, queries, keys)  # noqa: E731
+        if bias is None:
+            return flow.plan.attend(layer, qkv, dropout)
+        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, bias)
+
+    def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
+        if not self.dropout or flow.dropout is None:
+            return None
+        return flow.dropout.attention(self.dropout, layer)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.activation = config.activation
+        self.dropout = config.activation_dropout
+        inner, has_bias = config.inner_size, config.has_bias("mlp")
+        self.is_gated = config.ffn == "gated"
+        parts = 2 if self.is_gated else 1
+        self.first_feature = inner // parallel.group.size * parallel.group.rank
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size, parts * inner, parallel, parts=parts, has_bias=has_bias, leaves_bias=True
+        )
+        self.dense_4h_to_h = RowParallelLinear(inner, config.hidden_size, parallel, has_bias=has_bias)
+
+    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
+        x = (gate if self.is_gated else activate)(self.dense_h_to_4h(hidden), self.activation)
+        if self.dropout and flow.dropout is not None:
+            dropout = flow.dropout.features(self.dropout, layer, "activated")
+            assert dropout is not None
+            x = add(None, Biased(x), dropout.from_feature(self.first_feature))
+        return self.dense_4h_to_h(x)
+
+
+class Adapter(nn.Module):
+    """x + up(gelu(down(x))) within a residual branch, [T, D]. `up` begins as 0: the model is what it was.
+
+    Source: Houlsby et al., arXiv:1902.00751.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.down = Linear(config.hidden_size, config.adapter_size)
+        self.up = Linear(config.adapter_size, config.hidden_size)
+        self.parallel = parallel
+        parallel.mark_replicated(*self.parameters())
+
+    def forward(self, branch: Biased) -> Biased:
+        parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
+        down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
+        x = branch.added()
+        inner = activate(Biased(linear(x, down, down_bias)), "gelu_erf")
+        return Biased(x + linear(inner, up, up_bias))
+
+
+class Block(nn.Module):
+    """Attention and MLP. `layer` is its index, for dropout and caches.
+
+    Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
+    then the same with the MLP. In both `post_attention_layernorm` lies between the two. DeepNorm: post-norm with the
+    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides, after their adapters.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
+        super().__init__()
+
+        def norm() -> LayerNorm | RMSNorm:
+            return make_norm(config, config.hidden_size, parallel)
+
+        self.input_layernorm = norm() if config.norm == "pre" else None
+        self.attention = Attention(config, parallel, recompute == "selective")
+        self.post_attention_layernorm = norm()
+        self.mlp = MLP(config, parallel)
+        self.output_layernorm = norm() if config.norm != "pre" else None
+        adapters = [Adapter(config, parallel) if config.adapter_size else None for _ in range(2)]
+        self.attention_adapter, self.mlp_adapter = adapters
+        more = [norm() if config.sandwich_norm else None for _ in range(2)]
+        self.attended_layernorm, self.expanded_layernorm = more
+        self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
+        self.dropout = config.output_dropout
+        self.parallel = parallel
+        self.recompute = recompute == "full"
+        is_known = config.is_plain and not config.activation_dropout
+        self.may_fuse = is_known and recompute == "none" and parallel.group.size == 1
+        self.parts: Parts | None = None  # of a block that is one function of autograd
+
+    def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
+
+        After `take_products` of the weights.
+        """
+        self.parts = Parts.of(self, take) if self.may_fuse else None
+
+    def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
+        if self.recompute and torch.is_grad_enabled():
+            return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
+        hidden = stream.hidden
+        is_trained = self.parts is not None and hidden.requires_grad and torch.is_grad_enabled()
+        is_usual = flow.latent is None and isinstance(flow.plan, VarlenPlan)
+        if is_trained and has_kernels(hidden) and is_usual:
+            return self._fused(stream, flow, layer, cast(VarlenPlan, flow.plan))
+        if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
+            return Stream(self._summed(stream.hidden, flow, layer))
+        return self._forward(stream, flow, layer)
+
+    def _fused(self, stream: Stream, flow: Flow, layer: int, plan: VarlenPlan) -> Stream:
+        """`_forward` as one function of autograd."""
+        assert self.parts is not None
+        p = plan.prepare(self.parts.head_size, stream.hidden.device, self.attention.dropout_of(flow, layer))
+        after = flow.features(self.dropout, layer, "attended")
+        hidden, x = fused_block(self.parts, *stream, after, p, plan)
+        return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
+
+    def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        return self._forward(Stream(hidden), flow, layer).summed()
+
+    def _forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
+        return self._expanded(
+            *self._attended(stream, flow, layer, self.post_attention_layernorm), flow, layer
+        )
+
+    def _attended(
+        self, stream: Stream, flow: Flow, layer: int, norm: LayerNorm | RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With attention: the sum, and its norm."""
+        if self.input_layernorm is None:
+            hidden = normed = stream.summed()
+        else:
+            hidden, normed = self.input_layernorm.after_sum(*stream)
+        x = _adapted(self.attention(normed, flow, layer), self.attention_adapter)
+        x = _normed(x, self.attended_layernorm)
+        dropout = flow.features(self.dropout, layer, "attended")
+        return norm.after_sum(self._residual(hidden), x, dropout)
+
+    def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Stream:
+        """With the MLP. Args: hidden, normed: a sum and its norm."""
+        x = _adapted(self.mlp(normed, flow, layer), self.mlp_adapter)
+        x = _normed(x, self.expanded_layernorm)
+        dropout = flow.features(self.dropout, layer, "expanded")
+        if self.output_layernorm is None:
+            return Stream(hidden, x, dropout)
+        return Stream(self.output_layernorm.after_sum(self._residual(normed), x, dropout)[1])
+
+    def _residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale
+
+
+def _adapted(x: Biased, adapter: Adapter | None) -> Biased:
+    return x if adapter is None else adapter(x)
+
+
+def _normed(x: Biased, norm: nn.Module | None) -> Biased:
+    return x if norm is None else Biased(norm(x.added()))
+
+
+def final_layernorm(config: ModelConfig) -> nn.Module:
+    """The norm before the heads; none in post-norm models. All ranks have all tokens with loss: its whole gradient."""
+    return make_norm(config, config.hidden_size, TensorParallel()) if config.norm == "pre" else nn.Identity()

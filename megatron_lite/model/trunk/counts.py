@@ -1,0 +1,108 @@
+"""What a model costs, counted from the shapes of its parameters: their number, FLOPs, shares of the layers.
+
+The parameters are those of the real modules on the device "meta", where they need no memory. So an option of the model
+is counted as soon as it exists, and no formula can contradict the modules. It needs torch, which costs seconds to
+import; nothing that is checked before that asks for a count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.layers.tensor_parallel import partition_of, whole_shape
+from megatron_lite.model.trunk.glm import GLM
+
+WORDS = "embedding.word_embeddings.weight"
+POSITIONS_COST = 0.05  # of the look-ups and sums of the embeddings, in blocks
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(model: ModelConfig) -> tuple[Shapes, Shapes]:
+    """Name -> shape of every parameter with the rows that pad the vocabulary, and without them."""
+    with torch.device("meta"):
+        named = dict(GLM(model).named_parameters())
+    padded = {name: tuple(p.shape) for name, p in named.items()}
+    return padded, {name: whole_shape(padded[name], partition_of(p), 1) for name, p in named.items()}
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
+    return dict(_shapes(model)[1])
+
+
+def parameter_count(model: ModelConfig, padded: bool = True) -> int:
+    """Trainable parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
+    with_padding, without = _shapes(model)
+    return sum(map(math.prod, (with_padding if padded else without).values()))
+
+
+def _products(model: ModelConfig, prefix: str) -> int:
+    """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""
+    return sum(
+        math.prod(shape)
+        for name, shape in _shapes(model)[1].items()
+        if name.startswith(prefix) and len(shape) == 2 and not name.endswith("_embeddings.weight")
+    )
+
+
+def _block_products(model: ModelConfig, targets: float) -> list[float]:
+    """Multiply-adds per token of the matrices of each layer.
+
+    Args: targets: of a model with a decoder, the part of all tokens that are the decoder's.
+    """
+    if not model.decoder_layers:
+        own = [0] if model.share_layers else range(model.num_layers)
+        products = [float(_products(model, f"layers.{i}.")) for i in own]
+        return products * (model.num_layers // len(products))
+    encoder, decoder = (float(_products(model, f"layers.{i}.")) for i in (0, model.num_layers))
+    # Keys and values of cross-attention are those of the encoder's tokens.
+    keys = _products(model, f"layers.{model.num_layers}.cross_attention.key_value.")
+    decoder = (decoder - keys) * targets + keys * (1 - targets)
+    return [encoder * (1 - targets)] * model.num_layers + [decoder] * model.decoder_layers
+
+
+def _head_products(model: ModelConfig) -> int:
+    """Multiply-adds per token with loss. SpanBERT predicts it twice. The class of a sentence costs next to nothing."""
+    # An untied matrix is among the heads' products already, once.
+    times = (2 if model.span_boundary_places else 1) - (not model.tie_word_embeddings)
+    vocabulary = math.prod(_shapes(model)[1][WORDS]) * times
+    others = _products(model, "heads.sentence.") + _products(model, "heads.task.")
+    return vocabulary + _products(model, "heads.") - others
+
+
+def step_flops(
+    model: ModelConfig, tokens: int, loss_rows: int, visible_keys: int, targets: int = 0, target_keys: int = 0
+) -> float:
+    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
+
+    Args:
+        tokens: tokens that are not padding.
+        loss_rows: tokens on which the head runs.
+        visible_keys: sum over tokens of the number of keys each may attend to.
+        targets, target_keys: the part of both that a decoder computes, where the model has one.
+    """
+    per_token = sum(_block_products(model, targets / max(tokens, 1))) + _products(model, "embedding.")
+    pairs = model.num_layers * visible_keys
+    if model.decoder_layers:
+        pairs += (model.decoder_layers - model.num_layers) * target_keys
+    per_pair = 2 * model.attention_size  # scores, and the sum of values
+    forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_rows
+    return 3.0 * 2.0 * forward
+
+
+def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
+    """FLOPs of words, positions, each block, final norm and output, in units of the first block.
+
+    Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all, which are a
+    decoder's tokens where there is one.
+    """
+    first = _products(model, "layers.0.")
+    blocks = [block / first for block in _block_products(model, loss_share)]
+    positions = POSITIONS_COST + _products(model, "embedding.") / first
+    return [0.0, positions, *blocks, 0.0, loss_share * _head_products(model) / first]

@@ -1,0 +1,361 @@
+"""One Transformer for every system. Input: tokens, their ids (positions, segment, task), an attention plan.
+
+By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
+without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
+docs/architecture.md compares the module names with those of released checkpoints. The parts are in block.py.
+
+Shapes: T tokens, D hidden size, V vocabulary (unpadded).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES
+from data_utils.base.random_streams import derive_seed
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.input.task_batch import Parts
+from megatron_lite.model.kernels.dropout import Dropout
+from megatron_lite.model.layers.relative import Distances, RelativeBuckets
+from megatron_lite.model.layers.rotary import Rotary
+from megatron_lite.model.layers.tensor_parallel import (
+    LayerNorm,
+    RMSNorm,
+    TensorParallel,
+    local_shard,
+    partition_of,
+    whole_shape,
+)
+from megatron_lite.model.trunk.block import (
+    Block,
+    Embedding,
+    Flow,
+    Latent,
+    Stream,
+    final_layernorm,
+    own_lengths,
+    own_tokens,
+)
+from megatron_lite.model.trunk.encoder_decoder import (
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderFlow,
+    encoder_layernorm,
+    part_flows,
+)
+from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
+from megatron_lite.model.trunk.task_losses import choice_scores, part_sums, sums_of_task, task_loss
+from megatron_lite.parallel.collectives import SINGLE
+
+# Number of a block and its input [T, D] -> the input that it takes instead.
+BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class GLM(nn.Module):
+    """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
+
+    Args:
+        parallel: None = one process holds every layer whole.
+        label_smoothing: part of the targets' probability that training spreads over the vocabulary.
+        has_memory: whether batches hold tokens that are a memory, see `_detached_memory`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recompute: str = "none",
+        num_losses: int = 1,
+        parallel: TensorParallel | None = None,
+        label_smoothing: float = 0.0,
+        has_memory: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_losses = num_losses
+        self.label_smoothing = label_smoothing
+        self.has_memory = has_memory
+        self.parallel = parallel or TensorParallel(SINGLE)
+        self.embedding = Embedding(config, self.parallel)
+        blocks = 1 if config.share_layers else config.num_layers
+        self.layers = nn.ModuleList([Block(config, self.parallel, recompute) for _ in range(blocks)])
+        self.decoder_embedding: DecoderEmbedding | None = None
+        self.encoder_layernorm: LayerNorm | RMSNorm | None = None
+        if config.decoder_layers:
+            self.layers.extend(
+                DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
+            )
+            self.decoder_embedding = DecoderEmbedding(config, self.parallel)
+            self.encoder_layernorm = encoder_layernorm(config, self.parallel)
+        self.relative_bias: RelativeBuckets | None = None  # of the one stack, or the encoder
+        self.decoder_relative_bias: RelativeBuckets | None = None
+        if config.relative == "buckets":
+            self.relative_bias = RelativeBuckets(config, self.parallel, is_causal=False)
+            if config.decoder_layers:
+                self.decoder_relative_bias = RelativeBuckets(config, self.parallel, is_causal=True)
+        self.final_layernorm = final_layernorm(config)
+        self.heads = Heads(config, self.parallel)
+        # Called before a part of the model is computed: its weights may still be on their way from other ranks.
+        self.before_use: Callable[[nn.Module], None] = lambda part: None
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
+        before_block: BeforeBlock | None = None,
+        latent: Latent | None = None,
+    ) -> torch.Tensor:
+        """Output of the last block: [T, D], or [Td, D]. Args: latent: what the texts depend on, see optimus.py."""
+        rotary = Rotary.of(self.config, ids.flatten(1))
+        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances, latent)
+        self.before_use(self.embedding)
+        if self.decoder_embedding is not None:
+            self.before_use(self.decoder_embedding)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
+        if self.config.decoder_layers:
+            stream = self._run_parts(hidden, flow, ids[0].flatten())
+        else:
+            if self.has_memory and before_block is None:
+                before_block = _detached_memory(own_tokens(ids.flatten(1), plan, self.parallel))
+            stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
+        self.before_use(self.final_layernorm)
+        self.before_use(self.heads)
+        return stream.summed()
+
+    def _block(self, layer: int) -> nn.Module:
+        block = self.layers[layer % len(self.layers)]
+        self.before_use(block)
+        return block
+
+    def _biased(self, flow: Flow, table: RelativeBuckets | None, positions: torch.Tensor) -> Flow:
+        """With the bias that all layers of a stack share. Args: positions: int [T]."""
+        if table is None:
+            return flow
+        self.before_use(table)
+        pairs = cast(BiasedPlan, flow.plan).pairs(positions.device)
+        made = table(pairs, positions)
+        return replace(flow, bias=lambda call, queries, keys: made[call])
+
+    def _run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
+        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
+        flow = self._biased(flow, self.relative_bias, positions)
+        stream = Stream(hidden)
+        for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
+            stream = self._block(layer)(stream, flow, layer)
+        return stream
+
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+        """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
+        encoder, decoder = part_flows(flow, self.parallel)
+        plan = cast(PartsPlan, flow.plan)
+        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        of_encoder, of_decoder = positions.split(plan.lengths)
+        encoded = self._run_blocks(encoded, encoder, of_encoder).summed()
+        decoder = cast(DecoderFlow, self._biased(decoder, self.decoder_relative_bias, of_decoder))
+        if self.encoder_layernorm is not None:
+            self.before_use(self.encoder_layernorm)
+            encoded = self.encoder_layernorm(encoded)
+        encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
+        for layer in range(self.config.num_layers, len(self.layers)):
+            decoded = self._block(layer)(decoded, encoded, decoder, layer)
+        return Stream(decoded)
+
+    def hidden_states(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        before_block: BeforeBlock | None = None,
+    ) -> torch.Tensor:
+        """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
+
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: see memory.py; not with a decoder.
+        """
+        hidden = self.run(tokens, ids, plan, None, before_block)
+        return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., V]. One process only."""
+        return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
+
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2]: loss sum and weight of each.
+
+        Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
+
+        Args: answers: what a task's parts are answered with instead, see `_answers`.
+        """
+        if answers:
+            return self._answers(batch)
+        if batch.parts is None:
+            return self._token_loss(self._hidden(batch), batch)
+        if batch.parts.head == "choices":
+            losses = self._row_losses(self._hidden(batch), batch, 0.0)
+            outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
+            return self._task_loss(outputs, batch.parts)
+        layers = self._layers(batch)
+        loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
+        if batch.parts.has_language:
+            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            loss, sums = loss + of_tokens, sums + token_sums
+        return loss, sums
+
+    def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = self._row_losses(hidden, batch, self.label_smoothing)
+        return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
+
+    def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = task_loss(outputs, parts)
+        return loss, sums_of_task(loss, parts.weight, self.num_losses)
+
+    def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of choices: log probability of each part's targets, fp32 [P], and whether none has a likelier token, [P].
+
+        Else the outputs of the task's head, see `task_loss`, and an empty tensor.
+        """
+        parts = batch.parts
+        assert parts is not None
+        if parts.head != "choices":
+            outputs = self._head_outputs(self._layers(batch), batch, parts).float()
+            return outputs, outputs.new_empty(0)
+        logits, _ = self._row_logits(self._hidden(batch), batch)
+        rows = len(parts.row_part)
+        log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
+        return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
+
+    def _hidden(self, batch: ModelInput) -> torch.Tensor:
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+
+    def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
+        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        layers: list[torch.Tensor] = []
+
+        def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+            layers.append(hidden)
+            return hidden
+
+        keep_all = keep if self.config.task_mix else None
+        layers.append(self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
+        return layers
+
+    def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
+        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
+        return outputs[: len(parts.row_part)]
+
+    def losses(self, batch: ModelInput, latent: Latent | None = None) -> torch.Tensor:
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: latent: as of `run`."""
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
+        return self._row_losses(hidden, batch, 0.0)
+
+    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:
+        """fp32 [K + P + M], see LossRows."""
+        logits, classes = self._row_logits(hidden, batch)
+        return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
+
+    def _row_logits(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
+        words = self.embedding.word_embeddings
+        dropout = batch.dropout
+        if dropout is not None and isinstance(batch.plan, PartsPlan):
+            dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
+        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
+        return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
+
+
+def _detached_memory(ids: torch.Tensor) -> BeforeBlock:
+    """Stops the gradient at the states of the memory that enter each block, as XLNet's code does.
+
+    Weights still learn from the keys and values that they make of it.
+
+    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1 (data_utils/objectives/xlnet.py).
+    """
+    is_memory = (ids[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)
+
+
+_OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def _initial_std(name: str, config: ModelConfig) -> float:
+    if config.init == "t5":
+        into_block = config.hidden_size**-0.5
+        by_ending = {
+            "word_embeddings.weight": 1.0,
+            "query_key_value.weight": into_block,
+            "cross_attention.query.weight": into_block * config.head_size**-0.5,
+            "cross_attention.key_value.weight": into_block,
+            "attention.dense.weight": config.attention_size**-0.5,
+            "mlp.dense_h_to_4h.weight": into_block,
+            "mlp.dense_4h_to_h.weight": config.inner_size**-0.5,
+            "relative_bias.weight": into_block,
+        }
+        return next((std for ending, std in by_ending.items() if name.endswith(ending)), config.init_std)
+    is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
+    return config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
+
+
+@torch.no_grad()
+def initialize_parameters(
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: ModelConfig,
+    seed: int,
+    parallel: TensorParallel | None = None,
+) -> None:
+    """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
+
+    Weights are normal with mean 0 (`_deviation`), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
+    """
+    group = (parallel or TensorParallel()).group
+    for name, parameter in named:
+        if "layernorm" in name:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            partition = partition_of(parameter)
+            shape = whole_shape(tuple(parameter.shape), partition, group.size)
+            generator = torch.Generator().manual_seed(derive_seed(seed, name))
+            whole = torch.empty(shape)
+            parts = whole.split(partition.part_rows(shape[0]))
+            first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
+            whole.normal_(0.0, first, generator=generator)
+            for part, std in zip(parts[1:], others, strict=True):
+                part *= std / first
+            parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
+
+
+def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
+
+    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference), with `init: t5`
+    by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks Xavier's, of values, output
+    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1). Adapters begin as nothing.
+    """
+    is_fused = name.endswith("query_key_value.weight")
+    if name.endswith("_adapter.up.weight"):
+        return 0.0
+    if config.init == "deepnorm" and name.startswith("layers."):
+        xavier = math.sqrt(2 / sum(part.shape))
+        return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)
+    queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
+    return _initial_std(name, config) * queries

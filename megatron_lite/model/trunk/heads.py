@@ -1,0 +1,431 @@
+"""The output side: from the last block's hidden state to the losses.
+
+Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace that by a
+matrix of its own (GLM-4), and add a layer
+before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's sentence head (classes at CLS), and SpanBERT's
+boundary head (a span's tokens from the tokens around it). The `objective` plane decides which head predicts a token:
+`find_loss_rows`.
+
+Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;
+what is not split over the vocabulary is computed by each rank, with equal results and equal gradients.
+
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K loss rows that predict their
+token, P of them once more from the borders of their span, M loss rows of CLS that predict a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
+from megatron_lite.model.input.loss_rows import LossRows
+from megatron_lite.model.input.task_batch import Parts
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.layers.tensor_parallel import (
+    Partition,
+    TensorParallel,
+    VocabParallelEmbedding,
+    linear,
+    make_norm,
+    sharded,
+)
+from megatron_lite.model.trunk.task_losses import first_places, part_pools
+from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
+
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class SentenceHead(nn.Module):
+    """BERT's pooler and classifier: [M, D] -> [M, classes]. Class 0: the original pair of texts, 1: a changed one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.classifier = Linear(config.hidden_size, config.sentence_classes)
+
+    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifier."""
+        pooled = torch.tanh(self.dense(rows))
+        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
+
+
+class TaskHead(nn.Module):
+    """What fine-tuning adds: one layer on rows, after a pooler where the model has none but needs one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        needs_pooler = config.has_task_pooler and not config.sentence_classes
+        self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
+        self.mix = LayerMix(config) if config.task_mix else None
+        self.classifier = Linear(config.hidden_size, config.task_outputs)
+
+
+class LayerMix(nn.Module):
+    """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
+
+    It begins as the mean. The norm has no parameters: what the head learns would hide them.
+    Source: ELMo, arXiv:1802.05365, section 3.2.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.layer_bias = nn.Parameter(torch.empty(config.num_layers + 1))  # shares before the softmax
+        self.gain_bias = nn.Parameter(torch.empty(1))  # gain - 1
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, layers: torch.Tensor) -> torch.Tensor:
+        normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
+        shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
+        return (shares[:, None, None] * normed).sum(0).to(layers.dtype)
+
+
+class _Transform(nn.Module):
+    """norm(activation(dense(x)))."""
+
+    def __init__(self, in_features: int, out_features: int, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(in_features, out_features)
+        self.layernorm = make_norm(config, out_features, TensorParallel())
+        self.activation = config.activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(fused.activate(Biased(self.dense(x)), self.activation))
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
+        self.inner = _Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = _Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, E]"""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+
+
+def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter:
+    """A number for each token of this rank's vocabulary."""
+    assert config.vocab_size is not None
+    rows = padded_vocab_size(config.vocab_size, parallel.group.size) // parallel.group.size
+    return sharded(nn.Parameter(torch.empty(rows)), Partition(dim=0, rows=config.vocab_size))
+
+
+class Heads(nn.Module):
+    """Everything after the final LayerNorm except the word embedding, which belongs to the input side."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.parallel = parallel
+        self.sentence = SentenceHead(config) if config.sentence_classes else None
+        self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
+        self.task = TaskHead(config) if config.task_outputs else None
+        self.has_task_pooler, self.task_dropout = config.has_task_pooler, config.task_dropout
+        size = config.embedding_size or config.hidden_size
+        has_projection = config.head_transform or config.embedding_size is not None
+        self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
+        # Its weight is the output projection, where that is not the word embedding.
+        self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
+        self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
+        self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
+        self.bias = _token_biases(config, parallel) if config.head_bias else None
+        # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
+        self.boundary_bias = (
+            _token_biases(config, parallel) if config.head_bias and config.span_boundary_places else None
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        loss_rows: LossRows,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2].
+
+        Args: dropout: of all rows of `hidden`.
+        """
+        if self.parallel.sequence_parallel:
+            hidden = gather_tokens(hidden, self.parallel.group)
+        rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
+        last = None if dropout is None else dropout.features(self.dropout, -1, "final")
+        if last is not None:
+            rows = fused.add(None, Biased(rows), last.of_rows(loss_rows.tokens))
+        if self.projection is not None:
+            rows = self.projection(rows)
+        if self.span_boundary is not None:
+            *borders, places = loss_rows.borders.unbind(1)
+            before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
+            rows = torch.cat([rows, self.span_boundary(before, after, places)])
+        classes = rows.new_zeros(0, 2)
+        if self.sentence is not None:
+            labelled = final_layernorm(hidden.index_select(0, loss_rows.sentences))
+            # The embedding has no MLP: the salt of that place is free.
+            dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
+            if dropped is not None:
+                dropped = dropped.of_rows(loss_rows.sentences)
+            classes = self.sentence(labelled, dropped)
+        return rows, classes
+
+    def task_rows(
+        self,
+        layers: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None,
+        parts: Parts | None = None,
+    ) -> torch.Tensor:
+        """What the task's head says of rows: int [N] -> [N, outputs]; with a pool of the parts, [P, outputs].
+
+        Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
+        """
+        assert self.task is not None
+        if self.parallel.sequence_parallel:
+            layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
+        of_rows = [hidden.index_select(0, rows) for hidden in layers]
+        mix = self.task.mix
+        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
+        if self.has_task_pooler:
+            pooler = self.task.pooler
+            if pooler is None:
+                assert self.sentence is not None
+                pooler = self.sentence.dense
+            chosen = torch.tanh(pooler(chosen))
+        if self.task.pool is not None:
+            assert parts is not None
+            chosen, rows = torch.relu(self.task.pool(part_pools(chosen, parts))), rows[first_places(parts)]
+        # The embedding has no attention: the salt of that place is free.
+        dropped = None if dropout is None else dropout.features(self.task_dropout, -1, "attended")
+        if dropped is not None:
+            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
+        return self.task.classifier(chosen)
+
+    def vocabulary_logits(
+        self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0
+    ) -> torch.Tensor:
+        """[..., E] -> [..., local V with padding]: so the rows of all products begin at 16 bytes.
+
+        Args: boundaries: P, the last rows, which are predicted from the borders of their span.
+        """
+        vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
+        weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
+        if self.boundary_bias is None:
+            return linear(vectors, weight, self.bias)
+        tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
+        parts = (tokens, self.bias), (borders, self.boundary_bias)
+        return torch.cat([linear(rows, weight, bias) for rows, bias in parts])
+
+    def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
+        """The final LayerNorm's [..., D] -> [..., local V]."""
+        rows = normed if self.projection is None else self.projection(normed)
+        return self.vocabulary_logits(rows, embedding)[..., : embedding.local_vocab]
+
+
+# Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
+# largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
+# and a gradient: 12 bytes per logit beside the logits. Here only the log-sum-exp is kept, and the backward pass turns
+# the saved logits into their gradient in place. On a GPU a kernel does each (fused.py); torch's operators convert
+# chunks of rows to fp32.
+
+_CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk: what a core's L2 cache holds
+
+
+def _sums_by_torch(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    real = logits[:, :valid]
+    log_sums = torch.cat([chunk.float().logsumexp(-1) for chunk in real.split(_rows_of_a_chunk(logits))])
+    picked = torch.zeros_like(log_sums)
+    if valid:  # the last ranks of a small vocabulary may hold nothing but padding
+        local, is_here = _local(targets, first, valid)
+        picked = real.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+    return log_sums, picked
+
+
+def _gradient_by_torch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_sums: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    valid: int,
+) -> None:
+    logits[:, valid:] = 0.0
+    if not valid:
+        return
+    local, is_here = _local(targets, first, valid)
+    rows = _rows_of_a_chunk(logits)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        probabilities = (logits[part, :valid].float() - log_sums[part, None]).exp_()
+        probabilities.scatter_add_(1, local[part, None], -is_here[part, None].float())
+        logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Label smoothing: `amount` of a target's probability goes to all columns, `share` to each."""
+
+    amount: float
+    columns: int  # of the whole vocabulary, padding left out
+
+    @property
+    def share(self) -> float:
+        return self.amount / self.columns
+
+
+def _smooth(
+    gradient: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    smoothing: Smoothing,
+    first: int,
+    valid: int,
+) -> None:
+    if not valid:
+        return
+    local, is_here = _local(targets, first, valid)
+    gradient[:, :valid] -= (smoothing.share * grad)[:, None].to(gradient.dtype)
+    back = (smoothing.amount * grad).masked_fill(~is_here, 0.0).to(gradient.dtype)
+    gradient.scatter_add_(1, local[:, None], back[:, None])
+
+
+def _rows_of_a_chunk(logits: torch.Tensor) -> int:
+    return max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+
+
+def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets' columns, and whether they are here; column 0 stands for those that are not."""
+    local = targets.long() - first
+    is_here = (local >= 0) & (local < valid)
+    return local.masked_fill(~is_here, 0), is_here
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, first, valid, smoothing):  # type: ignore[no-untyped-def]
+        sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_by_torch
+        log_sums, picked = sums_of(logits, targets, first, valid)
+        if group.size > 1:
+            most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
+            log_sums = all_reduce((log_sums - most).exp(), group).log() + most
+            all_reduce(picked, group)
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.columns, ctx.smoothing = (first, valid), smoothing
+        losses = log_sums - picked
+        if smoothing is not None:
+            sums = logits[:, :valid].sum(-1, dtype=torch.float32)
+            if group.size > 1:
+                all_reduce(sums, group)
+            losses += smoothing.amount * picked - smoothing.share * sums
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, targets, log_sums = ctx.saved_tensors
+        # Detached: autograd would watch a saved tensor for changes, and this one is used up.
+        write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_by_torch
+        write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
+        if ctx.smoothing is not None:
+            _smooth(logits.detach(), targets, grad, ctx.smoothing, *ctx.columns)
+        return logits, None, None, None, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: Group = SINGLE,
+    first: int = 0,
+    valid: int | None = None,
+    smoothing: Smoothing | None = None,
+) -> torch.Tensor:
+    """Per-row cross entropy in nats, without gathering the vocabulary.
+
+    Args:
+        logits: [K rows, columns of this rank's vocabulary], any float dtype. Overwritten by the backward pass: use it
+            nowhere else.
+        targets: int labels [K], global ids, equal on all ranks of the group.
+        group: the ranks whose shards make up the vocabulary.
+        first: global id of this rank's first column.
+        valid: columns that are no padding; None = all.
+    Returns: fp32 [K], equal on all ranks of the group.
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    valid = logits.shape[1] if valid is None else valid
+    return _CrossEntropy.apply(logits, targets, group, first, valid, smoothing)
+
+
+def row_losses(
+    logits: torch.Tensor,
+    classes: torch.Tensor,
+    targets: torch.Tensor,
+    embedding: VocabParallelEmbedding,
+    smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
+
+    Args:
+        logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
+        smoothing: part of a target token's probability that is spread over the vocabulary.
+    """
+    vocabulary, sentence = targets.split([len(logits), len(classes)])
+    smoothed = Smoothing(smoothing, embedding.vocab_size) if smoothing else None
+    losses = cross_entropy(
+        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab, smoothed
+    )
+    if not len(classes):
+        return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero
+    return torch.cat([losses, F.cross_entropy(classes.float(), sentence.long(), reduction="none")])
+
+
+def row_scores(
+    logits: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probability of each target, fp32 [K], and whether no token is likelier, bool [K]; on all ranks.
+
+    Args: logits: [K, local V with padding]. targets: int [K].
+    """
+    group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
+    log_p = -cross_entropy(logits, targets, group, first, valid)
+    largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
+    if valid:
+        local, is_here = _local(targets, first, valid)
+        largest = logits[:, :valid].amax(-1).float()
+        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+    if group.size > 1:
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        all_reduce(picked, group)
+    return log_p, picked >= largest
+
+
+def sum_losses(
+    losses: torch.Tensor, weights: torch.Tensor, objectives: torch.Tensor, num_losses: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss sum; without gradient, fp32 [objectives, 2]: loss sum and weight of each objective."""
+    weighted = losses * weights
+    per_objective = torch.zeros(num_losses, 2, device=losses.device)
+    per_objective.index_add_(0, objectives, torch.stack([weighted.detach(), weights], dim=1))
+    return weighted.sum(), per_objective

@@ -1,0 +1,493 @@
+"""ZeRO stages 1 and 2 for AdamW: every data-parallel rank updates its part of the weights.
+
+DeepSpeed 0.19.8 has no settings that reduce-scatter fp32 sums during the backward pass (docs/log.md), so its engine
+gets this optimizer instead of one of its own. Parameters lie in buckets, in the order in which the backward pass
+finishes their gradients. Each rank owns an equal, contiguous part of every bucket, so that one reduce-scatter of a
+bucket gives every rank the sums it needs, and one all-gather the updated weights. Buckets are reduced in the same order
+on all ranks, each as soon as its gradients are complete:
+
+- stage 1 adds up the gradients of a step's micro-batches first, in fp32, and reduces during the last backward pass;
+- stage 2 reduces in every backward pass and keeps only this rank's part of the sum.
+
+The global norm, clipping, and skipping a step whose gradients are not finite happen on the device: ranks agree by one
+sum of one number, and the host reads the outcome when it asks for it.
+
+A frozen parameter has a bucket with its fp32 weights, but no gradient: autograd does not compute it.
+
+Source: ZeRO, arXiv:1910.02054; buckets of equal parts as in Megatron-LM's distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lite.model.layers.tensor_parallel import add_product
+from megatron_lite.parallel.collectives import (
+    Group,
+    all_gather_parts,
+    all_reduce,
+    finish,
+    reduce_scatter_parts,
+)
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.parameter_rates import USUAL, Rate
+
+ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
+ADDED_ALONE = (
+    1 << 18
+)  # elements: a kernel of its own costs less than passing the gradient through memory twice
+MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What the parameters of a bucket have in common."""
+
+    weight_decay: float
+    counts: bool  # in the gradient norm; False where another rank counts the same gradient
+    summed_over: Group | None = (
+        None  # ranks that each hold a part of the gradient, beside the data-parallel ranks
+    )
+    rate: Rate = USUAL
+
+
+def assign(
+    treatments: Mapping[nn.Parameter, Treatment], bucket_size: int
+) -> list[tuple[Treatment, list[nn.Parameter]]]:
+    """Parameters in the order of their gradients -> buckets in the order in which they are complete."""
+    filling: dict[Treatment, list[nn.Parameter]] = {}
+    full = []
+    last = {}
+    for place, (parameter, treatment) in enumerate(treatments.items()):
+        bucket = filling.setdefault(treatment, [])
+        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > bucket_size:
+            full.append((treatment, bucket))
+            bucket = filling[treatment] = []
+        bucket.append(parameter)
+        last[id(bucket)] = place
+    full += filling.items()
+    return sorted(full, key=lambda item: last[id(item[1])])
+
+
+def allocate_moments(optimizer: torch.optim.Optimizer, flats: Iterable[torch.Tensor]) -> None:
+    """Adam's moments and step count, before the first step, so that saving and loading always find them."""
+    for flat in flats:
+        state = optimizer.state[flat]
+        state["step"] = torch.tensor(0.0, device=flat.device)
+        for key in MOMENTS:
+            state[key] = torch.zeros_like(flat)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _aligned(count: int, unit: int = ALIGNMENT) -> int:
+    return -(-count // unit) * unit
+
+
+class Bucket:
+    """Weights in one flat tensor, and the fp32 state of this rank's part of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], treatment: Treatment, dp: Group, offload: bool):
+        self.treatment = treatment
+        self.starts: dict[nn.Parameter, int] = {}
+        size = 0
+        for parameter in parameters:
+            self.starts[parameter] = size
+            size += _aligned(parameter.numel())
+        self.size = _aligned(size, ALIGNMENT * dp.size)
+        self.weights = parameters[0].new_zeros(self.size)
+        for parameter in parameters:
+            view = self.view(self.weights, parameter)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        length = self.size // dp.size
+        self.own = slice(dp.rank * length, (dp.rank + 1) * length)
+        device = "cpu" if offload else self.weights.device
+        self.master = self.weights[self.own].to(device=device, dtype=torch.float32, copy=True)
+        self.summed: torch.Tensor | None = None  # fp32 [size]: this rank's gradients
+        self._views: dict[nn.Parameter, torch.Tensor] = {}  # of the tensor `_viewed`
+        self._viewed: torch.Tensor | None = None
+        self.part: torch.Tensor | None = None  # fp32 [length]: this rank's part of all ranks' sum
+        self.work: dist.Work | None = None  # the reduction of `summed`
+        self.gathering: dist.Work | None = None  # of `weights`
+        self.await_gradients(1)
+
+    def await_gradients(self, count: int) -> None:
+        """Begin a sum of `count` gradients of each parameter."""
+        self.awaited = count
+        self.arrived: dict[nn.Parameter, int] = {}  # gradients of each parameter so far
+        self.incomplete = len(self.starts)  # parameters with fewer
+        self.arrivals = 0
+        self.waiting: dict[nn.Parameter, None] = {}  # whose gradient is not in `summed` yet
+        self.waiting_elements = 0
+        self.begun: set[nn.Parameter] = set()  # which have a gradient in `summed`
+
+    def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's elements of a tensor [size]."""
+        start = self.starts[parameter]
+        return flat[start : start + parameter.numel()].view_as(parameter)
+
+    def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's part of `summed`, kept as long as that: to make a view costs the host as much as a launch."""
+        summed = self._sums()
+        if summed is not self._viewed:
+            self._views, self._viewed = {}, summed
+        found = self._views.get(parameter)
+        if found is None:
+            found = self._views[parameter] = self.view(summed, parameter)
+        return found
+
+    def forget_views(self) -> None:
+        """They would keep the memory of former sums."""
+        self._views, self._viewed = {}, None
+
+    def owned(self, parameter: nn.Parameter) -> tuple[int, slice] | None:
+        """First owned element of the flattened parameter, and where in `master` its owned elements are."""
+        start = max(self.starts[parameter], self.own.start)
+        stop = min(self.starts[parameter] + parameter.numel(), self.own.stop)
+        if start >= stop:
+            return None
+        return start - self.starts[parameter], slice(start - self.own.start, stop - self.own.start)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Take in the parameter's gradient, which stays where it is until enough have arrived to move them at once."""
+        self.waiting[parameter] = None
+        self.waiting_elements += parameter.numel()
+        self._count(parameter)
+
+    def add_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take in grad^T rows, which no kernel has computed yet."""
+        add_product(self._sum_of(parameter), grad, rows, parameter in self.begun)
+        self.begun.add(parameter)
+        self._count(parameter)
+
+    def _count(self, parameter: nn.Parameter) -> None:
+        count = self.arrived[parameter] = self.arrived.get(parameter, 0) + 1
+        self.incomplete -= count == self.awaited
+        self.arrivals += 1
+        is_pass_over = self.arrivals % len(self.starts) == 0
+        if is_pass_over or self.waiting_elements >= MOVED_AT_ONCE:
+            self._move()
+
+    def _sums(self) -> torch.Tensor:
+        if self.summed is None:
+            self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
+        return self.summed
+
+    def _move(self) -> None:
+        """Move the waiting gradients into the sums, with few kernels."""
+        if not self.waiting:
+            return
+        first = [p for p in self.waiting if p not in self.begun]
+        if first:
+            torch._foreach_copy_([self._sum_of(p) for p in first], [_gradient(p) for p in first])
+        later = [p for p in self.waiting if p in self.begun]
+        small = [p for p in later if p.numel() < ADDED_ALONE]
+        if small:
+            # torch adds many tensors with one kernel only if all are of one type; it copies any.
+            wide = [torch.empty_like(p, dtype=torch.float32) for p in small]
+            torch._foreach_copy_(wide, [_gradient(p) for p in small])
+            torch._foreach_add_([self._sum_of(p) for p in small], wide)
+        for parameter in later:
+            if parameter.numel() >= ADDED_ALONE:
+                self._sum_of(parameter).add_(_gradient(parameter))
+        self.begun.update(self.waiting)
+        for parameter in self.waiting:
+            parameter.grad = None
+        self.waiting.clear()
+        self.waiting_elements = 0
+
+    def complete(self) -> torch.Tensor:
+        """The sums; zeros for parameters that took no part."""
+        self._move()
+        summed = self._sums()
+        for parameter in self.starts.keys() - self.begun:
+            self._sum_of(parameter).zero_()
+        return summed
+
+
+class Outcome(NamedTuple):
+    """What the ranks agree on about a step."""
+
+    grad_norm: float  # of all gradients before clipping; inf when skipped
+    skipped: bool  # non-finite gradients: all ranks left their weights unchanged
+    loss_scale: float  # of the next step
+
+
+class ToHost:
+    """Values on their way from the device to the host."""
+
+    def __init__(self, values: torch.Tensor):
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        self._arrived = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, but not for what the device computes after them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+class ShardedOptimizer:
+    """AdamW on this rank's parts of all buckets, with the interface that DeepSpeed's engine expects of its own."""
+
+    overflow = False  # DeepSpeed would read it in every step; `outcome` says it
+
+    def __init__(
+        self,
+        treatments: Mapping[nn.Parameter, Treatment],
+        context: ParallelContext,
+        *,
+        stage: int,
+        bucket_size: int,
+        clip_grad_norm: float,
+        communication_type: torch.dtype,
+        loss_scaler: Any,
+        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        offload: bool = False,
+    ):
+        """Args:
+        treatments: in the order in which the backward pass finishes the gradients.
+        bucket_size: elements that are reduced at once; a larger parameter is a bucket of its own.
+        loss_scaler: DeepSpeed's.
+        make_optimizer: AdamW of parameter groups; it allocates its state as `exp_avg`, `exp_avg_sq` and `step`.
+        offload: keep the fp32 state on the CPU and update there.
+        """
+        self._context, self._stage, self._offload = context, stage, offload
+        self._clip_grad_norm, self._communication_type = clip_grad_norm, communication_type
+        self.loss_scaler = loss_scaler
+        self.buckets = [
+            Bucket(parameters, treatment, context.dp, offload)
+            for treatment, parameters in assign(treatments, bucket_size)
+        ]
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._take)
+        masters: dict[tuple[float, Rate], list[torch.Tensor]] = {}
+        for bucket in self.buckets:
+            treatment = bucket.treatment
+            masters.setdefault((treatment.weight_decay, treatment.rate), []).append(bucket.master)
+        groups = [
+            {"params": flats, "weight_decay": decay, "rate": rate} for (decay, rate), flats in masters.items()
+        ]
+        self.optimizer = make_optimizer(groups)
+        allocate_moments(self.optimizer, (bucket.master for bucket in self.buckets))
+        self._skipped = torch.zeros((), device=context.device)
+        # Of the last step. Waits for its norm, and adapts the loss scale.
+        self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
+        self.set_step(1)
+        self.begin(1)
+
+    def set_step(self, step: int) -> None:
+        """Before `begin`: train what has its turn in this step, freeze all else."""
+        self._trained = [bucket for bucket in self.buckets if bucket.treatment.rate.is_trained(step)]
+        for bucket in self.buckets:
+            for parameter in bucket.starts:
+                parameter.requires_grad_(bucket.treatment.rate.is_trained(step))
+
+    # The backward passes of a step
+
+    def begin(self, micro_batches: int) -> None:
+        """Before the first forward pass of a step with this number of micro-batches."""
+        if self.loss_scaler.dynamic:
+            self.outcome()  # the next loss scale depends on it
+        for bucket in self._trained:
+            bucket.part = None
+            bucket.await_gradients(micro_batches if self._stage == 1 else 1)
+        self._next = 0  # the bucket that is reduced next
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # its product was taken
+            return
+        self._bucket_of[parameter].add(parameter)
+        self._reduce_complete()
+
+    def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Take in the gradient of a parameter that the backward pass uses once, and autograd does not know of."""
+        if parameter.requires_grad:
+            parameter.grad = gradient
+            self._take(parameter)
+
+    @torch.no_grad()
+    def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""
+        if parameter.requires_grad:
+            self._bucket_of[parameter].add_product(parameter, grad, rows)
+            self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        while self._next < len(self._trained) and not self._trained[self._next].incomplete:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        """Start the next bucket's reduction. At stage 2, take in the sum of the one before, to free its memory."""
+        bucket = self._trained[self._next]
+        self._next += 1
+        sums = bucket.complete()
+        bucket.summed = sums.to(self._communication_type)
+        if bucket.summed is not sums:
+            bucket.forget_views()
+        bucket.work = reduce_scatter_parts(bucket.summed, self._context.dp)
+        if self._stage == 2 and self._next > 1:
+            self._collect(self._trained[self._next - 2])
+
+    def _collect(self, bucket: Bucket) -> None:
+        """Take in this rank's part of the bucket's sum over the data-parallel ranks."""
+        if bucket.summed is None:
+            return
+        finish(bucket.work)
+        bucket.work = None
+        part = bucket.summed[bucket.own].float()
+        if self._stage == 2:
+            bucket.part = part.clone() if bucket.part is None else bucket.part.add_(part)
+            bucket.await_gradients(1)
+        else:
+            bucket.part = part
+        if self._stage == 2 or self._communication_type != torch.float32:
+            bucket.summed = None
+            bucket.forget_views()
+
+    @torch.no_grad()
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """At the end of a backward pass, at stage 1 of the last one: start and finish all reductions."""
+        while self._next < len(self._trained):
+            self._reduce_next()
+        for bucket in self._trained:
+            self._collect(bucket)
+        self._next = 0
+
+    overlapping_partition_gradients_reduce_epilogue = reduce_gradients  # DeepSpeed's name at stage 2
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """DeepSpeed tells its optimizers so; `begin` was told how many backward passes there are."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left: gradients move into the buckets as they arise."""
+
+    # The update
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip and update, unless a gradient is not finite; then give all ranks the weights. Waits for no device."""
+        parts = [self._final_part(bucket) for bucket in self._trained]
+        squares = [
+            norm.double().square()
+            for norm, bucket in zip(torch._foreach_norm(parts), self._trained, strict=True)
+            if bucket.treatment.counts
+        ]
+        total = torch.stack(squares).sum() if squares else parts[0].new_zeros((), dtype=torch.float64)
+        scale = float(self.loss_scaler.cur_scale)
+        norm = self._context.sum(total).sqrt().float() / scale
+        self._skipped = (~norm.isfinite()).float()
+        self.outcome = self._on_the_host(ToHost(torch.stack([norm, self._skipped])))
+        factor = torch.full_like(norm, 1 / scale)
+        if self._clip_grad_norm > 0:
+            factor /= ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
+        factor.masked_fill_(self._skipped.bool(), 0.0)  # what lies between the parameters stays 0
+        torch._foreach_mul_(parts, factor)
+        self._update(parts)
+        for bucket in self._trained:
+            bucket.part = None
+        self._start_to_publish(self._trained)
+
+    def _final_part(self, bucket: Bucket) -> torch.Tensor:
+        assert bucket.part is not None, "a step follows reduce_gradients"
+        if bucket.treatment.summed_over is not None:
+            all_reduce(bucket.part, bucket.treatment.summed_over)
+        return bucket.part
+
+    def _update(self, parts: list[torch.Tensor]) -> None:
+        for bucket, part in zip(self._trained, parts, strict=True):
+            # On the CPU only after the copy: the next step may overwrite the part while the CPU is still updating.
+            bucket.master.grad = part.cpu() if self._offload else part
+        skipped = self._skipped.cpu() if self._offload else self._skipped
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            # torch's fused kernel leaves weights, moments and step count as they are if this is 1
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not skipped:  # waits for the device
+            self.optimizer.step()
+        for bucket in self._trained:
+            bucket.master.grad = None
+
+    def publish_weights(self) -> None:
+        """Copy the fp32 weights of every rank's part to the model on all ranks."""
+        self._start_to_publish(self.buckets)
+        self.await_weights()
+
+    @torch.no_grad()
+    def _start_to_publish(self, changed: Sequence[Bucket]) -> None:
+        """In the order of the forward pass, which computes with the first weights while others are on their way."""
+        self.await_weights()
+        for bucket in reversed(changed):
+            bucket.weights[bucket.own].copy_(bucket.master, non_blocking=True)
+            bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
+
+    def await_weights(self, part: nn.Module | None = None) -> None:
+        """Before the weights of a part of the model, or all, are read. On CUDA the stream waits, not the host."""
+        buckets = self.buckets
+        if part is not None:
+            if part not in self._buckets_of:
+                self._buckets_of[part] = list(dict.fromkeys(self._bucket_of[p] for p in part.parameters()))
+            buckets = self._buckets_of[part]
+        for bucket in buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+
+    @property
+    def loss_factor(self) -> float:
+        """What each micro-batch's share of the loss is multiplied by before its backward pass."""
+        return float(self.loss_scaler.cur_scale)
+
+    def is_skipping(self) -> bool:
+        """Whether the step under way leaves the weights unchanged. Waits for the device."""
+        return bool(self._skipped)
+
+    def _on_the_host(self, values: ToHost) -> Callable[[], Outcome]:
+        @functools.cache  # the scale changes once per step
+        def outcome() -> Outcome:
+            norm, skipped = values.read()
+            self.loss_scaler.update_scale(bool(skipped))
+            return Outcome(math.inf if skipped else norm, bool(skipped), float(self.loss_scaler.cur_scale))
+
+        return outcome
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    # State for checkpoints
+
+    def owned(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """Shape of the shard; first element and state of the range that this rank owns; None if it owns nothing."""
+        bucket = self._bucket_of[parameter]
+        found = bucket.owned(parameter)
+        if found is None:
+            return None
+        start, place = found
+        state = self.optimizer.state[bucket.master]
+        tensors = {"weight": bucket.master[place], **{key: state[key][place] for key in MOMENTS}}
+        return tuple(parameter.shape), start, tensors
+
+    def step_count(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Adam's count of steps, which the parameter shares with others of the same rate."""
+        return self.optimizer.state[self._bucket_of[parameter].master]["step"]

@@ -1,0 +1,75 @@
+"""The pipeline stages of a layout and their parameters, counted on layers of the device "meta"."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from megatron_lite.config.tree import Config
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers and parameters of one pipeline stage."""
+
+    blocks: int
+    has_embedding: bool
+    has_head: bool
+    parameters: int  # on one rank
+
+
+def stages(config: Config) -> list[Stage]:
+    """The pipeline stages of a layout, in order. Parameters are counted on layers of the device "meta"."""
+    import torch
+    from torch import nn
+
+    from megatron_lite.model.layers.relative import RelativeBuckets
+    from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
+    from megatron_lite.model.trunk.block import Block, PositionEmbeddings, final_layernorm
+    from megatron_lite.model.trunk.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
+    from megatron_lite.model.trunk.heads import Heads
+    from megatron_lite.parallel.collectives import Group
+
+    def count(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    parallel = TensorParallel(Group(None, 0, tp, tuple(range(tp))), config.parallel.sequence_parallel)
+    with torch.device("meta"):
+        words, block = count(VocabParallelEmbedding(model, parallel)), count(Block(model, parallel, "none"))
+        embedding = count(PositionEmbeddings(model, parallel))
+        readout = count(final_layernorm(model)) + count(Heads(model, parallel))
+        blocks_of = [block] * (1 if model.share_layers else model.num_layers)
+        if model.decoder_layers:
+            embedding += count(DecoderEmbedding(model, parallel))
+            blocks_of += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
+            norm = encoder_layernorm(model, parallel)  # the first block of the decoder has it
+            blocks_of[model.num_layers] += 0 if norm is None else count(norm)
+        if model.relative == "buckets":  # one stage only, which has the table of each stack
+            embedding += count(RelativeBuckets(model, parallel, is_causal=False)) * (
+                1 + (model.decoder_layers > 0)
+            )
+    stages, begin = [], 0
+    for blocks, first, last in stage_shares(config):
+        # The first and the last stage each have a copy of a tied word embedding.
+        has_words = first or (last and model.tie_word_embeddings)
+        total = sum(blocks_of[begin : begin + blocks]) + words * has_words
+        stages.append(Stage(blocks, first, last, total + embedding * first + readout * last))
+        begin += blocks
+    return stages
+
+
+def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
+    """Blocks of each stage, and whether it begins with the embedding and ends with the head."""
+    layers, size = config.model.total_layers, config.parallel.pipeline_parallel_size
+    if size == 1:
+        return [(layers, True, True)]
+    from megatron_lite.model.trunk.counts import layer_costs
+    from megatron_lite.train.engine.pipeline import stage_bounds  # imports DeepSpeed
+
+    bounds = stage_bounds(layer_costs(config.model, config.loss_share), size)
+    # Layers: words, positions, the blocks, final norm, words again.
+    return [
+        (max(0, min(end, 2 + layers) - max(first, 2)), first == 0, end == layers + 4)
+        for first, end in itertools.pairwise(bounds)
+    ]

@@ -1,0 +1,143 @@
+"""Whether a start would train nothing, and whether that is what its configuration asks for. Needs no torch.
+
+A sweep that names one directory twice must not pass over its second half in silence: where a run is trained to its end,
+a start with settings that make another run is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.checksums import identity
+from data_utils.base.errors import CheckpointError, UserError
+from data_utils.base.settings import build, path_settings, to_tree
+from data_utils.dataset.manifest import read_manifest
+from megatron_lite.checkpoint.manifest import Block, Checkpoint, blocks, verify_checkpoint
+from megatron_lite.config.tree import Config
+from megatron_lite.train.guard.run_state import RunState
+from megatron_lite.train.observe.metrics import is_recorded
+
+# Settings with which a finished run remains the same run; every other one would have made another.
+SAME_RUN = (
+    *("run.", "timeouts.", "trackers.", "profiler.", "parallel.", "generation.", "finetune."),
+    *(
+        "checkpoint.save_interval",
+        "checkpoint.keep_",
+        "checkpoint.asynchronous",
+        "checkpoint.max_failed_saves",
+    ),
+    *(
+        "checkpoint.resume",
+        "checkpoint.accept_",
+        "batch.micro_batch_size",
+        "optimizer.kernel",
+        "training.kernels",
+    ),
+    *(
+        "training.steps",
+        "training.stop_after_step",
+        "training.eval_",
+        "training.recompute",
+        "training.layernorm",
+    ),
+    *("training.deterministic", "training.max_nonfinite_steps", "training.replica_check_interval"),
+    *("training.gradient_norm_interval", "data.validation", "data.local_directory", "tokenizer.path"),
+    *(
+        "decoder_tokenizer.path",
+        "model.task_rows",
+    ),  # the corpora name their tokenizer, and their content is compared
+)
+_CHECKED_BYTES = 4 << 30  # of a finished run's newest checkpoint, by each rank: a few seconds
+_SHOWN = 3
+
+
+def nothing_to_do(config: Config, found: RunState) -> str | None:
+    """Why a start would train no step, None if it would. Told before libraries are loaded.
+
+    Args: config: complete, with the vocabulary's size.
+    Raises: CheckpointError if the run was trained with settings that make it another run.
+    """
+    training, newest = config.training, found.newest
+    if config.checkpoint.resume == "never" or newest is None:
+        return None  # the start itself says more
+    last = training.stop_after_step or training.steps
+    if newest.step < last:
+        return None
+    name = "steps" if training.stop_after_step is None else "stop_after_step"
+    reached = f"the newest checkpoint of {found.run} is of step {newest.step}, and training.{name} is {last}"
+    differing = different_run(newest, config)
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise CheckpointError(
+            f"{reached}, but it was trained with other settings ({'; '.join(differing[:_SHOWN])}{more}): nothing would "
+            "be trained with these. Choose another run.directory for them, or set what the run has (its config.yaml)."
+        )
+    is_validated = not config.data.validation or is_recorded(found.run, "validation", newest.step)
+    if newest.step == training.steps and not is_validated:
+        return None  # the start was ended between its last save and its last evaluation
+    try:
+        verify_checkpoint(newest, some_blocks(newest))
+    except CheckpointError:
+        return None  # the start falls back to an older one, and trains the rest again
+    return f"nothing to do: {reached}; raise training.{name} to train on."
+
+
+def some_blocks(checkpoint: Checkpoint) -> list[Block]:
+    """All blocks of a checkpoint, or as many at equal distances as take a few seconds to check."""
+    every = blocks(checkpoint)
+    return every[:: max(1, -(-checkpoint.bytes // _CHECKED_BYTES))]
+
+
+def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
+    """Settings that would have made another run, as `key: there -> here`."""
+    state = checkpoint.trainer_state()
+    try:
+        recorded: Config = build(
+            Config, state.config
+        )  # with the defaults of settings that it does not know yet
+    except UserError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: its configuration cannot be read: {error}"
+        ) from None
+    same: tuple[str, ...] = SAME_RUN
+    paths = set(path_settings(Config))
+    weights = [[corpus.weight for corpus in of.data.train] for of in (recorded, config)]
+    contents = [(entry.get("sha256"), entry.get("decoder_sha256")) for entry in state.data or ()]
+    if weights[0] == weights[1] and _contents(config) == contents:
+        same += ("data.train",)  # elsewhere now, but the same texts
+    return [
+        f"{key}: {old} -> {new}"
+        for key, old, new in changed(to_tree(recorded), to_tree(config))
+        if not key.startswith(same) and (key not in paths or _absolute(old) != _absolute(new))
+    ]
+
+
+def _absolute(path: Any) -> Any:
+    return os.path.abspath(path) if isinstance(path, str) else path
+
+
+def _contents(config: Config) -> list[tuple[Any, Any]] | None:
+    """What identifies the corpora's contents; None where one cannot be read."""
+    try:
+        return [
+            (_identity(corpus.prefix), corpus.decoder_prefix and _identity(corpus.decoder_prefix))
+            for corpus in config.data.train
+        ]
+    except UserError:
+        return None
+
+
+def _identity(prefix: str) -> str:
+    return identity(read_manifest(Path(prefix))["files"][".bin"])
+
+
+def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of each difference between two trees of settings."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from changed(before.get(key), after.get(key), f"{path}{key}.")
+    elif before != after:
+        yield path.rstrip("."), before, after

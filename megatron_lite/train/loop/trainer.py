@@ -1,0 +1,495 @@
+"""The training loop: steps, evaluation, logging, checkpoints, and a clean stop when asked.
+
+A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
+its learning rate of the step. So the state to save is small, and a resumed run repeats the unbroken one bit for bit.
+
+The loop does not wait for the device in a step: data come from ahead.py, ranks agree beside the device's work, and a
+step's outcome is read one step later, or where it is needed: by a log line, a save, an evaluation or the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+
+from data_utils.base.errors import ExitStatus, TrainingError
+from data_utils.base.settings import to_tree
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.events import EventLog
+from megatron_lite.config.tree import Config
+from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.trunk.build import model_count, model_flops
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.engine import TYPES, Engine, StepResult
+from megatron_lite.train.engine.gradient_norms import GradientNorms
+from megatron_lite.train.engine.plain import PlainEngine
+from megatron_lite.train.guard.control import Phase, Requests, RunControl
+from megatron_lite.train.guard.replicas import require_equal_replicas
+from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.train.loop.judge import Judge
+from megatron_lite.train.loop.loss_shares import LossShares
+from megatron_lite.train.loop.lr_schedule import learning_rate
+from megatron_lite.train.loop.prefetch import Ahead, HostStep, Place, Samples, StepMaker, same_passes
+from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.observe import version
+from megatron_lite.train.observe.machine import Yardstick
+from megatron_lite.train.observe.metrics import SAVED, Metrics, is_recorded, keep_aside
+from megatron_lite.train.observe.progress import Advance, progress_bar
+from megatron_lite.train.observe.reports import (
+    Interval,
+    layout,
+    memory_gib,
+    save_resolved,
+    scores_line,
+    start_line,
+    train_line,
+    validation_line,
+)
+from megatron_lite.train.observe.step_profiler import StepProfiler
+from megatron_lite.train.observe.trackers import make_trackers
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        engine: Engine,
+        train_data: Samples,
+        validation_data: Samples | None,
+        loss_names: Sequence[str],
+        control: RunControl | None = None,
+        watchdog: Watchdog | None = None,
+        fill: Callable[[GLM], dict[str, Any]] | None = None,
+        judge: Judge | None = None,
+        language_weight: Callable[[int], float] | None = None,
+    ):
+        """Args:
+        control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
+        fill: makes a record of filled blanks at each evaluation, on the main rank.
+        judge: evaluates a task, instead of the loss on `validation_data`.
+        language_weight: step -> weight of the mean of all losses but the last, the task's, beside the mean of that one.
+        """
+        self.config = config
+        self.context = context
+        self.engine = engine
+        self.train_data = train_data
+        self.validation_data = validation_data
+        self.loss_names = list(loss_names)
+        self._shares = LossShares(config, loss_names, context.dp.size, language_weight)
+        count, factors = len(self.loss_names), self._shares.factors
+        self._maker = StepMaker(config, context, train_data, engine.prepared, count, factors)
+        self._ahead = Ahead(self._maker.make, context.device)
+        self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
+        self.directory = Path(config.run.directory)
+        self.step = 0
+        self.consumed_samples = 0
+        self.consumed_tokens = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.restarts = 0  # how often the run was continued from a checkpoint
+        self.events = EventLog()
+        self._machine_rates: dict[str, float] = {}
+        self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
+        self._shrink = config.model.embedding_gradient_shrink
+        self.watchdog = watchdog or NoWatchdog()
+        self._program = version.program() if context.is_main else {}  # only the main rank writes it
+        self._control = control
+        self._fill, self._judge = fill, judge
+        self._evaluated = 0  # the last step of which it is known that it was
+        self._saver = Saver(
+            checkpoint_directory(config),
+            engine,
+            context,
+            config.checkpoint,
+            self._watch_save,
+            self._record_save,
+        )
+
+    # The run
+
+    def fit(self) -> ExitStatus:
+        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate.
+
+        Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
+        """
+        self._begin()
+        outcome = "FAILED"
+        shown = self.config.run.progress_bar and self.context.is_main
+        try:
+            with closing(self._ahead), progress_bar(shown, self.step, self._last_step) as advance:
+                requests = self._train(advance)
+            self._profiler.write(self.step)  # if the run ends before the last step to trace
+            self._end()
+            outcome = "FINISHED" if self.is_over else "KILLED"
+        finally:
+            self.metrics.close(outcome)
+        if self._is_over(self._last_step):
+            return ExitStatus.FINISHED
+        return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
+
+    def _train(self, advance: Advance) -> Requests:
+        """The loop. Returns the last step's requests. Args: advance: called after each step."""
+        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        interval, requests = self._new_interval(), Requests()
+        self.control.enter(Phase.TRAINING)
+        if self._is_unevaluated and self._is_multiple(training.eval_interval):
+            with self._aside(interval, Section.EVALUATION):
+                self.evaluate()  # the start before was ended between this step's save and its evaluation
+        while not self._is_over(self._last_step) and not requests.end:
+            self._apply_events()
+            self._profiler.begin(self.step + 1)
+            result, requests = self._train_step(interval)
+            advance(self.step)
+            if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
+                self._log_interval(interval, result)
+                interval = self._new_interval()
+            if self._profiler.is_last(self.step):
+                with self._aside(interval, Section.STEP, "writing a trace"):
+                    self._profiler.write(self.step)
+            if self._is_multiple(training.replica_check_interval):
+                with self._aside(interval, Section.STEP, "replica check"):
+                    named, stage = self.engine.named_parameters, self.config.parallel.zero_stage
+                    require_equal_replicas(named, self.context, stage, self.step, self.directory)
+            self._record_requests(requests)
+            if requests.save or requests.end or self._is_multiple(save_interval):
+                self._read_outcomes()
+                with self._aside(interval, Section.CHECKPOINT, "saving"):
+                    self._saver.save(self.step, self._state())
+            else:
+                self._saver.poll()
+            if requests.save:
+                self._saver.finish()
+                self.control.saved()
+            if self._is_multiple(training.eval_interval):  # after the save: it may be long, or hang
+                self._read_outcomes()
+                with self._aside(interval, Section.EVALUATION):
+                    self.evaluate()
+        return requests
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, not only this start."""
+        return self._is_over(self.config.training.steps)
+
+    @property
+    def _is_unevaluated(self) -> bool:
+        return self.step > self._evaluated
+
+    def _is_over(self, last_step: int) -> bool:
+        return self.step >= last_step or (self._judge is not None and self._judge.ends_training)
+
+    @property
+    def _last_step(self) -> int:
+        """The step at which this start ends unless it is asked to before."""
+        return self.config.training.stop_after_step or self.config.training.steps
+
+    def _begin(self) -> None:
+        self.control = self._control or RunControl(self.directory, self.context.is_main)
+        self.watchdog.enter(Section.CHECKPOINT, "loading")
+        events = self._resume()
+        self.watchdog.enter(Section.SETUP, "measuring the machine")
+        peak, dtype = self.config.run.peak_tflops, TYPES[self.config.training.precision]
+        self.yardstick = Yardstick(peak, dtype, self.context, self._machine_rates)
+        if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
+            save_resolved(self.config, self._program)
+            log.info("%s", self.yardstick)
+            log.info("%s", start_line(self.config, self.context, self.step))
+            if not self.restarts:
+                keep_aside(self.directory)
+        trackers = make_trackers(self.config, self.restarts > 0) if self.context.is_main else []
+        self.metrics = Metrics(
+            self.directory, self.context.is_main, self.config.run.tensorboard, self.step, trackers
+        )
+        self._record_start()
+        for event in events:
+            self._record(event, self.step)
+
+    def _record_start(self) -> None:
+        """Who trains from here on."""
+        values = {
+            "restarts": self.restarts,
+            "processes": self.context.world_size,
+            "layout": layout(self.context),
+            "device": self.yardstick.name,
+            "compared_with": str(self.yardstick),
+            "program": version.describe(self._program),
+            "parameters": model_count(self.config),
+        }
+        self.metrics.write("start", self.step, values)
+
+    def _end(self) -> None:
+        self._read_outcomes()
+        self.watchdog.enter(Section.CHECKPOINT, "saving")
+        self._saver.save_last(self.step, self._state())
+        if self.is_over and self._is_unevaluated:
+            self.watchdog.enter(Section.EVALUATION)
+            self.evaluate()
+        if self.context.is_main:
+            ending, then = "stopped", "start again with the same run.directory to continue."
+            if self.is_over:
+                ending, then = (
+                    "finished",
+                    f"`python scripts/report.py {quote(str(self.directory))}` shows the run.",
+                )
+            log.info("%s at step %d of %d; %s", ending, self.step, self.config.training.steps, then)
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _new_interval(self) -> Interval:
+        sums = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.context.device)
+        return Interval(sums)
+
+    @contextmanager
+    def _aside(self, interval: Interval, section: Section, place: str = "") -> Iterator[None]:
+        """Enter a section whose duration is not training time."""
+        self.watchdog.enter(section, place)
+        start = time.perf_counter()
+        yield
+        interval.started += time.perf_counter() - start
+
+    # Events
+
+    def _apply_events(self) -> None:
+        """Before a step: apply the changes that the configuration plans from this step on."""
+        events, step = self.config.events, self.step + 1
+        first = events.next_sample(self.consumed_samples, self.config.batch.global_batch_size)
+        if first > self.consumed_samples:
+            self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", step)
+            self.consumed_samples = first
+        for event in self.events.now_in_force(step, events.in_force(step)):
+            self._report(event, step)
+        shrink = events.shrink_at(step, self.config.model.embedding_gradient_shrink)
+        if shrink != self._shrink:
+            self.engine.set_embedding_gradient_shrink(shrink)
+            self._shrink = shrink
+
+    def _record_requests(self, requests: Requests) -> None:
+        for asked, event in (
+            (requests.save, "saved at the request of the file SAVE"),
+            (requests.stop, "stopped at the request of a signal"),
+            (requests.halt, "stopped at the request of the file STOP"),
+        ):
+            if asked:
+                self._record(event, self.step)
+
+    def _record(self, event: str, step: int) -> None:
+        self.events.add(step, event)
+        self._report(event, step)
+
+    def _report(self, event: str, step: int) -> None:
+        self.metrics.write("event", step, {"event": event}, f"event at step {step}: {event}")
+
+    # One step
+
+    def _train_step(self, interval: Interval) -> tuple[StepResult, Requests]:
+        """One optimizer step. Returns its outcome and the requests that some rank received meanwhile."""
+        self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
+        start = time.perf_counter()
+        place = Place(self.step, self.consumed_samples)
+        made = self._ahead.take(place)
+        interval.data_seconds += time.perf_counter() - start
+        self.watchdog.at("summing totals of all ranks")
+        totals, requests = self._totals(made)
+        if self.step + 1 < self._last_step and not requests.end:
+            self._ahead.begin(self._maker.following(place))
+        tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
+        loss_weights = totals[5:]
+        self.watchdog.at("forward, backward and optimizer")
+        result = self._engine_step(self._shares.micro_batches(made, loss_weights, self.step + 1))
+        self.watchdog.at("summing losses of all ranks")
+
+        self.step += 1
+        self.consumed_samples += self.config.batch.global_batch_size
+        self.consumed_tokens += tokens
+        interval.steps += 1
+        interval.tokens += tokens
+        interval.flops += model_flops(self.config, tokens, loss_rows, visible_keys, targets, target_keys)
+        interval.objective_sums += self._all_losses(result.objective_sums)
+        self._unread.append((self.step, result))
+        self._read_outcomes(all_but=1)
+        return result, requests
+
+    def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
+        """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
+        step, interval = self.step + 1, self.config.training.gradient_norm_interval
+        lr = self._learning_rate(step)
+        self.engine.set_step(step)
+        if interval == 0 or step % interval:
+            return self.engine.train_step(micro_batches, lr)
+        layers = GradientNorms(self.config, self.context)
+        with self.engine.observed_gradients(layers.add):
+            result = self.engine.train_step(micro_batches, lr)
+        if not result.skipped:
+            norms = layers.norms(self.engine.clip_divisor(result.grad_norm))
+            largest = max(norms, key=norms.__getitem__)
+            line = f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
+            self.metrics.write("gradient_norms", step, norms, line)
+        return result
+
+    def _totals(self, made: HostStep) -> tuple[list[float], Requests]:
+        """One sum over all ranks: [counts of a HostStep, weight of each loss], and the requests."""
+        requests = self.control.local_requests()
+        own = [*made.counts, *made.loss_weights]
+        if not self.context.counts_samples:
+            own = [0.0] * len(own)
+        sums = self.context.sum_of_hosts([*requests, *own])
+        return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
+
+    def _all_losses(self, sums: torch.Tensor) -> torch.Tensor:
+        """fp64 [objectives, 2] over all samples, each counted on one rank; still on the device."""
+        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums))
+
+    def _learning_rate(self, step: int) -> float:
+        schedule = self.config.schedule
+        scheduled = learning_rate(
+            step,
+            peak=self.config.optimizer.lr,
+            kind=schedule.kind,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=self.config.decay_steps,
+            min_lr_ratio=schedule.min_lr_ratio,
+        )
+        return self.config.events.learning_rate_at(step, scheduled)
+
+    def _read_outcomes(self, all_but: int = 0) -> None:
+        """Learn which steps were skipped. Waits for the device, but not for the newest `all_but` steps.
+
+        Raises: TrainingError after too many in a row.
+        """
+        while len(self._unread) > all_but:
+            step, result = self._unread.pop(0)
+            self._count_skip(step, result.skipped)
+
+    def _count_skip(self, step: int, skipped: bool) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.skipped_steps += skipped
+        limit = self.config.training.max_nonfinite_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"gradients were not finite in {limit} steps in a row, up to step {step}; these steps did not "
+                "change the weights. Lower optimizer.lr, or go back with "
+                f"`scripts/checkpoints.py rewind {quote(str(self.directory))} STEP`."
+            )
+
+    # Reports
+
+    def _log_interval(self, interval: Interval, result: StepResult) -> None:
+        self._read_outcomes()
+        sums = interval.objective_sums.cpu().numpy()
+        elapsed = time.perf_counter() - interval.started
+        tflops = interval.flops / elapsed / self.context.world_size / 1e12
+        values: dict[str, Any] = {
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            **self._shares.means(sums),
+            "lr": self._learning_rate(self.step),
+            **self.engine.annealed,
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "tokens_per_second": interval.tokens / elapsed,
+            "tflops_per_device": tflops,
+            **self.yardstick.share(tflops),
+            "memory_gib": memory_gib(self.context.device),
+            "data_share": interval.data_seconds / elapsed,
+            "seconds_per_step": elapsed / interval.steps,
+            "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
+        }
+        self.metrics.write(
+            "train", self.step, values, train_line(self.step, self.config.training.steps, values)
+        )
+        self.yardstick.measure_again()  # between intervals: its time is nobody's
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
+        self._evaluated = self.step
+        if self._judge is not None:
+            self._saver.finish()  # the judge keeps the best checkpoint
+            values = self._judge.evaluate(self.step)
+            self.metrics.write("scores", self.step, values, scores_line(self.step, values))
+            return values
+        if self.validation_data is None:
+            return {}
+        training, size = self.config.training, self.config.batch.micro_batch_size
+        batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
+        sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
+        losses = self._shares.means(sums)
+        values = {**losses, **self.engine.more_measures(losses["loss"])}
+        self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+        self._record_fillings()
+        return values
+
+    def _record_fillings(self) -> None:
+        if self._fill is not None and self.context.is_main and isinstance(self.engine, PlainEngine):
+            filled = self._fill(self.engine.model)
+            line = f"fillings at step {self.step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
+            self.metrics.write("fillings", self.step, filled, line)
+
+    # State
+
+    def _state(self) -> dict[str, Any]:
+        return TrainerState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            skipped_in_a_row=self.skipped_in_a_row,
+            restarts=self.restarts,
+            events=self.events.state(),
+            config=to_tree(self.config),
+            data=self.train_data.fingerprint(),
+            program=self._program,
+            machine_rates=self.yardstick.rates,
+        ).to_json()
+
+    def _record_save(self, step: int, seconds: float) -> None:
+        """The records say so that the run has saved, which a later start must know (run_state.py)."""
+        self.metrics.write(SAVED, step, {"seconds": round(seconds, 3)})
+
+    def _watch_save(self, what: str) -> AbstractContextManager[None]:
+        return self.watchdog.beside(Section.CHECKPOINT, what)
+
+    def _resume(self) -> list[str]:
+        """Load where the run begins. Returns the events of this start, to be recorded."""
+        beginning = load_beginning(
+            self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
+        )
+        state = beginning.state
+        if self._judge is not None:
+            self._evaluated = self._judge.resume(0 if state is None else state.step)
+        if state is not None:
+            self.step, self.consumed_samples = state.step, state.consumed_samples
+            self.consumed_tokens = state.consumed_tokens
+            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+            self.events = EventLog.from_state(state.events)
+            self._machine_rates = state.machine_rates
+            if beginning.is_own:
+                self._saver.saved_step = self.step
+                self.restarts = state.restarts + 1
+        if self._judge is None and state is not None and not self._is_validation_missing(beginning.is_own):
+            self._evaluated = self.step
+        return beginning.events
+
+    def _is_validation_missing(self, is_own: bool) -> bool:
+        """Whether the step to begin with is to be evaluated. All ranks get the main rank's answer.
+
+        Args: is_own: it is of this run, and not of one from which it branches.
+        """
+        if not is_own:
+            return self.is_over
+        missing = self.context.is_main and not is_recorded(self.directory, "validation", self.step)
+        (answer,) = self.context.sum_of_hosts([float(missing)])
+        return answer > 0
