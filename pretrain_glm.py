@@ -221,7 +221,7 @@ def train_with(
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
-    from megatron_lite.model.latent_batch import samples_of
+    from megatron_lite.model.trunk.build import kind_of
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.train.engine.engine import memory_advice
     from megatron_lite.train.engine.plain import make_engine
@@ -247,13 +247,13 @@ def train_with(
         if context.is_main:
             log.info("all processes have met; building the model")
         with memory_advice(config):
-            engine = make_engine(config, context, len(data.loss_names))
+            engine, kind = make_engine(config, context, len(data.loss_names)), kind_of(config)
             return Trainer(
                 config=config,
                 context=context,
                 engine=engine,
-                train_data=samples_of(config, data.train, "train"),
-                validation_data=data.validation and samples_of(config, data.validation, "validation"),
+                train_data=kind.samples(config, data.train, "train"),
+                validation_data=data.validation and kind.samples(config, data.validation, "validation"),
                 loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,

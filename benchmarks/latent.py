@@ -46,12 +46,12 @@ from data_utils.base.settings import merge
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.latent import uses
-from megatron_lite.latent.bounds import measure, posteriors, summarize
-from megatron_lite.latent.inputs import Sampling
-from megatron_lite.latent.interface import LatentModel
-from megatron_lite.latent.open_run import open_latent
-from megatron_lite.latent.probe import accuracies
+from megatron_lite.optimus import uses
+from megatron_lite.optimus.bounds import measure, posteriors, summarize
+from megatron_lite.optimus.inputs import Sampling
+from megatron_lite.optimus.interface import LatentModel
+from megatron_lite.optimus.open_run import open_latent
+from megatron_lite.optimus.probe import accuracies
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -38,9 +38,10 @@ from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
-from megatron_lite.model.latent_batch import LatentBatch
-from megatron_lite.model.optimus import Optimus
 from megatron_lite.model.trunk.build import build_model, model_flops
+from megatron_lite.optimus.batch import LatentBatch
+from megatron_lite.optimus.model import Optimus
+from megatron_lite.optimus.sections import latent_of
 
 VOCAB_SIZE = 30000
 LONGEST = 64
@@ -71,7 +72,7 @@ def config_for(options: argparse.Namespace, memory: bool = True) -> Config:
 
 def batches(config: Config, sentences: int) -> list[LatentBatch]:
     """Each of one row, of random sentences."""
-    latent = config.latent
+    latent = latent_of(config)
     assert latent is not None
     rng = np.random.default_rng(0)
     vocabulary = Vocabulary(size=VOCAB_SIZE, special=SPECIAL)

@@ -32,12 +32,12 @@ from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_writable, write_whole
 from data_utils.base.settings import check
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.latent.inputs import Sampling, read_lines, require_labels
+from megatron_lite.optimus.inputs import Sampling, read_lines, require_labels
 
 if TYPE_CHECKING:  # they import torch
     import torch
 
-    from megatron_lite.latent.interface import LatentModel, Sentence
+    from megatron_lite.optimus.interface import LatentModel, Sentence
 
 TEXTS = "a sentence; may be repeated"
 WRITING = (
@@ -163,7 +163,7 @@ def main(given: Sequence[str] | None = None) -> None:
         require_labels(labels, len(texts), arguments.labels_per_class, f"--labels {arguments.labels}")
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.latent.open_run import open_latent
+    from megatron_lite.optimus.open_run import open_latent
 
     model = open_latent(arguments.checkpoint, arguments.tokenizer, arguments.decoder_tokenizer)
     sentences = model.read(texts)
@@ -247,7 +247,7 @@ def generation(arguments: argparse.Namespace) -> GenerationConfig:
 
 
 def evaluate(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
-    from megatron_lite.latent.bounds import measure, summarize
+    from megatron_lite.optimus.bounds import measure, summarize
 
     require_components(arguments, model)
     sampling = Sampling(
@@ -293,7 +293,7 @@ def encode(arguments: argparse.Namespace, model: LatentModel, sentences: Sequenc
 def posteriors_of(
     arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from megatron_lite.latent.bounds import posteriors
+    from megatron_lite.optimus.bounds import posteriors
 
     require_components(arguments, model)
     return posteriors(model, sentences, arguments.batch)
@@ -311,7 +311,7 @@ def require_components(arguments: argparse.Namespace, model: LatentModel) -> Non
 def draw_posteriors(
     arguments: argparse.Namespace, mu: torch.Tensor, logvar: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.model.latent import gaussian_kl
+    from megatron_lite.optimus.gaussian import gaussian_kl
 
     if arguments.picture is not None:
         draw_picture(arguments, mu, gaussian_kl(mu, logvar), labels)
@@ -320,7 +320,7 @@ def draw_posteriors(
 def draw_picture(
     arguments: argparse.Namespace, mu: torch.Tensor, divergence: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.latent.picture import draw
+    from megatron_lite.optimus.picture import draw
 
     draw(arguments.picture, mu, divergence, labels, arguments.axes and tuple(arguments.axes))
     print(arguments.picture)
@@ -328,8 +328,8 @@ def draw_picture(
 
 def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
     """The commands whose result is texts: a line for each, after its place."""
-    from megatron_lite.latent import uses
-    from megatron_lite.latent.bounds import posteriors
+    from megatron_lite.optimus import uses
+    from megatron_lite.optimus.bounds import posteriors
 
     if arguments.command == "sample":
         z = uses.prior(arguments.count, model.latent_size, arguments.seed)
@@ -354,7 +354,7 @@ def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence
 def probe(
     arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence], labels: Sequence[str]
 ) -> None:
-    from megatron_lite.latent.probe import accuracies, largest_class
+    from megatron_lite.optimus.probe import accuracies, largest_class
 
     mu, logvar = posteriors_of(arguments, model, sentences)
     probed = {

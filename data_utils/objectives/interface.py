@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,10 @@ class ObjectiveConfig(ABC):
     memory_length: int = 0  # first tokens of long texts: block_position_ids 1, no loss, no gradient (XLNet)
     whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
+    # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/trunk/build.py); None =
+    # one Transformer.
+    model_module: str | None = None
+    has_second_stack = False  # whether that model has a second Transformer, the section `decoder`
 
     @property
     def has_target(self) -> bool:
@@ -53,6 +57,9 @@ class ObjectiveConfig(ABC):
     @abstractmethod
     def max_position_needed(self, sequence_length: int) -> int:
         """Largest position id that can occur; the model needs one row more."""
+
+    def check_run(self, config: Any) -> None:  # noqa: B027  (most ask for nothing)
+        """Raise ConfigError unless the rest of the configuration, a `Config`, is as the objective needs it."""
 
     def check_vocabulary_size(self, size: int) -> None:  # noqa: B027  (most sections name no ids)
         """Raise ConfigError for token ids of the section that are not below `size`."""

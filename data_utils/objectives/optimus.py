@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.losses import Loss
 from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, setting
 from data_utils.objectives.masking import compiled, entry_point
 from data_utils.objectives.registry import register
@@ -40,6 +41,22 @@ from data_utils.text.vocabulary import Vocabulary
 FEATURES = ("pooler", "cls")
 LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
 _BOUNDARIES = 2  # CLS and SEP
+
+
+def _check_stack(key: str, stack: Any) -> None:
+    """Raise ConfigError for an option of a stack, a `ModelConfig`, that the model cannot have."""
+    refused = {
+        "decoder_layers": stack.decoder_layers > 0,
+        "share_layers": stack.share_layers,
+        "embedding_size": stack.embedding_size is not None,
+        "relative": stack.relative != "none",
+        "adapter_size": stack.adapter_size > 0,
+    }
+    for option in (name for name, is_set in refused.items() if is_set):
+        raise ConfigError(
+            f"{key}.{option} is {shown(getattr(stack, option))}, which the stacks of optimus cannot have; leave it "
+            "out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +107,8 @@ class OptimusConfig(RowSizes):
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
     whole_documents = True
+    model_module = "megatron_lite.optimus.kind"
+    has_second_stack = True
     sample_settings = ("optimus.memory", "data.row_length")
 
     def __post_init__(self) -> None:
@@ -102,6 +121,67 @@ class OptimusConfig(RowSizes):
         check(
             shares <= 1.0,
             f"optimus.zero_share + optimus.rise_share is {shares:g}; together they must be at most 1.",
+        )
+
+    def check_run(self, config: Any) -> None:
+        """Raise ConfigError unless the rest is as two stacks and a latent vector need it."""
+        decoder = config.decoder
+        check(
+            decoder is not None,
+            "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
+            "describes the one that encodes.",
+        )
+        names = [choice.name for choice in config.objective_choices]
+        check(
+            len(names) == 1,
+            f"objectives has {', '.join(names)}; optimus has samples of its own kind and stands alone.",
+        )
+        self._check_rest(config)
+        needed = self.max_position_needed(config.data.sequence_length)
+        for key, stack in (("model", config.model), ("decoder", decoder)):
+            _check_stack(key, stack)
+            check(
+                needed <= stack.max_position or stack.positions == "none",
+                f"data.sequence_length ({config.data.sequence_length}) needs position ids up to {needed}, but "
+                f"{key}.max_position is {stack.max_position}; set it to {needed}, or a shorter data.sequence_length.",
+            )
+        check(
+            self.feature != "pooler" or config.model.sentence_classes > 0,
+            "optimus.feature is pooler, but model.sentence_classes is 0, so that the encoder has no pooler; set "
+            "model.sentence_classes=2, or optimus.feature=cls.",
+        )
+
+    def _check_rest(self, config: Any) -> None:
+        parallel, training = config.parallel, config.training
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(parallel, name)
+            check(
+                size == 1,
+                f"parallel.{name} is {size}, but optimus runs with data parallelism and ZeRO only; set it to 1.",
+            )
+        check(
+            self.cycles <= training.steps,
+            f"optimus.cycles is {self.cycles}, more than training.steps ({training.steps}); lower it.",
+        )
+        whole, stack = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
+        check(
+            whole is None or stack is None,
+            f"checkpoint.initialize_from is {whole} and a stack is to begin with {stack}; set "
+            "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
+        )
+        for name, value, usual in (
+            ("label_smoothing", training.label_smoothing, 0.0),
+            ("eval_fillings", training.eval_fillings, 0),
+            ("loss_normalization", training.loss_normalization, "global_tokens"),
+        ):
+            check(
+                value == usual,
+                f"training.{name} is {value} with the objective optimus, whose loss is a bound of each sentence's "
+                f"likelihood; set it to {usual}.",
+            )
+        check(
+            config.task is None,
+            "decoder is set with a task, which trains one Transformer; set decoder and objectives to null.",
         )
 
     @property

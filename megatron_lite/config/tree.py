@@ -27,7 +27,6 @@ from data_utils.base.settings import (
 )
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
 from data_utils.objectives.interface import ObjectiveConfig
-from data_utils.objectives.optimus import OptimusConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizers import TokenizerConfig
@@ -35,7 +34,6 @@ from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.config.latent import check_latent
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.sections import (
@@ -126,7 +124,9 @@ class Config:
         self._check_task()
         self._check_memory()
         self.data.check_decoder(self.decoder_tokenizer is not None)
-        check_latent(self)
+        self._check_second_stack()
+        for choice in self.objective_choices:
+            choice.section.check_run(self)
         self.deepspeed_options()
 
     def _check_row_length(self) -> None:
@@ -337,6 +337,17 @@ class Config:
             "are filled by one stack only; set it to 0.",
         )
 
+    def _check_second_stack(self) -> None:
+        if any(choice.section.has_second_stack for choice in self.objective_choices):
+            return
+        with_two = [name for name, section in self.objective_sections.items() if section.has_second_stack]
+        for name in ("decoder", "decoder_tokenizer"):
+            check(
+                getattr(self, name) is None,
+                f"{name} is set without the objective {' or '.join(with_two)}; set it to null, or objectives to "
+                f"{{{with_two[0]}: 1}}.",
+            )
+
     @property
     def has_memory(self) -> bool:
         """Whether some tokens are a memory, through which no gradient goes."""
@@ -364,12 +375,6 @@ class Config:
             f"parallel.pipeline_parallel_size is {stages} with xlnet.memory_length ({length}), which stages do not "
             "know; set the size to 1 and use tensor parallelism, or memory_length to 0.",
         )
-
-    @property
-    def latent(self) -> OptimusConfig | None:
-        """The section `optimus` where that is the objective."""
-        sections = [choice.section for choice in self.objective_choices if choice.name == "optimus"]
-        return sections[0] if sections else None
 
     @property
     def row_length(self) -> int:

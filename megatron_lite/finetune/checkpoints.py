@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
-    if run.config.latent is not None:
+    if run.config.decoder is not None:
         raise ConfigError(
             f"{run.checkpoint.path} joins two Transformers by a latent vector, which has no answers to a task; tune "
             "its encoder with scripts/finetune.py first, or measure its latent space with scripts/latent.py."

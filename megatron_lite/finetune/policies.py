@@ -17,7 +17,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
-from megatron_lite.train.engine.engine import is_idle
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.train.engine.parameter_rates import NEVER, Rate
 
 _ABOVE = ("heads.", "final_layernorm.")
@@ -42,9 +42,8 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
     finetune, names = config.finetune, list(names)
     top = depth(TASK_HEAD, config)
     chosen = _CHOSEN[finetune.trained]
-    trained = [
-        name for name in names if not is_idle(name, config) and (chosen(name) or name.startswith(TASK_HEAD))
-    ]
+    used = [name for name in names if not kind_of(config).is_unused(name, config)]
+    trained = [name for name in used if chosen(name) or name.startswith(TASK_HEAD)]
     if not trained:
         assert config.task is not None
         raise ConfigError(

@@ -18,7 +18,7 @@ from megatron_lite.model.attention.dense import ScoreBias
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.layers.relative import RelativeBuckets
 from megatron_lite.model.layers.rotary import Rotary
-from megatron_lite.model.trunk.block import Flow, Latent, Stream
+from megatron_lite.model.trunk.block import Condition, Flow, Stream
 from megatron_lite.model.trunk.encoder_decoder import DecoderFlow
 from megatron_lite.model.trunk.glm import GLM
 
@@ -167,14 +167,14 @@ def id_planes(
 
 
 def stack_rows(
-    model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan, latent: Latent | None = None
+    model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan, condition: Condition | None = None
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
 
-    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them. latent: of the R x N tokens.
+    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them. condition: of the R x N tokens.
     """
     rotary = Rotary.of(model.config, ids.flatten(1))
-    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary, latent=latent)
+    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary, condition=condition)
     if model.relative_bias is not None:
         flow = replace(flow, bias=plan.bias(model.relative_bias, tokens.shape[1]))
     stream = Stream(model.embedding(tokens.flatten(), ids.flatten(1), flow))

@@ -16,6 +16,7 @@ from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.optimus.sections import latent_of
 
 MODELS = ROOT / "configs"
 
@@ -300,8 +301,8 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
 
-    from megatron_lite.model.optimus import Optimus
     from megatron_lite.model.trunk.build import model_count
+    from megatron_lite.optimus.model import Optimus
 
     config = published("optimus-base")
     assert (config.model.vocab_size, config.decoder.vocab_size) == (28_996, 50_257 + 3)
@@ -311,13 +312,13 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     assert "OPTIMUS, 233.7 M parameters" in (MODELS / "optimus-base.yaml").read_text()
     assert round((sum(sizes) + latent) / 1e6, 1) == 233.7
     with torch.device("meta"):
-        made = Optimus(config.model, config.decoder, config.latent)
+        made = Optimus(config.model, config.decoder, latent_of(config))
     assert sum(parameter.numel() for parameter in made.parameters()) == model_count(config)
 
 
 def test_optimus_has_the_recipe_of_its_pretraining():
     config = published("optimus-base")
-    optimizer, schedule, latent = config.optimizer, config.schedule, config.latent
+    optimizer, schedule, latent = config.optimizer, config.schedule, latent_of(config)
     assert (optimizer.lr, optimizer.eps, optimizer.weight_decay) == (5e-5, 1e-8, 0.0)
     assert (schedule.kind, schedule.warmup_steps, schedule.min_lr_ratio) == ("linear", 0, 0.0)
     assert (latent.latent_size, latent.cycles, latent.zero_share, latent.rise_share) == (32, 10, 0.5, 0.25)

@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.latent.open_run import open_latent
+from megatron_lite.optimus.open_run import open_latent
 from megatron_lite.train.loop.resume import check_beginning
 
 SETTINGS = [

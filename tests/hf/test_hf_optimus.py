@@ -16,8 +16,9 @@ from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.optimus import prove, their_logits
-from megatron_lite.latent.open_run import open_latent
+from megatron_lite.optimus.huggingface import prove, their_logits
+from megatron_lite.optimus.open_run import open_latent
+from megatron_lite.optimus.sections import latent_of
 
 TEXT = "The quick brown fox."
 
@@ -107,7 +108,9 @@ def test_every_tensor_comes_back(exported, tmp_path):
     before, after = open_run(exported[0]), open_run(tmp_path / "again")
     assert after.tokenizer.fingerprint == before.tokenizer.fingerprint
     assert after.decoder_tokenizer.fingerprint == before.decoder_tokenizer.fingerprint
-    assert after.config.latent == before.config.latent and after.config.decoder == before.config.decoder
+    assert (
+        latent_of(after.config) == latent_of(before.config) and after.config.decoder == before.config.decoder
+    )
     export_run(tmp_path / "again", tmp_path / "export", ExportOptions())
     for name in ("encoder/model.safetensors", "decoder/model.safetensors", "latent.safetensors"):
         first, second = load_file(export / name), load_file(tmp_path / "export" / name)

@@ -58,7 +58,7 @@ def begin(context, config):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_lite.train.loop.begin_stacks")
+    logger = logging.getLogger("megatron_lite.optimus.begin_stacks")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     load_beginning(config, engine, context, [], {})

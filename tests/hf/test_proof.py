@@ -13,7 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.generate.open_run import load_model, open_run
-from megatron_lite.hf import optimus
 from megatron_lite.hf.doors import export, importing
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
@@ -21,6 +20,7 @@ from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.published import runs as published_runs
 from megatron_lite.hf.published.proof import ask
+from megatron_lite.optimus import huggingface as optimus
 
 TREE = {"training": {"steps": 6, "precision": "fp32"}, "data": {"sequence_length": 60}}
 CAUSAL = {**TREE, "objectives": {"causal": 1}}

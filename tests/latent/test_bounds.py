@@ -10,7 +10,7 @@ import torch
 from support.linear_gaussian import LinearGaussian
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
-from megatron_lite.latent.bounds import (
+from megatron_lite.optimus.bounds import (
     Measured,
     active_units,
     measure,
@@ -18,9 +18,9 @@ from megatron_lite.latent.bounds import (
     perplexity,
     summarize,
 )
-from megatron_lite.latent.inputs import Sampling
-from megatron_lite.model.latent import gaussian_kl
-from megatron_lite.model.noise import normals
+from megatron_lite.optimus.gaussian import gaussian_kl
+from megatron_lite.optimus.inputs import Sampling
+from megatron_lite.optimus.noise import normals
 
 
 def column(*values):

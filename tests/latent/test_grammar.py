@@ -21,9 +21,9 @@ from benchmarks.latent import (
 )
 from data_utils.base.errors import DataError
 from data_utils.base.settings import merge
-from megatron_lite.latent import uses
-from megatron_lite.latent.bounds import measure
-from megatron_lite.latent.inputs import Sampling
+from megatron_lite.optimus import uses
+from megatron_lite.optimus.bounds import measure
+from megatron_lite.optimus.inputs import Sampling
 
 SMALL = Grammar("{} in {} .", (("cat", "dog", "girl", "boy"), ("house", "garden", "street", "forest")))
 STEPS = 250

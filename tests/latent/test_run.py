@@ -12,10 +12,10 @@ from support.training import fit
 from data_utils.base.errors import ConfigError, DataError
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.open_run import open_run
-from megatron_lite.latent.bounds import measure, summarize
-from megatron_lite.latent.inputs import Sampling
-from megatron_lite.latent.interface import Sentence
-from megatron_lite.latent.open_run import open_latent
+from megatron_lite.optimus.bounds import measure, summarize
+from megatron_lite.optimus.inputs import Sampling
+from megatron_lite.optimus.interface import Sentence
+from megatron_lite.optimus.open_run import open_latent
 
 TEXTS = ["word1 word2 word3.", "word7", "word5 word5 word9 word2 word11."]
 TOLERANCE = 1e-5  # fp32, of the largest value

@@ -13,11 +13,11 @@ from support.linear_gaussian import LinearGaussian
 
 from data_utils.base.errors import DataError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.latent import uses
-from megatron_lite.latent.inputs import read_lines, require_labels
-from megatron_lite.latent.picture import draw, plane
-from megatron_lite.latent.probe import accuracies, fit, largest_class
-from megatron_lite.model.latent import gaussian_kl
+from megatron_lite.optimus import uses
+from megatron_lite.optimus.gaussian import gaussian_kl
+from megatron_lite.optimus.inputs import read_lines, require_labels
+from megatron_lite.optimus.picture import draw, plane
+from megatron_lite.optimus.probe import accuracies, fit, largest_class
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from megatron_lite.hf.published import conversion
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, prepare
 from megatron_lite.model.trunk.build import build_model, model_count, model_shapes
+from megatron_lite.optimus.sections import latent_of
 
 CPU = torch.device("cpu")
 # fp32, the same sums in another order; of the largest value.
@@ -102,7 +103,7 @@ def test_the_decoder_is_gpt2_with_a_cache_of_length_1(published):
     gpt2 = theirs["decoder"]
     sentences = random_sentences(1, 2, 3)
     planes = sentence_planes(sentences)
-    z = torch.randn(6, config.latent.latent_size, generator=torch.Generator().manual_seed(2))
+    z = torch.randn(6, latent_of(config).latent_size, generator=torch.Generator().manual_seed(2))
     ours = reconstructions(config, model, planes, z)
     heads, layers = gpt2.config.n_head, gpt2.config.n_layer
     for number, (_, decoded) in enumerate(pair for row in sentences for pair in row):

@@ -33,7 +33,7 @@ def run(model, tmp_path, monkeypatch, capsys):
         return model
 
     module = SimpleNamespace(open_latent=open_latent)
-    monkeypatch.setitem(sys.modules, "megatron_lite.latent.open_run", module)
+    monkeypatch.setitem(sys.modules, "megatron_lite.optimus.open_run", module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
 

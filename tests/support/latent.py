@@ -11,7 +11,8 @@ from data_utils.base.planes import DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TA
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.latent_batch import LatentBatch
+from megatron_lite.optimus.batch import LatentBatch
+from megatron_lite.optimus.sections import latent_of
 
 VOCAB, OF_DECODER = 90, 70
 SIZES = {
@@ -117,7 +118,7 @@ def random_sentences(seed: int, rows: int, per_row: int, longest: int = 9):
 
 def latent_batch(planes: np.ndarray, config: Config, samples=None, seed: int = 5) -> LatentBatch:
     samples = np.arange(len(planes)) if samples is None else np.asarray(samples)
-    latent = config.latent
+    latent = latent_of(config)
     assert latent is not None
     return LatentBatch(planes, samples, seed, latent.latent_size, latent.memory)
 
@@ -129,7 +130,7 @@ class RandomSentences:
         self._config, self._seed, self._per_row = config, seed, per_row
 
     def batch(self, indices: np.ndarray) -> LatentBatch:
-        latent = self._config.latent
+        latent = latent_of(self._config)
         assert latent is not None
         rows = [random_sentences(self._seed + int(i), 1, self._per_row)[0] for i in indices]
         length = 2 * self._per_row * 12

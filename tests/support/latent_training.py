@@ -12,22 +12,22 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.latent.open_run import LatentRun
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.latent_batch import samples_of
-from megatron_lite.model.optimus import Optimus
-from megatron_lite.model.trunk.build import build_model
-from megatron_lite.train.loop.annealing import beta
+from megatron_lite.model.trunk.build import build_model, kind_of
+from megatron_lite.optimus.annealing import beta
+from megatron_lite.optimus.model import Optimus
+from megatron_lite.optimus.open_run import LatentRun
+from megatron_lite.optimus.sections import latent_of
 
 
 def learn(tree: dict[str, Any]) -> LatentRun:
     """What a run of these settings would learn, but for the learning rate, which falls linearly to a tenth."""
     tokenizer = load_tokenizer(build(Config, tree).tokenizer)
     config = build(Config, tree).with_vocab_size(tokenizer.vocab_size)
-    latent, steps, rows = config.latent, config.training.steps, config.batch.global_batch_size
+    latent, steps, rows = latent_of(config), config.training.steps, config.batch.global_batch_size
     assert latent is not None
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
-    samples = samples_of(config, data.train, "train")
+    samples = kind_of(config).samples(config, data.train, "train")
     model = build_model(config, len(LOSS_NAMES))
     assert isinstance(model, Optimus)
     solver = torch.optim.AdamW(model.parameters(), weight_decay=0.0)

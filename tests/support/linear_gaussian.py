@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from data_utils.base.errors import DataError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.latent.interface import Sentence
+from megatron_lite.optimus.interface import Sentence
 
 Posterior = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x [N, D] -> mu, logvar [N, P]
 

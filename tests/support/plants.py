@@ -170,15 +170,15 @@ LOSSES = (
     Plant(
         "weight decay on norms",
         ENGINE,
-        'no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)',
-        'no_decay = name.endswith("bias") or is_idle(name, config)',
+        'no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)',
+        'no_decay = name.endswith("bias") or kind_of(config).is_unused(name, config)',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
         ENGINE,
-        'no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)',
-        'no_decay = "layernorm" in name or is_idle(name, config)',
+        'no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)',
+        'no_decay = "layernorm" in name or kind_of(config).is_unused(name, config)',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(

@@ -9,7 +9,7 @@ from data_utils.base.settings import build
 from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.latent_batch import samples_of
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.train.engine.plain import make_engine
 from megatron_lite.train.loop.trainer import Trainer
 
@@ -20,8 +20,8 @@ def make_trainer(context, tree):
     config = config.with_vocab_size(tokenizer.vocab_size)
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     engine = make_engine(config, context, len(data.loss_names))
-    train = samples_of(config, data.train, "train")
-    validation = data.validation and samples_of(config, data.validation, "validation")
+    train = kind_of(config).samples(config, data.train, "train")
+    validation = data.validation and kind_of(config).samples(config, data.validation, "validation")
     return Trainer(config, context, engine, train, validation, data.loss_names)
 
 

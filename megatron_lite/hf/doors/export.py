@@ -25,9 +25,8 @@ from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
-from megatron_lite.hf import optimus
 from megatron_lite.hf.doors.report import Report, write_report
-from megatron_lite.hf.files.model_card import model_card, optimus_card
+from megatron_lite.hf.files.model_card import model_card
 from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
@@ -51,8 +50,10 @@ from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenize
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.runs import trained_layout, write_published
 from megatron_lite.hf.published.systems import OF_MODEL
-from megatron_lite.model.optimus import DECODER, ENCODER
 from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.optimus import huggingface as optimus
+from megatron_lite.optimus.card import optimus_card
 
 _PREFIX = "glm."
 
@@ -105,7 +106,7 @@ def export_run(
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
-        if run.config.latent is not None:
+        if run.config.decoder is not None:
             return _export_optimus(directory, run, options)
         _check_exportable(run, options.layout)
         checkpoint, model = run.checkpoint, run.config.model
@@ -308,7 +309,7 @@ def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
         "tokenizer": tokenizer_options(run.tokenizer),
         "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
     }
-    if run.config.latent is not None:
+    if run.config.decoder is not None:
         described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
     (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(card, encoding="utf-8")

@@ -52,10 +52,10 @@ from megatron_lite.hf.files.weights import (
 from megatron_lite.hf.glm import glm_proof, proof, released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
-from megatron_lite.hf.optimus import import_optimus, is_optimus
 from megatron_lite.hf.published.conversion import is_published, unsupported
 from megatron_lite.hf.published.runs import import_published
 from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.optimus.huggingface import import_optimus, is_optimus
 
 _GLM_TYPES = (None, "glm", GLMConfig.model_type)
 

@@ -77,7 +77,7 @@ model(input_ids).logits  # AutoModel gives hidden states"""
 
 
 _PUBLISHED = """{system}, written for the class `{class_name}` of transformers. {origin}{more}"""
-_ORIGINS = {
+ORIGINS = {
     (True, True): "Its weights were imported, and trained further on {names}.",
     (True, False): "Its weights were imported, and were not trained further.",
     (False, True): "It was trained from initial weights, on {names}.",
@@ -87,21 +87,6 @@ _CLASS = """from transformers import {class_name}
 
 model = {class_name}.from_pretrained("PATH")"""
 _EXTRA = " `{file}` holds the weights of a head that the class does not have."
-
-
-_OPTIMUS = """A variational autoencoder of sentences (arXiv:2004.04092). From the encoder's {feature},
-`posterior.weight` gives mean and log variance of a latent vector of {latent_size} components. The decoder takes it
-{ways}. {origin}"""
-_MEMORY = (
-    "as key and value of each layer (`memory.weight`), a cache of length 1, so that positions begin at 1"
-)
-_EMBEDDING = "as a sum with its word embeddings (`embedding.weight`)"
-_STACKS = """from safetensors.torch import load_file
-from transformers import AutoModelForPreTraining, GPT2LMHeadModel
-
-encoder = AutoModelForPreTraining.from_pretrained("PATH/encoder")
-decoder = GPT2LMHeadModel.from_pretrained("PATH/decoder")
-latent = load_file("PATH/latent.safetensors")"""
 
 
 _CLASSIFIER = """from transformers import pipeline
@@ -117,7 +102,7 @@ def model_card(run: OpenRun) -> str:
         words["introduction"] = f"Tuned on the task `{task.name}` ({task.kind}). {words['introduction']}"
     if run.config.model.task_head != "none":
         words |= {"tags": "- glm\n- text-classification", "example": _CLASSIFIER}
-    return _card(run, words, "")
+    return write_card(run, words, "")
 
 
 def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_file: str | None = None) -> str:
@@ -130,7 +115,7 @@ def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_fi
     introduction = _PUBLISHED.format(
         system=system,
         class_name=class_name,
-        origin=_ORIGINS[is_imported, steps > 0].format(names=names),
+        origin=ORIGINS[is_imported, steps > 0].format(names=names),
         more="" if extra_file is None else _EXTRA.format(file=extra_file),
     )
     words = {
@@ -139,32 +124,10 @@ def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_fi
         "introduction": introduction,
         "example": _CLASS.format(class_name=class_name),
     }
-    return _card(run, words, "and of the imported weights " if is_imported else "")
+    return write_card(run, words, "and of the imported weights " if is_imported else "")
 
 
-def optimus_card(run: OpenRun) -> str:
-    """The card of an export of OPTIMUS, in Markdown."""
-    config = run.config
-    assert config.decoder is not None and config.latent is not None
-    steps, latent = run.checkpoint.step, config.latent
-    ways = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
-    introduction = _OPTIMUS.format(
-        latent_size=latent.latent_size,
-        feature="pooled CLS" if latent.feature == "pooler" else "CLS",
-        ways=", and ".join(ways),
-        origin=_ORIGINS[False, steps > 0].format(names="sentences"),
-    )
-    words = {
-        "tags": "- optimus",
-        "title": "OPTIMUS",
-        "introduction": introduction,
-        "sizes": f"an encoder of {_sizes(config.model)}, and a decoder of {_sizes(config.decoder)}",
-        "example": _STACKS,
-    }
-    return _card(run, words, "and of imported weights, where it began with such, ")
-
-
-def _sizes(model: ModelConfig) -> str:
+def sizes(model: ModelConfig) -> str:
     layers = f"{model.num_layers} layers"
     if model.decoder_layers:
         layers = f"{model.num_layers} layers of an encoder, {model.decoder_layers} of a decoder"
@@ -174,11 +137,11 @@ def _sizes(model: ModelConfig) -> str:
     )
 
 
-def _card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
+def write_card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
     checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
     state, model = checkpoint.state, config.model
     return _CARD.format(
-        **{"sizes": _sizes(model), **words},
+        **{"sizes": sizes(model), **words},
         parameters=sum(map(math.prod, checkpoint.shapes.values())),
         sources=sources,
         run=checkpoint.path.parent.parent.name,

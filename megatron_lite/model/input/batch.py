@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.layout import Layout, make_layout
+from megatron_lite.model.input.loss_rows import LossRows
 
 
 def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
@@ -26,6 +30,24 @@ def scales_beside_last(factor: float, totals: Sequence[float]) -> np.ndarray:
     """
     *others, last = totals
     return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
+
+
+class HostParts(Protocol):
+    """What a model reads beside the tokens, as arrays on the host."""
+
+    ARRAYS: int  # how many `arrays` gives
+
+    def arrays(self) -> list[np.ndarray]:
+        """int32, floats by their bits."""
+        ...
+
+    def on_device(self, arrays: list[torch.Tensor]) -> Any:
+        """Args: arrays: as `arrays` gave them, on the device."""
+        ...
+
+    def loss_rows(self) -> tuple[LossRows, np.ndarray] | None:
+        """Rows with loss and their targets instead of those of the batch's weights; None = those."""
+        ...
 
 
 class Batch:
@@ -84,9 +106,38 @@ class Batch:
         other.weights = self.weights * mean_scales(factors, totals)[self.planes[:, OBJECTIVE]]
         return other
 
+    def host_parts(
+        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
+    ) -> HostParts | None:
+        """What the model reads beside the tokens, in the order of the attention plan; None = nothing.
+
+        Args:
+            order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding.
+            first: token of [T] from which rows are counted: with a decoder its first.
+            predicted: int64, the tokens with loss, counted from `first`, -1 for those that fill up.
+            few_counts: of rows, see `few_count`.
+        """
+        return None
+
     def padded(self, rows: int) -> Batch:
         """The batch filled with rows of padding, without documents or loss, up to `rows`."""
         padded = np.zeros((rows, *self.planes.shape[1:]), np.int32)
         padded[:, DOC] = PADDING_DOC
         padded[: len(self.planes)] = self.planes
         return Batch(padded)
+
+
+class Samples(Protocol):
+    """Sample numbers -> batch, as the SampleLoader of pretraining has it."""
+
+    def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
+        """Samples int64 [B] as planes int32 [B, len(FIELDS), row_length], or as a Batch."""
+        ...
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Told which samples int64 [B] a later step reads."""
+        ...
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """What identifies the data, for checkpoints."""
+        ...

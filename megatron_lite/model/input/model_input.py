@@ -21,12 +21,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.attention.layout import LENGTHS
 from megatron_lite.model.attention.plan import AttentionPlan, HostPlan, plan_attention
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.batch import Batch, HostParts
 from megatron_lite.model.input.loss_rows import LossRows, find_loss_rows
-from megatron_lite.model.input.task_batch import HostParts, Parts, TaskBatch
 from megatron_lite.model.kernels.compat import cpu_has_half_matmul
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
-from megatron_lite.model.latent_batch import HostSentences, LatentBatch, Sentences
 
 _WEIGHTS = 4  # place of the weights among the arrays of a HostInput
 
@@ -51,8 +49,7 @@ class ModelInput:
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
-    parts: Parts | None = None  # of a task: what its loss reads instead
-    sentences: Sentences | None = None  # of two stacks joined by a latent vector
+    parts: Any = None  # what the model reads beside the tokens, such as the `Parts` of a task
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
@@ -73,7 +70,7 @@ class HostInput:
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
     step: int  # see Dropout
-    parts: HostParts | HostSentences | None = None  # of a task, or of a latent vector
+    parts: HostParts | None = None  # see Batch.host_parts
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
@@ -100,8 +97,7 @@ class HostInput:
             targets=targets,
             weights=weights.view(torch.float32),
             dropout=dropout,
-            parts=parts if isinstance(parts, Parts) else None,
-            sentences=parts if isinstance(parts, Sentences) else None,
+            parts=parts,
         )
 
 
@@ -164,7 +160,7 @@ def prepare(
 
     Args:
         device: where it will be sent; decides the kernel.
-        of_decoder: of a LatentBatch, whose stacks are two models.
+        of_decoder: of a model of two stacks, whose tokens with ord > 0 it reads.
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
         few_counts: of rows with loss, see `find_loss_rows`.
@@ -192,15 +188,12 @@ def prepare(
     loss_rows, labelled = find_loss_rows(
         weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
     )
-    parts: HostParts | HostSentences | None = None
-    if isinstance(batch, LatentBatch):
-        parts = HostSentences(batch, plan.order, first, labelled, few_counts)
+    parts = batch.host_parts(plan.order, first, labelled, few_counts, config)
     labelled = np.where(labelled < 0, -1, labelled + first)
     targets = np.where(labelled < 0, 0, planes[-1][labelled])
-    if isinstance(batch, TaskBatch) and batch.head != "tokens":
-        parts = HostParts(batch, plan.order, first, few_counts, config.has_task_pool)
-        if batch.head == "choices":  # their rows are those with loss
-            loss_rows, targets = parts.loss_rows()
+    own_rows = None if parts is None else parts.loss_rows()
+    if own_rows is not None:
+        loss_rows, targets = own_rows
     first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
     kernel_seed, keys, place_salts, step = None, planes[0, :0], planes[0, :0], 0
     if dropout_seed is not None:

@@ -10,6 +10,7 @@ import torch
 
 from data_utils.base.parts import PartArrays
 from data_utils.base.planes import DOC, TOKENS
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.loss_rows import LossRows, few_count
 
@@ -81,6 +82,13 @@ class TaskBatch(Batch):
         weights[-1] = self.loss_weight
         return weights
 
+    def host_parts(
+        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
+    ) -> HostTaskParts | None:
+        if self.head == "tokens":
+            return None
+        return HostTaskParts(self, order, first, few_counts, config.has_task_pool)
+
 
 def with_documents(batch: TaskBatch) -> PartArrays:
     """Parts of one row each -> the same with the other tokens of their documents, padding left out, after it."""
@@ -94,7 +102,7 @@ def with_documents(batch: TaskBatch) -> PartArrays:
     return replace(batch.parts, rows=np.concatenate([batch.parts.rows[:0], *chosen]), row_part=owner)
 
 
-class HostParts:
+class HostTaskParts:
     """The parts of a batch in the order of its attention plan.
 
     Args:
@@ -132,8 +140,10 @@ class HostParts:
     def _filled(self, of_rows: np.ndarray) -> np.ndarray:
         return np.pad(of_rows, (0, self._fillers))
 
-    def loss_rows(self) -> tuple[LossRows, np.ndarray]:
-        """The rows whose targets are tokens (choices), and these tokens."""
+    def loss_rows(self) -> tuple[LossRows, np.ndarray] | None:
+        """Of choices the rows, whose targets are tokens, and these tokens."""
+        if self._head != "choices":
+            return None
         none = self._rows[:0]
         rows = LossRows(self._rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self._rows))
         return rows, self._filled(self._targets)

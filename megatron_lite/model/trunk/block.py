@@ -83,24 +83,17 @@ def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
     return [length // size for length in plan.lengths]
 
 
-@dataclass(frozen=True)
-class Latent:
-    """What a latent vector gives to a stack whose texts depend on it: OPTIMUS's embedding and memory.
+class Condition(Protocol):
+    """What the texts of a stack depend on beside their tokens."""
 
-    Source: arXiv:2004.04092, section 3.1.
-    """
-
-    added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
-    memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
-    slots: torch.Tensor  # int [N], of the T tokens
+    @property
+    def added(self) -> torch.Tensor | None:
+        """[T, D], added to the embeddings of all tokens; None = nothing is."""
+        ...
 
     def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Keys and values of the slots replaced, [T, 3, H, size of a head]."""
-        if self.memory is None:
-            return qkv
-        both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
-        places = torch.arange(1, 3, device=qkv.device)
-        return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
+        """Queries, keys and values of a layer, [T, 3, H, size of a head], some of them replaced."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ class Flow:
     bias: ScoreBias | None = None  # of all layers' scores
     rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
     distances: Distances | None = field(default=None, kw_only=True)  # of all tokens
-    latent: Latent | None = field(default=None, kw_only=True)
+    condition: Condition | None = field(default=None, kw_only=True)
 
     @staticmethod
     def of(
@@ -124,12 +117,12 @@ class Flow:
         parallel: TensorParallel,
         rotary: Rotary | None = None,
         distances: Distances | None = None,
-        latent: Latent | None = None,
+        condition: Condition | None = None,
     ) -> Flow:
         own = dropout
         if dropout is not None:
             own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
-        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, latent=latent)
+        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
@@ -222,8 +215,8 @@ class PositionEmbeddings(nn.Module):
             first, second = hidden.split(lengths)
             first_ids, second_ids = ids.split(lengths, dim=1)
             hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
-        if flow.latent is not None and flow.latent.added is not None:
-            hidden = hidden + flow.latent.added
+        if flow.condition is not None and flow.condition.added is not None:
+            hidden = hidden + flow.condition.added
         dropout = flow.features(self.dropout, -1, "embedding")
         if dropout is not None:
             hidden = add(None, Biased(hidden), dropout)
@@ -298,8 +291,8 @@ class Attention(nn.Module):
         assert not isinstance(flow.plan, PartsPlan)
         heads = spread(qkv.view(len(qkv), -1, self.head_size), self.key_value_heads, flow.rotary)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
-        if flow.latent is not None:
-            qkv = flow.latent.remembered(qkv, layer)
+        if flow.condition is not None:
+            qkv = flow.condition.remembered(qkv, layer)
         qkv = qkv.view(*flow.shape, *qkv.shape[1:])
         if self.query_factor != 1.0:
             q, key_value = qkv.split([1, 2], dim=-3)
@@ -409,7 +402,7 @@ class Block(nn.Module):
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
         hidden = stream.hidden
         is_trained = self.parts is not None and hidden.requires_grad and torch.is_grad_enabled()
-        is_usual = flow.latent is None and isinstance(flow.plan, VarlenPlan)
+        is_usual = flow.condition is None and isinstance(flow.plan, VarlenPlan)
         if is_trained and has_kernels(hidden) and is_usual:
             return self._fused(stream, flow, layer, cast(VarlenPlan, flow.plan))
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs

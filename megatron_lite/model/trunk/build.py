@@ -1,112 +1,110 @@
-"""The model of a configuration: one Transformer, or OPTIMUS's two stacks; its parameters and its costs."""
+"""The model of a configuration: what training, checkpoints and reports ask of it.
+
+A configuration trains one Transformer, unless its objective names a module with a model of its own
+(`ObjectiveConfig.model_module`), whose `KIND` is then asked. `build_model` and the other functions below are the
+questions, so that no caller needs to know which model it is.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import replace
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-import torch
-
-from data_utils.objectives.optimus import OptimusConfig
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.model.input.batch import Samples
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.optimus import DECODER, ENCODER, LATENT, LatentLayers, Optimus
-from megatron_lite.model.trunk.counts import Shapes, parameter_count, parameter_shapes, step_flops
+from megatron_lite.model.trunk.counts import parameter_count, parameter_shapes, step_flops
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.trained_model import TrainedModel
 
 
-def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> GLM | Optimus:
-    """The initialised fp32 model; DeepSpeed casts it to the training precision."""
-    training = config.training
-    if config.decoder is not None:
-        return _build_optimus(config, config.decoder, num_losses, parallel)
-    model = GLM(
-        config.model,
-        recompute=training.recompute,
-        num_losses=num_losses,
-        parallel=parallel,
-        label_smoothing=training.label_smoothing,
-        has_memory=config.has_memory,
-    )
-    initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
-    return model
+class OneTransformer:
+    """A configuration with one Transformer, and the base of other kinds of models."""
+
+    def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
+        """The initialised fp32 model; DeepSpeed casts it to the training precision."""
+        training = config.training
+        model = GLM(
+            config.model,
+            recompute=training.recompute,
+            num_losses=num_losses,
+            parallel=parallel,
+            label_smoothing=training.label_smoothing,
+            has_memory=config.has_memory,
+        )
+        initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
+        return model
+
+    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every parameter, without padding rows, as checkpoints hold them."""
+        return parameter_shapes(config.model)
+
+    def count(self, config: Config) -> int:
+        """Trainable parameters, with the rows that pad vocabularies."""
+        return parameter_count(config.model)
+
+    def flops(
+        self,
+        config: Config,
+        tokens: int,
+        loss_rows: int,
+        visible_keys: int,
+        targets: int,
+        target_keys: int,
+    ) -> float:
+        """FLOPs of a training step. Args: as of `step_flops`."""
+        return step_flops(config.model, tokens, loss_rows, visible_keys, targets, target_keys)
+
+    def is_unused(self, name: str, config: Config) -> bool:
+        """Whether a parameter has no part in the loss. It has no gradient, and stays as it is."""
+        if config.task is None:
+            return name.startswith("heads.sentence.") and not config.has_sentence_labels
+        if name.startswith("heads.sentence."):
+            return not (config.model.has_task_pooler and name.startswith("heads.sentence.dense."))
+        is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
+        if config.finetune.lm_weight:
+            return False  # the tokens of the samples' texts are predicted as well
+        return is_of_tokens and (config.model.task_head != "none" or "bound" in name)
+
+    def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
+        """The samples of a `SampleLoader` as the model reads them. Args: purpose: "train" or "validation"."""
+        return loader
+
+    def check_beginning(self, config: Config) -> None:
+        """Raise CheckpointError unless a new run can begin as its objective's section says."""
+
+    def begin(self, config: Config, engine: Any, context: Any) -> None:
+        """Load what a new run begins with, by its objective's section; called by every rank after `check_beginning`."""
+
+    def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
+        """Raise CheckpointError unless a run of the configuration tree `before` may be continued."""
 
 
-def _build_optimus(
-    config: Config, decoder: ModelConfig, num_losses: int, parallel: TensorParallel | None
-) -> Optimus:
-    training, latent = config.training, config.latent
-    assert latent is not None, "the configuration checks it"
-    model = Optimus(
-        config.model,
-        decoder,
-        latent,
-        recompute=training.recompute,
-        num_losses=num_losses,
-        parallel=parallel,
-    )
-    posterior = _of_latent(config.model, latent.init_std, latent.encoder_from)
-    carried = _of_latent(decoder, latent.init_std, latent.decoder_from)
-    stacks = {
-        ENCODER: config.model,
-        DECODER: decoder,
-        f"{LATENT}posterior.": posterior,
-        f"{LATENT}memory.": carried,
-        f"{LATENT}embedding.": carried,
-    }
-    for prefix, stack in stacks.items():
-        named = [pair for pair in model.named_parameters() if pair[0].startswith(prefix)]
-        initialize_parameters(named, stack, training.seed)
-    return model
+def kind_of(config: Config) -> OneTransformer:
+    """What kind of model a configuration trains."""
+    modules = {choice.section.model_module for choice in config.objective_choices} - {None}
+    return importlib.import_module(modules.pop()).KIND if modules else OneTransformer()
 
 
-def _of_latent(stack: ModelConfig, given: float | None, begins_with: str | None) -> ModelConfig:
-    """A stack with the scale of the latent matrices beside it.
-
-    A stack gives and takes vectors whose elements have a variance near 1 after LayerNorm, at any width: 1/sqrt(width)
-    keeps that variance. The published 0.02 is nearly that at width 768, and at 64 it gives a mean of 0.16 under noise
-    of 1, which nothing learns to read.
-    """
-    if given is None:
-        given = stack.hidden_size**-0.5 if begins_with is None else stack.init_std
-    return replace(stack, init_std=given)
-
-
-@functools.lru_cache(maxsize=16)
-def _latent_shapes(encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig) -> Shapes:
-    with torch.device("meta"):
-        layers = LatentLayers(encoder, decoder, config)
-    return {f"{LATENT}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}
+def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:
+    """The initialised fp32 model of a configuration."""
+    return kind_of(config).build(config, num_losses, parallel)
 
 
 def model_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """As `parameter_shapes`, of the whole model of a configuration."""
-    encoder = parameter_shapes(config.model)
-    if config.decoder is None or config.latent is None:
-        return encoder
-    decoder = parameter_shapes(config.decoder)
-    return {
-        **{f"{ENCODER}{name}": shape for name, shape in encoder.items()},
-        **{f"{DECODER}{name}": shape for name, shape in decoder.items()},
-        **_latent_shapes(config.model, config.decoder, config.latent),
-    }
+    """See `OneTransformer.shapes`."""
+    return kind_of(config).shapes(config)
 
 
 def model_count(config: Config) -> int:
-    """As `parameter_count`, of the whole model."""
-    if config.decoder is None or config.latent is None:
-        return parameter_count(config.model)
-    latent = sum(map(math.prod, _latent_shapes(config.model, config.decoder, config.latent).values()))
-    return parameter_count(config.model) + parameter_count(config.decoder) + latent
+    """See `OneTransformer.count`."""
+    return kind_of(config).count(config)
 
 
 def model_flops(
     config: Config, tokens: int, loss_rows: int, visible_keys: int, targets: int, target_keys: int
 ) -> float:
-    """As `step_flops`, of the whole model. The latent matrices, used once for each sentence, are left out."""
-    if config.decoder is None:
-        return step_flops(config.model, tokens, loss_rows, visible_keys, targets, target_keys)
-    encoder = step_flops(config.model, tokens - targets, 0, visible_keys - target_keys)
-    return encoder + step_flops(config.decoder, targets, loss_rows, target_keys)
+    """See `OneTransformer.flops`."""
+    return kind_of(config).flops(config, tokens, loss_rows, visible_keys, targets, target_keys)

@@ -37,9 +37,9 @@ from megatron_lite.model.layers.tensor_parallel import (
 )
 from megatron_lite.model.trunk.block import (
     Block,
+    Condition,
     Embedding,
     Flow,
-    Latent,
     Stream,
     final_layernorm,
     own_lengths,
@@ -54,13 +54,14 @@ from megatron_lite.model.trunk.encoder_decoder import (
 )
 from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.trunk.task_losses import choice_scores, part_sums, sums_of_task, task_loss
+from megatron_lite.model.trunk.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
 
 # Number of a block and its input [T, D] -> the input that it takes instead.
 BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-class GLM(nn.Module):
+class GLM(TrainedModel):
     """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
 
     Args:
@@ -104,7 +105,6 @@ class GLM(nn.Module):
                 self.decoder_relative_bias = RelativeBuckets(config, self.parallel, is_causal=True)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
-        # Called before a part of the model is computed: its weights may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def run(
@@ -114,12 +114,12 @@ class GLM(nn.Module):
         plan: AttentionPlan | PartsPlan,
         dropout: Dropout | None,
         before_block: BeforeBlock | None = None,
-        latent: Latent | None = None,
+        condition: Condition | None = None,
     ) -> torch.Tensor:
-        """Output of the last block: [T, D], or [Td, D]. Args: latent: what the texts depend on, see optimus.py."""
+        """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
         rotary = Rotary.of(self.config, ids.flatten(1))
         distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances, latent)
+        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances, condition)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
@@ -262,9 +262,9 @@ class GLM(nn.Module):
         outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.row_part)]
 
-    def losses(self, batch: ModelInput, latent: Latent | None = None) -> torch.Tensor:
-        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: latent: as of `run`."""
-        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, latent=latent)
+    def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as of `run`."""
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
         return self._row_losses(hidden, batch, 0.0)
 
     def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:

@@ -42,8 +42,9 @@ from megatron_lite.model.layers.tensor_parallel import (
     partition_of,
     take_products,
 )
-from megatron_lite.model.optimus import is_unused
 from megatron_lite.model.trunk.block import Block, PositionEmbeddings
+from megatron_lite.model.trunk.build import kind_of
+from megatron_lite.model.trunk.trained_model import usual_measures
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine import nvidia_apex
 from megatron_lite.train.engine.deepspeed_engines import deepspeed_engine
@@ -73,22 +74,8 @@ def parameter_groups(
 
 
 def _weight_decay(name: str, config: Config) -> float:
-    no_decay = name.endswith("bias") or "layernorm" in name or is_idle(name, config)
+    no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)
     return 0.0 if no_decay else config.optimizer.weight_decay
-
-
-def is_idle(name: str, config: Config) -> bool:
-    """Whether a head that the model brings has no part in the loss. It has no gradient, and stays as it is."""
-    if config.latent is not None:
-        return is_unused(name, config.latent)
-    if config.task is None:
-        return name.startswith("heads.sentence.") and not config.has_sentence_labels
-    if name.startswith("heads.sentence."):
-        return not (config.model.has_task_pooler and name.startswith("heads.sentence.dense."))
-    is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
-    if config.finetune.lm_weight:
-        return False  # the tokens of the samples' texts are predicted as well
-    return is_of_tokens and (config.model.task_head != "none" or "bound" in name)
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -326,7 +313,7 @@ class Engine(ABC):
 
     def more_measures(self, loss: float) -> dict[str, float]:
         """Of the last evaluation, beside its losses. Args: loss: their mean over predicted tokens."""
-        return {"perplexity": math.exp(min(loss, 700.0))}
+        return usual_measures(loss)
 
     @property
     def annealed(self) -> dict[str, float]:

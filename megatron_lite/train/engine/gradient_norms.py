@@ -10,8 +10,8 @@ import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
-from megatron_lite.model.optimus import DECODER, ENCODER
 from megatron_lite.model.trunk.build import model_shapes
+from megatron_lite.model.trunk.stacks import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
 
 

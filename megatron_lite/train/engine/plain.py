@@ -11,14 +11,11 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import MicroBatch, ModelInput
 from megatron_lite.model.input.task_batch import TaskBatch
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.optimus import Optimus
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.train.engine.engine import Engine, StepResult
 from megatron_lite.train.engine.parameter_rates import Rate
-from megatron_lite.train.loop.annealing import beta
-from megatron_lite.train.loop.latent_measures import LatentMeasures
 
 
 class PlainEngine(Engine):
@@ -62,9 +59,24 @@ class PlainEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._no_sums()
-        for batch in batches:
-            sums += self._model(self._input(batch, None))[1]
+        self._model.begin_evaluation()
+        try:
+            for batch in batches:
+                sums += self._model(self._input(batch, None))[1]
+        finally:
+            self._model.end_evaluation()
         return sums
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        self._model.set_step(step, self._config.training.steps)
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        return self._model.measures(self.context, loss)
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return self._model.annealed
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,49 +90,10 @@ class PlainEngine(Engine):
         return torch.zeros(self._model.num_losses, 2, dtype=torch.float64, device=self.context.device)
 
 
-class LatentEngine(PlainEngine):
-    """Of two stacks and a latent vector: OPTIMUS."""
-
-    _measures: LatentMeasures  # of the last evaluation
-
-    @property
-    def optimus(self) -> Optimus:
-        assert isinstance(self._model, Optimus)
-        return self._model
-
-    def set_step(self, step: int) -> None:
-        super().set_step(step)
-        latent = self.optimus.config
-        self.optimus.beta = beta(
-            step - 1,
-            self._config.training.steps,
-            peak=latent.beta,
-            cycles=latent.cycles,
-            zero_share=latent.zero_share,
-            rise_share=latent.rise_share,
-        )
-
-    @property
-    def annealed(self) -> dict[str, float]:
-        return {"beta": self.optimus.beta}
-
-    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        self._measures = LatentMeasures()
-        self.optimus.observe = self._measures.add
-        try:
-            return super().evaluate(batches)
-        finally:
-            self.optimus.observe = None
-
-    def more_measures(self, loss: float) -> dict[str, float]:
-        return self._measures.summary(self.context, loss)
-
-
 def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
     """Build, initialise and shard the model of a configuration for its layout."""
     if context.pp.size == 1:
-        kind = PlainEngine if config.latent is None else LatentEngine
-        return kind(config, context, num_losses)
+        return PlainEngine(config, context, num_losses)
     from megatron_lite.train.engine.pipeline import PipelineEngine
 
     return PipelineEngine(config, context, num_losses)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from data_utils.base.errors import UserError
 from data_utils.base.random_streams import derive_seed
 from data_utils.samples.mixture import batch_indices
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.batch import Batch, Samples
 from megatron_lite.model.input.model_input import HostInput
 from megatron_lite.parallel.context import ParallelContext
 
@@ -47,22 +47,6 @@ class HostStep:
 
 class _Abandoned(Exception):
     """Nobody wants the step any more."""
-
-
-class Samples(Protocol):
-    """Sample numbers -> batch, as the SampleLoader of pretraining has it."""
-
-    def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
-        """Samples int64 [B] as planes int32 [B, len(FIELDS), row_length], or as a Batch."""
-        ...
-
-    def prefetch(self, indices: np.ndarray) -> None:
-        """Told which samples int64 [B] a later step reads."""
-        ...
-
-    def fingerprint(self) -> list[dict[str, object]]:
-        """What identifies the data, for checkpoints."""
-        ...
 
 
 Make = Callable[[Place, Callable[[], bool]], HostStep]  # place, whether it is still wanted

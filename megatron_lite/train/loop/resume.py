@@ -30,14 +30,13 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
-from megatron_lite.model.optimus import ENCODER
-from megatron_lite.model.trunk.build import model_shapes
+from megatron_lite.model.trunk.build import kind_of, model_shapes
+from megatron_lite.model.trunk.stacks import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
 from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora
 from megatron_lite.train.guard.finished import changed
 from megatron_lite.train.guard.run_state import state_of
-from megatron_lite.train.loop import begin_stacks
 from megatron_lite.train.observe import version
 
 log = logging.getLogger(__name__)
@@ -71,8 +70,8 @@ def check_beginning(config: Config) -> None:
         else:
             checkpoint = initial
             require_same_corpora(config, initial.path, initial.trainer_state())
-    elif config.latent is not None:
-        begin_stacks.check(config)
+    else:
+        kind_of(config).check_beginning(config)
     if checkpoint is not None:
         check_model(checkpoint, model_shapes(config))
 
@@ -114,12 +113,7 @@ def check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
             "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
         )
     before = checkpoint.trainer_state().config
-    feature = before.get("optimus", {}).get("feature")
-    if config.latent is not None and feature != config.latent.feature:
-        raise CheckpointError(
-            f"optimus.feature is {config.latent.feature}, but {checkpoint.path} was trained with {feature}; set it to "
-            "that, or choose another run.directory."
-        )
+    kind_of(config).check_continuation(config, before, checkpoint.path)
     old, new = before.get("training", {}).get("seed"), config.training.seed
     if old != new:
         raise CheckpointError(
@@ -150,8 +144,8 @@ def load_beginning(
         state = None
         if settings.initialize_from is not None:
             state = _initialize(config, engine, context, data)
-        elif config.latent is not None:
-            begin_stacks.load(config, engine, context)
+        else:
+            kind_of(config).begin(config, engine, context)
         events = [] if state is None else _changed(corpora_changes(config, state))
         return Beginning(state, events=events + _rewinds(directory, [], context))
     check_may_continue(config, own)
@@ -186,7 +180,7 @@ def _initialize(
 
 
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """What a configuration begins with: of OPTIMUS the encoder, where that is all it has."""
+    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, where it has one."""
     has_stacks = any(name.startswith(ENCODER) for name in checkpoint.shapes)
     return checkpoint.part(ENCODER) if has_stacks and config.decoder is None else checkpoint
 

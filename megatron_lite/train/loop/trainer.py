@@ -25,6 +25,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
+from megatron_lite.model.input.batch import Samples
 from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.model.trunk.build import model_count, model_flops
 from megatron_lite.model.trunk.glm import GLM
@@ -38,7 +39,7 @@ from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
 from megatron_lite.train.loop.judge import Judge
 from megatron_lite.train.loop.loss_shares import LossShares
 from megatron_lite.train.loop.lr_schedule import learning_rate
-from megatron_lite.train.loop.prefetch import Ahead, HostStep, Place, Samples, StepMaker, same_passes
+from megatron_lite.train.loop.prefetch import Ahead, HostStep, Place, StepMaker, same_passes
 from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.machine import Yardstick

@@ -66,10 +66,12 @@ from megatron_lite.hf.published.runs import (
     write_stack,
 )
 from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
-from megatron_lite.latent.interface import Sentence
-from megatron_lite.latent.open_run import LatentRun, Rows, latent_run, longest_sentence
-from megatron_lite.model.optimus import DECODER, ENCODER, LATENT
 from megatron_lite.model.trunk.build import model_shapes
+from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.optimus.interface import Sentence
+from megatron_lite.optimus.model import LATENT
+from megatron_lite.optimus.open_run import LatentRun, Rows, latent_run, longest_sentence
+from megatron_lite.optimus.sections import latent_of
 
 FORMAT, VERSION = "megatron-lite-optimus", 1
 DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"
@@ -90,7 +92,7 @@ def directory_of(prefix: str) -> str:
 def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
     """Write a run's stacks and what lies between them. Raises: CheckpointError for a stack that has no such class."""
     checkpoint, config = run.checkpoint, run.config
-    assert config.latent is not None and config.decoder is not None
+    assert config.decoder is not None
     check_shapes(Weights(checkpoint.shapes, _unread), model_shapes(config), checkpoint.path)
     _require_classes(config.model, config.decoder, str(checkpoint.path))
     kept = checkpoint.path.parent.parent / KEPT_FILES
@@ -105,7 +107,7 @@ def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
     latent = checkpoint.part(LATENT)
     matrices = map(weight_reader(latent), latent.shapes)
     write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
-    section = {name: getattr(config.latent, name) for name in DESCRIBED}
+    section = {name: getattr(latent_of(config), name) for name in DESCRIBED}
     text = json.dumps({"format": FORMAT, "version": VERSION, **section}, indent=2)
     (directory / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
 
@@ -317,7 +319,7 @@ def _of_posteriors(
     run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
 ) -> proof.Question:
     """Of sentences of several lengths."""
-    config, special, section = run.config.model, run.tokenizer.special, run.config.latent
+    config, special, section = run.config.model, run.tokenizer.special, latent_of(run.config)
     assert config.vocab_size is not None and section is not None
     longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
     theirs = load_class(directory, system_of(config).class_of(config), dtype)
@@ -342,7 +344,7 @@ def _of_logits(
     run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
 ) -> proof.Question:
     """Of three texts of BOS and random tokens, each with its own latent vector."""
-    config, section = run.config.decoder, run.config.latent
+    config, section = run.config.decoder, latent_of(run.config)
     assert config is not None and config.vocab_size is not None and section is not None
     begin = (run.decoder_tokenizer or run.tokenizer).special.sop
     z = torch.randn(3, section.latent_size, generator=generator)

@@ -21,11 +21,11 @@ import torch
 from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.latent.inputs import Sampling
-from megatron_lite.latent.interface import LatentModel, Sentence
-from megatron_lite.model.latent import gaussian_kl
-from megatron_lite.model.latent_space import active_units, mutual_information
-from megatron_lite.model.noise import normals
+from megatron_lite.optimus.gaussian import gaussian_kl
+from megatron_lite.optimus.inputs import Sampling
+from megatron_lite.optimus.interface import LatentModel, Sentence
+from megatron_lite.optimus.noise import normals
+from megatron_lite.optimus.space import active_units, mutual_information
 
 LARGEST_EXPONENT = 700.0  # exp of it is still finite
 

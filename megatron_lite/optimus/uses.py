@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.latent.interface import LatentModel
-from megatron_lite.model.noise import normals
+from megatron_lite.optimus.interface import LatentModel
+from megatron_lite.optimus.noise import normals
 
 
 def between(mu: torch.Tensor, points: int) -> torch.Tensor:

@@ -13,9 +13,10 @@ from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_mani
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.optimus import DECODER, ENCODER
 from megatron_lite.model.trunk.build import model_shapes
 from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.optimus.sections import latent_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
 
@@ -50,9 +51,8 @@ def _stack(config: Config, prefix: str) -> ModelConfig:
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:
     """Setting, its value, prefix of the stack's parameters."""
-    assert config.latent is not None
     for key, prefix in (("encoder_from", ENCODER), ("decoder_from", DECODER)):
-        path = getattr(config.latent, key)
+        path = getattr(latent_of(config), key)
         if path is not None:
             yield key, path, prefix
 

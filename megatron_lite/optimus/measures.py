@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.latent_space import active_units, mutual_information
+from megatron_lite.optimus.space import active_units, mutual_information
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
 
@@ -24,8 +24,7 @@ class LatentMeasures:
 
     def add(self, batch: ModelInput, mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor) -> None:
         """Args: mu, logvar, z: fp32 [N, P] of the sentences of a batch."""
-        assert batch.sentences is not None
-        real = batch.sentences.weight > 0
+        real = batch.parts.weight > 0
         self._passes.append(torch.cat([mu, logvar, z], 1)[real].double().cpu().numpy())
         self._tokens += float(batch.weights.sum())
 

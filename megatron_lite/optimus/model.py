@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,13 +27,16 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.latent import draw, gaussian_kl, with_free_bits
-from megatron_lite.model.latent_batch import Sentences
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear
-from megatron_lite.model.trunk.block import Latent
 from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.trained_model import TrainedModel
+from megatron_lite.optimus.annealing import beta
+from megatron_lite.optimus.batch import Sentences
+from megatron_lite.optimus.gaussian import draw, gaussian_kl, with_free_bits
+from megatron_lite.optimus.measures import LatentMeasures
+from megatron_lite.parallel.context import ParallelContext
 
-ENCODER, DECODER, LATENT = "encoder.", "decoder.", "latent."
+LATENT = "latent."  # prefix of what lies between the stacks
 
 
 class Projection(nn.Module):
@@ -47,6 +50,23 @@ class Projection(nn.Module):
         return linear(x.to(self.weight.dtype), self.weight)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What latent vectors give to the decoder, a `Condition`: embedding and memory (arXiv:2004.04092, section 3.1)."""
+
+    added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
+    memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
+    slots: torch.Tensor  # int [N], of the T tokens
+
+    def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Keys and values of the slots replaced, [T, 3, H, size of a head]."""
+        if self.memory is None:
+            return qkv
+        both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
+        places = torch.arange(1, 3, device=qkv.device)
+        return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
+
+
 class LatentLayers(nn.Module):
     """Between encoder and decoder."""
 
@@ -58,17 +78,17 @@ class LatentLayers(nn.Module):
         self.memory = Projection(size, math.prod(self.shape)) if config.memory else None
         self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
 
-    def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Latent:
-        """What sentences give to their tokens: z [N, P], int [T], int [real N] -> Latent."""
+    def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Given:
+        """What sentences give to their tokens: z [N, P], int [T], int [real N] -> Given."""
         added, memory = None, None
         if self.embedding is not None:
             added = self.embedding(z).index_select(0, of_token)
         if self.memory is not None:
             memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
-        return Latent(added, memory, slots)
+        return Given(added, memory, slots)
 
 
-class Optimus(nn.Module):
+class Optimus(TrainedModel):
     """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step."""
 
     def __init__(
@@ -88,18 +108,37 @@ class Optimus(nn.Module):
         self.decoder = GLM(decoder, recompute=recompute, parallel=parallel)
         self.latent = LatentLayers(encoder, decoder, config)
         self.beta = config.beta
-        # Told of each pass: mu, logvar and z, fp32 [N, P].
+        # Optional callback, called in each forward pass with mu, logvar and z, fp32 [N, P].
         self.observe: Callable[[ModelInput, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     @property
-    def before_use(self) -> Callable[[nn.Module], None]:
+    def before_use(self) -> Callable[[nn.Module], None]:  # type: ignore[override]
         return self.encoder.before_use
 
     @before_use.setter
     def before_use(self, call: Callable[[nn.Module], None]) -> None:
         self.encoder.before_use = self.decoder.before_use = call
 
-    def forward(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def set_step(self, step: int, steps: int) -> None:
+        config = self.config
+        shares = {"zero_share": config.zero_share, "rise_share": config.rise_share}
+        self.beta = beta(step - 1, steps, peak=config.beta, cycles=config.cycles, **shares)
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return {"beta": self.beta}
+
+    def begin_evaluation(self) -> None:
+        self._measures = LatentMeasures()
+        self.observe = self._measures.add
+
+    def end_evaluation(self) -> None:
+        self.observe = None
+
+    def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
+        return self._measures.summary(context, loss)
+
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
 
         The losses that are reported are the reconstruction and the divergence itself, without beta and free bits.
@@ -167,8 +206,8 @@ class Optimus(nn.Module):
 
 
 def _sentences(batch: ModelInput) -> Sentences:
-    assert batch.sentences is not None
-    return batch.sentences
+    assert isinstance(batch.parts, Sentences)
+    return batch.parts
 
 
 def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
@@ -185,10 +224,3 @@ def _dropout(batch: ModelInput, part: int) -> Dropout | None:
     keys = batch.dropout.keys.split(plan.lengths)[part]
     # Kernels that draw their own numbers are seeded by layer, and both stacks count layers from 0.
     return replace(batch.dropout, keys=keys, seed=derive_seed(batch.dropout.seed, part) >> 1)
-
-
-def is_unused(name: str, config: OptimusConfig) -> bool:
-    """Whether a parameter is of a head that a stack brings and that has no part in the loss."""
-    if config.feature == "pooler" and name.startswith(f"{ENCODER}heads.sentence.dense."):
-        return False
-    return name.startswith((f"{ENCODER}heads.", f"{DECODER}heads.sentence."))

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from data_utils.base.planes import DOC
-from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.samples.loader import SampleLoader
-from megatron_lite.config.tree import Config
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.loss_rows import few_count
-from megatron_lite.model.noise import normals
+from megatron_lite.optimus.noise import normals
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ class LatentBatch(Batch):
     def target_keys(self) -> int:
         return int(self.layout.parts[1].views.seen.sum())
 
+    def host_parts(
+        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
+    ) -> HostSentences:
+        return HostSentences(self, order, first, predicted, few_counts)
+
     def padded(self, rows: int) -> LatentBatch:
         planes = super().padded(rows).planes
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
@@ -139,6 +143,9 @@ class HostSentences:
             *(array.astype(np.float32).view(np.int32) for array in self._numbers),
         ]
 
+    def loss_rows(self) -> None:
+        """The rows with loss are those of the batch."""
+
     def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
         """Args: arrays: as `arrays` gave them."""
         features, slots, of_token, of_loss, noise, weight = arrays
@@ -162,12 +169,3 @@ class LatentSamples:
 
     def fingerprint(self) -> list[dict[str, object]]:
         return self._loader.fingerprint()
-
-
-def samples_of(config: Config, loader: SampleLoader, what: str) -> SampleLoader | LatentSamples:
-    """The samples as the configuration's model reads them. Args: what: "train" or "validation"."""
-    latent = config.latent
-    if latent is None:
-        return loader
-    seed = derive_seed(config.training.seed, f"{what} noise")
-    return LatentSamples(loader, latent.latent_size, latent.memory, seed)

@@ -21,12 +21,13 @@ from megatron_lite.config.tree import Config
 from megatron_lite.generate.cache import CachedPlan, id_planes, stack_rows
 from megatron_lite.generate.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.generate.search import Search
-from megatron_lite.latent.interface import Sentence
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.latent_batch import LatentBatch
-from megatron_lite.model.optimus import Optimus
 from megatron_lite.model.trunk.build import build_model
+from megatron_lite.optimus.batch import LatentBatch
+from megatron_lite.optimus.interface import Sentence
+from megatron_lite.optimus.model import Optimus
+from megatron_lite.optimus.sections import decoder_of, latent_of
 
 
 class LatentRun:
@@ -38,7 +39,7 @@ class LatentRun:
     def __init__(
         self, config: Config, tokenizer: Tokenizer, decoder_tokenizer: Tokenizer, model: Optimus, name: str
     ):
-        latent = config.latent
+        latent = latent_of(config)
         assert latent is not None and config.decoder is not None
         self.config, self.model, self.name = config, model, name
         self.tokenizer, self.decoder_tokenizer = tokenizer, decoder_tokenizer
@@ -178,8 +179,7 @@ def open_latent(
 
 def longest_sentence(config: Config) -> int:
     """The most tokens of a sentence: CLS and SEP, BOS and the slot have positions too."""
-    assert config.decoder is not None and config.latent is not None
-    return min(config.model.max_position - 1, config.decoder.max_position - config.latent.memory)
+    return min(config.model.max_position - 1, decoder_of(config).max_position - latent_of(config).memory)
 
 
 def latent_run(
@@ -190,12 +190,12 @@ def latent_run(
     Raises: ConfigError for a run of another objective.
     """
     config = run.config
-    if config.latent is None or config.decoder is None:
+    if config.decoder is None:
         names = ", ".join(choice.name for choice in config.objective_choices)
         raise ConfigError(f"{run.checkpoint.path} is a run of {names}; give a run of the objective optimus.")
     choose_kernels(config.training.kernels)
     with torch.device("meta"):
-        model = Optimus(config.model, config.decoder, config.latent, num_losses=len(LOSS_NAMES))
+        model = Optimus(config.model, config.decoder, latent_of(config), num_losses=len(LOSS_NAMES))
     model = with_weights(model, run.checkpoint, change).to(device)
     other = run.decoder_tokenizer or run.tokenizer
     return LatentRun(config, run.tokenizer, other, model, str(run.checkpoint.path))

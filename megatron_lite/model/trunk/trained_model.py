@@ -1,0 +1,53 @@
+"""What an engine asks of a model while it trains it."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.parallel.context import ParallelContext
+
+_LARGEST_EXPONENT = 700.0  # exp of it is still finite
+
+
+def usual_measures(loss: float) -> dict[str, float]:
+    """Args: loss: mean over predicted tokens, nats."""
+    return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
+
+
+class TrainedModel(nn.Module):
+    """A model that an engine trains. Samples, losses and sums over ranks are the engine's."""
+
+    num_losses: int
+    # Called before a part of the model is computed: its weights may still be on their way from other ranks.
+    before_use: Callable[[nn.Module], None]
+
+    @abstractmethod
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum (fp32 scalar, nats), and without gradient fp32 [losses, 2]: sum and weight of each loss.
+
+        Args: answers: what a task's parts are answered with instead, where the model learns tasks.
+        """
+
+    def set_step(self, step: int, steps: int) -> None:
+        """Called before each step. Args: step: its number, from 1. steps: those of the whole run."""
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        """What the loss of the last step was weighted with, by name, for the records."""
+        return {}
+
+    def begin_evaluation(self) -> None:
+        """Called before the passes of an evaluation."""
+
+    def end_evaluation(self) -> None:
+        """Called after them, in any case."""
+
+    def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
+        """What the last evaluation tells beside its losses. Called by every rank. Args: loss: the mean."""
+        return usual_measures(loss)
