@@ -344,7 +344,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/model/input/batch.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/model/attention/layout.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)

@@ -312,21 +312,21 @@ SAMPLES = (
 ROWS = (
     Plant(
         "a token sees the one after it",
-        "megatron_lite/model/input/batch.py",
+        "megatron_lite/model/attention/layout.py",
         "seen = time <= bound",
         "seen = time <= bound + 1",
         (VIEWS,),
     ),
     Plant(
         "the query stream sees the token that it predicts",
-        "megatron_lite/model/input/batch.py",
+        "megatron_lite/model/attention/layout.py",
         "query_bound=np.where(step >= 0, step, -step - 1)",
         "query_bound=np.where(step >= 0, step, -step)",
         (VIEWS,),
     ),
     Plant(
         "attention across the documents of a row",
-        "megatron_lite/model/input/batch.py",
+        "megatron_lite/model/attention/layout.py",
         "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
         "document = rows // doc.shape[1]",
         (VIEWS,),

@@ -1,4 +1,4 @@
-"""What the table of a published system is made of: see published.py."""
+"""What the table of a published system is made of: see hf/published/systems.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and config.json of a published system, from the form of transformers to ours and back: see published.py.
+"""Weights and config.json of a published system, from the form of transformers to ours and back: see systems.py.
 
 Tensors are read one at a time. What our model does not hold, but the files do (rows of a position table that no token
 uses), is kept beside the run, so that an export is bit-equal.

@@ -1,4 +1,4 @@
-"""GLM-4 as transformers has it: see published.py."""
+"""GLM-4 as transformers has it: see systems.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""XLNet as transformers has it: see published.py.
+"""XLNet as transformers has it: see systems.py.
 
-`mem_len` and `reuse_len` are kept with the rest of config.json; memory.py reads a text in segments as the class does.
+`mem_len` and `reuse_len` are kept with the rest of config.json; segment_memory.py reads a text in segments as the class
+does.
 """
 
 from __future__ import annotations

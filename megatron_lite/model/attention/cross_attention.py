@@ -1,7 +1,7 @@
 """Attention of a model with an encoder and a decoder: three plans from the layout of a batch.
 
-A token is the decoder's if its `ord` is above 0. The rule of batch.py, restricted to pairs of parts, is the three
-attentions: encoder x encoder and decoder x decoder are plans of attention.py on a part of the layout. Of the encoder a
+A token is the decoder's if its `ord` is above 0. The rule of layout.py, restricted to pairs of parts, is the three
+attentions: encoder x encoder and decoder x decoder are plans of plan.py on a part of the layout. Of the encoder a
 decoder's token sees what is content (`ord` 0), and all of it, which is one stretch: so cross-attention is a full
 rectangle for each document, without a mask. MASS's hidden fragment has `ord` -1 and lies outside of it.
 

@@ -1,4 +1,4 @@
-"""The attention kernel that fits the structure of a batch (batch.py says which token may see which).
+"""The attention kernel that fits the structure of a batch (layout.py says which token may see which).
 
 A plan is made once per micro-batch and serves all layers. It says in which order it wants the batch's tokens; the model
 runs all layers in this order, so no layer moves tokens. The plans:

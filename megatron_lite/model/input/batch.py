@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, WEIGHTS
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.layout import Layout, make_layout
-from megatron_lite.model.input.loss_rows import LossRows
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_lite.config.model import ModelConfig
+    from megatron_lite.model.input.loss_rows import LossRows
 
 
 def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:

@@ -11,7 +11,7 @@ any order of tokens, in any batch, and when a block is computed again. The excep
 CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
 
 The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask, on a GPU the kernel
-that needs it (kernels.py).
+that needs it (triton_kernels.py).
 Hash: "lowbias32" of C. Wellons, nullprogram.com/blog/2018/07/31.
 """
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.parallel.context import ParallelContext
+if TYPE_CHECKING:
+    from megatron_lite.model.input.model_input import ModelInput
+    from megatron_lite.parallel.context import ParallelContext
 
 _LARGEST_EXPONENT = 700.0  # exp of it is still finite
 

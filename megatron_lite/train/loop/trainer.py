@@ -3,7 +3,7 @@
 A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
 its learning rate of the step. So the state to save is small, and a resumed run repeats the unbroken one bit for bit.
 
-The loop does not wait for the device in a step: data come from ahead.py, ranks agree beside the device's work, and a
+The loop does not wait for the device in a step: data come from prefetch.py, ranks agree beside the device's work, and a
 step's outcome is read one step later, or where it is needed: by a log line, a save, an evaluation or the end.
 """
 

@@ -1,0 +1,145 @@
+"""The figures of the house: `python tests/support/figures.py` prints each; tests hold those that may only fall.
+
+Those of a training step are of a GLM run in one process on a CPU, see trace_batch.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import house
+
+# Names of systems in code; in text and comments they may stand.
+SYSTEMS = re.compile(
+    r"(^|[^a-z])(bert|gpt2?|xlnet|unilm|unilmv2|optimus|t5|bart|mass|ernie|albert|roberta|spanbert|elmo|siatl)([^a-z]|$)"
+)
+# Where a system may be named: its own room, its objective, conversions, and what belongs to one system by its purpose.
+OWN_ROOMS = ("megatron_lite.hf", "megatron_lite.optimus")
+ENTRIES = (
+    "data_utils.base.planes",
+    "megatron_lite.model.input.batch",
+    "megatron_lite.model.layers.tensor_parallel",
+    "megatron_lite.model.trunk.glm",
+)
+
+
+def top_level_imports(path: Path, modules: set[str]) -> Iterator[str]:
+    """Modules of the product that are loaded with this file: imports outside of functions and of TYPE_CHECKING."""
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test):
+            continue
+        nodes = [statement] if isinstance(statement, ast.Import | ast.ImportFrom) else []
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            yield from (name for name in names if name in modules)
+
+
+def loaded_with(entry: str) -> set[str]:
+    """The modules that importing `entry` loads, packages around them included."""
+    files = {house.module_name(path): path for path in house.product_files()}
+    found: set[str] = set()
+    waiting = [entry]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+        waiting += [parent for parent in parents if parent in files]
+        waiting += top_level_imports(files[name], set(files))
+    return found
+
+
+def lines_of(modules: set[str]) -> int:
+    files = {house.module_name(path): path for path in house.product_files()}
+    return sum(house.line_count(files[name]) for name in modules)
+
+
+def code_names(path: Path) -> Iterator[str]:
+    """Identifiers, imported names and short strings of a file, in words of lower case; docstrings are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias):
+            names = [node.name]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 30:
+            names = [node.value]
+        yield from (re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower() for name in names)
+
+
+def files_that_name_systems() -> list[str]:
+    """Files of megatron_lite outside of conversions and of systems' own rooms whose code names a system."""
+    found = []
+    for path in house.product_files():
+        name = house.module_name(path)
+        is_trunk = name.startswith("megatron_lite.") and not name.startswith(OWN_ROOMS)
+        if is_trunk and any(SYSTEMS.search(word) for word in code_names(path)):
+            found.append(name)
+    return found
+
+
+def genitives() -> list[str]:
+    """`file:line` of docstrings and comments that begin with "Of" or "As of"."""
+    found = []
+    for path in house.product_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if re.search(r'(^\s*"""|^\s*#\s|\s\s#\s)(Of|As of)\b', line):
+                found.append(f"{path.relative_to(house.ROOT)}:{number}")
+    return found
+
+
+def of_the_code() -> dict[str, int]:
+    """Figures that need no run."""
+    counts = [house.line_count(path) for path in house.product_files()]
+    return {
+        **{
+            f"lines loaded by importing {entry.rpartition('.')[2]}": lines_of(loaded_with(entry))
+            for entry in ENTRIES
+        },
+        "files of the trunk that name a system": len(files_that_name_systems()),
+        "lines of the product": sum(counts),
+        "files over 400 lines": sum(count > 400 for count in counts),
+        'docstrings and comments that begin with "Of"': len(genitives()),
+    }
+
+
+def of_a_step(traced: dict[str, Any]) -> dict[str, int]:
+    """Figures of a run that trace_batch.py has traced."""
+    return {
+        "files that hold the batch or its activations": len(traced["files"]),
+        "types that carry it": len(traced["carriers"]),
+        "changes of file from step to loss": traced["changes"],
+        "returns to a file that was left": traced["returns"],
+        "lines loaded by a run": sum(house.line_count(house.ROOT / name) for name in traced["loaded"]),
+    }
+
+
+def main() -> None:
+    for name, count in of_the_code().items():
+        print(f"{name:60}{count:7,}")
+    for name in files_that_name_systems():
+        print("   ", name)
+
+
+if __name__ == "__main__":
+    main()
