@@ -38,7 +38,7 @@ def test_the_model_knows_nothing_of_data_but_the_base():
     assert others == set()
 
 
-# What may only fall. A change that lowers a figure lowers its number here; `python tests/support/figures.py` prints them.
+# What may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 555,

@@ -15,7 +15,7 @@ inserted than tokens are removed, so that part A is never longer than the text.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, rewind, shuffle
 from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import (
     FREE,
     PLACES,
@@ -243,6 +244,15 @@ class Bart(RowObjective):
     name = "bart"
     config_class = BartConfig
     losses = (Loss("denoising", 16),)
+    writing = Writing(
+        "encoder_decoder",
+        "encoder_decoder",
+        before=("cls",),
+        after=("eos",),
+        start=("sop",),
+        ends=("eos",),
+        segments=(0, 1),
+    )
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
@@ -250,3 +260,7 @@ class Bart(RowObjective):
             "empty_below": chance_threshold(math.exp(-self.config.mean_span_length)),
             "predict_cls": int(self.config.predict_cls),
         }
+
+    @classmethod
+    def writing_of(cls, config: BartConfig) -> Writing:
+        return replace(cls.writing, forced=("cls",)) if config.predict_cls else cls.writing

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
@@ -68,4 +69,5 @@ class Causal(RowObjective):
     name = "causal"
     config_class = CausalConfig
     losses = (Loss("causal", 3),)
+    writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)

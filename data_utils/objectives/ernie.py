@@ -18,6 +18,7 @@ import numpy as np
 from data_utils.base.errors import ConfigError
 from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.base.settings import checked, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
@@ -47,6 +48,7 @@ class Ernie(MaskedText):
     name = "ernie"
     config_class = ErnieConfig
     losses = (Loss("masked_units", 8), NEXT_SENTENCE_LOSS)
+    writing = Writing("bert")
 
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
         if self.config.segmenter == "jieba":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +14,36 @@ from data_utils.text.vocabulary import Vocabulary
 # Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling need 3; no
 # objective needs more than it reserves.
 DOCUMENT_OVERHEAD = 4
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an objective lays out a text and what follows it: the inputs of tasks, and of generation.
+
+    Special tokens are named by their roles.
+    """
+
+    form: str  # the layout of inputs, one of FORMS in data_utils/tasks/config.py
+    # What writes an answer: "blanks" fills the blanks of a text; "left_to_right" goes on after it; "masks" appends a
+    # mask that predicts its own token; "encoder_decoder" reads the text and writes beside it; None = nothing does.
+    way: str | None = None
+    before: tuple[str, ...] = ()  # a text
+    after: tuple[str, ...] = ()
+    start: tuple[
+        str, ...
+    ] = ()  # what predicts the answer's first token; of several roles the first that exists
+    forced: tuple[str, ...] = ()  # what the answer begins with, unseen
+    ends: tuple[str, ...] = ()  # of an answer; training writes the first
+    allowed: tuple[str, ...] = ()  # special tokens that answers may have
+    masks: tuple[str, ...] = ("mask",)  # tokens of blanks that the run has learnt
+    segments: tuple[int, int] = (0, 0)  # of a text, of its answer
+    group: int = 0  # `grp` of an encoder's text
+    is_causal: bool = False  # a token of a text sees those before it
+
+
+def first_known(roles: Sequence[str], lacking: Collection[str]) -> str:
+    """The first of the roles that a vocabulary has, else the last. Args: lacking: roles that it has not."""
+    return next((role for role in roles if role not in lacking), roles[-1])
 
 
 class ObjectiveConfig(ABC):

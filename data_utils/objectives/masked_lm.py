@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.base.settings import checked, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -38,3 +39,4 @@ class MaskedLm(MaskedText):
     name = "masked_lm"
     config_class = MaskedLmConfig
     losses = (Loss("masked", 5), NEXT_SENTENCE_LOSS)
+    writing = Writing("bert")

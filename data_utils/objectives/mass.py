@@ -16,6 +16,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance_threshold, next_word
 from data_utils.base.settings import check, checked, fraction
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
@@ -124,6 +125,16 @@ class Mass(RowObjective):
     name = "mass"
     config_class = MassConfig
     losses = (Loss("fragment", 17),)
+    writing = Writing(
+        "encoder_decoder",
+        "encoder_decoder",
+        before=("cls",),
+        after=("sep",),
+        start=("cls",),
+        ends=("sep", "eos"),
+        segments=(0, 1),
+        group=1,
+    )
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

@@ -12,6 +12,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
 from data_utils.base.random_streams import below
 from data_utils.base.settings import check, checked, fraction
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
@@ -82,4 +83,5 @@ class PrefixLm(RowObjective):
     name = "prefix_lm"
     config_class = PrefixLmConfig
     losses = (Loss("prefix", 4),)
+    writing = Writing("prefix", "left_to_right", before=("cls",), start=("sop",), ends=("eos",))
     entry = staticmethod(_fill_rows)

@@ -35,7 +35,7 @@ from data_utils.base.planes import (
 from data_utils.base.random_streams import chance_threshold, new_stream, open_stream, source_digest
 from data_utils.base.settings import check
 from data_utils.objectives import masking
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
 from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
 from data_utils.text.vocabulary import Vocabulary
 
@@ -280,6 +280,7 @@ class RowObjective:
     losses: ClassVar[tuple[Loss, ...]]  # `s.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # that the entry point calls into, besides its own
+    writing: ClassVar[Writing | None] = None  # inputs of tasks and generation; None = it has none of its own
     ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `kept_length`
     _digest: ClassVar[int]
 
@@ -290,6 +291,11 @@ class RowObjective:
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
         files = (random_streams.__file__, planes.__file__, masking.__file__, __file__)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
+
+    @classmethod
+    def writing_of(cls, config: Any) -> Writing | None:
+        """`writing` where it depends on the section."""
+        return cls.writing
 
     def __init__(
         self,

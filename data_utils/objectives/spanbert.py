@@ -14,6 +14,7 @@ import numpy as np
 
 from data_utils.base.losses import MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.base.settings import checked, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -44,3 +45,4 @@ class SpanBert(MaskedText):
     name = "spanbert"
     config_class = SpanBertConfig
     losses = (MASKED_SPANS, SPAN_BOUNDARY)
+    writing = Writing("bert")

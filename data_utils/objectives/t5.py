@@ -16,6 +16,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.random_streams import below
 from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import (
@@ -165,6 +166,15 @@ class T5(RowObjective):
     name = "t5"
     config_class = T5Config
     losses = (Loss("span_corruption", 15),)
+    writing = Writing(
+        "encoder_decoder",
+        "encoder_decoder",
+        after=("eos",),
+        start=("sop", "pad"),
+        ends=("eos",),
+        allowed=("mask",),  # it may be the sentinel of all spans
+        segments=(0, 1),
+    )
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:

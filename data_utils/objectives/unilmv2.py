@@ -18,6 +18,7 @@ from typing import Any
 from data_utils.base.losses import Loss
 from data_utils.base.planes import GRP, TOKENS
 from data_utils.base.settings import checked, fraction, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -119,6 +120,7 @@ class UniLmV2(RowObjective):
     name = "unilmv2"
     config_class = UniLmV2Config
     losses = (Loss("autoencoding", 18), Loss("partially_autoregressive", 19))
+    writing = Writing("unilmv2", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(0, 1))
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

@@ -33,6 +33,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
 from data_utils.base.settings import checked, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import (
     ENDS,
     FREE,
@@ -292,6 +293,7 @@ class Xlnet(PairedRows):
     name = "xlnet"
     config_class = XlnetConfig
     losses = (Loss("permutation", 20),)
+    writing = Writing("bert")
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

@@ -13,14 +13,15 @@ An answer ends with eos, that of UniLM with [SEP], that of MASS with either.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice
+from data_utils.objectives.interface import Writing, first_known
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
@@ -38,9 +39,6 @@ from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
 from megatron_lite.generate.search import Search, State
 from megatron_lite.model.trunk.glm import GLM
-
-_SEQ2SEQ = (4, 5)  # segments of UniLM's sequence-to-sequence kind
-_PAIR = (0, 1)  # those of two texts
 
 
 class Decoder(Protocol):
@@ -75,25 +73,23 @@ def decoder_for(
     """The same for a model. Args: objectives: it was trained on. run: its name, for messages. stops: see Search."""
     lacking, special = tokenizer.lacking, tokenizer.special
     ignored = ignored_tokens(tokenizer, config)
-    for name, choice in zip(objective_names(objectives), objectives, strict=True):
-        if name == "blank_infilling" and not model.config.decoder_layers:
+    for choice in objectives:
+        if _fills_blanks(choice) and not model.config.decoder_layers:
             return BlankDecoder(BlankFiller(model, special, config, ignored, stops))
-        if name in LAYOUTS:
-            layout = LAYOUTS[name](special, lacking, getattr(choice.section, "predict_cls", False))
+        layout = _layout(choice, special, lacking)
+        if layout is not None:
             return TextDecoder(model, special, config, layout, ignored, stops)
+    writers = [name for name, made in OBJECTIVES.items() if made.writing is not None and made.writing.way]
     raise ConfigError(
         f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
-        f"one of blank_infilling, {', '.join(LAYOUTS)}."
+        f"one of {', '.join(writers)}."
     )
 
 
 def layout_of(objectives: Sequence[ObjectiveChoice], tokenizer: Tokenizer) -> Layout | None:
     """The layout of the first objective that teaches to write on whole texts; None: none does."""
-    for choice in objectives:
-        if choice.name in LAYOUTS:
-            predict_cls = getattr(choice.section, "predict_cls", False)
-            return LAYOUTS[choice.name](tokenizer.special, tokenizer.lacking, predict_cls)
-    return None
+    layouts = (_layout(choice, tokenizer.special, tokenizer.lacking) for choice in objectives)
+    return next((layout for layout in layouts if layout is not None), None)
 
 
 def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
@@ -101,10 +97,15 @@ def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
 
     Args: has_blanks: the texts have [MASK] tokens, which only an encoder reads in a text.
     """
-    names = objective_names(run.objectives)
-    if "blank_infilling" in names and not run.config.model.decoder_layers:
+    if any(map(_fills_blanks, run.objectives)) and not run.config.model.decoder_layers:
         return False
-    return any(name in LAYOUTS and not (has_blanks and name not in ENCODED) for name in names)
+    ways = {writing.way for writing in map(_writing, run.objectives) if writing is not None}
+    return bool(ways & ({"encoder_decoder"} if has_blanks else WAYS.keys()))
+
+
+def _fills_blanks(choice: ObjectiveChoice) -> bool:
+    writing = _writing(choice)
+    return writing is not None and writing.way == "blanks"
 
 
 def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
@@ -336,51 +337,36 @@ class _EncoderDecoder(_Rows):
         self.cross.select(rows)
 
 
-def _causal(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    before = () if special.eos == NO_TOKEN else (special.eos,)
-    return Layout(_LeftToRight, before, (), (special.eos,), is_causal=True)
+# What writes an answer on a whole text, by the objective's declaration (`Writing.way`).
+WAYS: dict[str, Callable[[GLM, Sequence[Sequence[int]], Layout], State]] = {
+    "left_to_right": _LeftToRight,
+    "masks": _MaskAppending,
+    "encoder_decoder": _EncoderDecoder,
+}
 
 
-def _prefix(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    return Layout(_LeftToRight, (special.cls,), (), (special.eos,), start=(special.sop,))
+def _layout(choice: ObjectiveChoice, special: SpecialTokens, lacking: Collection[str]) -> Layout | None:
+    """The layout of an objective; None: it does not teach to write on whole texts."""
+    writing = _writing(choice)
+    if writing is None or writing.way not in WAYS:
+        return None
 
+    def tokens(roles: Sequence[str]) -> tuple[int, ...]:
+        return tuple(token for role in roles if (token := getattr(special, role)) != NO_TOKEN)
 
-def _unilm(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    end = (special.sep,)
-    return Layout(_MaskAppending, (special.cls,), end, end, mask=special.mask, segments=_SEQ2SEQ)
-
-
-def _unilmv2(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    return replace(_unilm(special, lacking, predict_cls), segments=_PAIR)
-
-
-def _t5(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    start = (special.pad if "sop" in lacking else special.sop,)
-    end = (special.eos,)
-    # [MASK] may be the sentinel of all spans.
-    return Layout(_EncoderDecoder, (), end, end, start=start, allowed=(special.mask,), segments=_PAIR)
-
-
-def _bart(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    forced = (special.cls,) if predict_cls else ()
-    end = (special.eos,)
     return Layout(
-        _EncoderDecoder, (special.cls,), end, end, start=(special.sop,), forced=forced, segments=_PAIR
+        WAYS[writing.way],
+        before=tokens(writing.before),
+        after=tokens(writing.after),
+        ends=tokens(writing.ends),
+        start=tokens([first_known(writing.start, lacking)] if writing.start else ()),
+        forced=tokens(writing.forced),
+        allowed=tokens(writing.allowed),
+        is_causal=writing.is_causal,
+        mask=special.mask if writing.way == "masks" else NO_TOKEN,
+        segments=writing.segments,
     )
 
 
-def _mass(special: SpecialTokens, lacking: Collection[str], predict_cls: bool) -> Layout:
-    cls, ends = (special.cls,), (special.sep, special.eos)
-    return Layout(_EncoderDecoder, cls, (special.sep,), ends, start=cls, segments=_PAIR)
-
-
-LAYOUTS: dict[str, Callable[[SpecialTokens, Collection[str], bool], Layout]] = {
-    "causal": _causal,
-    "prefix_lm": _prefix,
-    "unilm": _unilm,
-    "unilmv2": _unilmv2,
-    "t5": _t5,
-    "bart": _bart,
-    "mass": _mass,
-}
-ENCODED = ("t5", "bart", "mass")
+def _writing(choice: ObjectiveChoice) -> Writing | None:
+    return OBJECTIVES[choice.name].writing_of(choice.section)

@@ -14,6 +14,7 @@ lost, but rows have more padding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ from data_utils.objectives.blank_infilling.draw import (
     tokens_to_cut,
 )
 from data_utils.objectives.blank_infilling.write import write_example
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Writing
 from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import RowObjective, numbers_of, set_range
@@ -173,6 +174,7 @@ class BlankInfilling(RowObjective):
     name = "blank_infilling"
     config_class = BlankInfillingConfig
     losses = (Loss("token", TOKEN), Loss("sentence", SENTENCE), Loss("document", DOCUMENT))
+    writing = Writing("glm", "blanks")
     entry = staticmethod(_fill_rows)
     compiled_files = (config.__file__, draw.__file__, write.__file__)
 
@@ -194,6 +196,19 @@ class BlankInfilling(RowObjective):
     @property
     def _longest_token_span(self) -> int:
         return min(self.config.max_span_length, self.sequence_length - 1)
+
+    @classmethod
+    def writing_of(cls, config: BlankInfillingConfig) -> Writing:
+        shares = {
+            "mask": config.token_prob + config.single_span_prob,
+            "smask": config.sentence_prob,
+            "gmask": config.document_prob,
+        }
+        masks = tuple(mask for mask, share in shares.items() if share > 1e-9)
+        if config.masked_lm:
+            return Writing("bert")
+        way = "blanks" if config.sentinel_first is None else None  # sentinels are no blanks
+        return replace(cls.writing, way=way, masks=masks)
 
     def length_table(self) -> np.ndarray:
         return length_table(self.config.mean_span_length, self._longest_token_span)

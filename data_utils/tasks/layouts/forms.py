@@ -11,23 +11,10 @@ from dataclasses import dataclass
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
+from data_utils.objectives.interface import Writing
 
-# Objective -> the form of its inputs.
-FORM_OF_OBJECTIVE = {
-    "blank_infilling": "glm",
-    "causal": "causal",
-    "prefix_lm": "prefix",
-    "masked_lm": "bert",
-    "spanbert": "bert",
-    "albert": "bert",
-    "ernie": "bert",
-    "xlnet": "bert",
-    "unilm": "unilm",
-    "unilmv2": "unilmv2",
-    "t5": "encoder_decoder",
-    "bart": "encoder_decoder",
-    "mass": "encoder_decoder",
-}
+# Objective -> the form of its inputs; objectives without a form of their own are left out.
+FORM_OF_OBJECTIVE = {name: made.writing.form for name, made in OBJECTIVES.items() if made.writing is not None}
 # Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
 _OWN_ONLY = ("encoder_decoder", "unilm")
 ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
@@ -38,7 +25,6 @@ ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
     "unilm": ("cls", "sep", "mask"),
     "unilmv2": ("cls", "sep", "mask"),
 }
-ROLES_OF_ENCODER_DECODER = {"t5": ("eos",), "bart": ("cls", "eos"), "mass": ("cls", "sep")}
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,15 @@ class Form:
     @property
     def roles(self) -> tuple[str, ...]:
         """The special tokens that the layout writes, and that a vocabulary must therefore have."""
-        return ROLES_OF_FORM.get(self.name) or ROLES_OF_ENCODER_DECODER.get(self.objective, ())
+        own = (*self.writing.before, *self.writing.after)
+        return ROLES_OF_FORM.get(self.name, own)
+
+    @property
+    def writing(self) -> Writing:
+        """The objective's declaration."""
+        writing = OBJECTIVES[self.objective].writing
+        assert writing is not None, "an objective without one has no form"
+        return writing
 
     def loss(self, number: int = 0) -> int:
         """The number of the objective's loss, for the `objective` plane."""
@@ -93,23 +87,14 @@ def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
 
 
 def _natural(choice: ObjectiveChoice) -> Form:
-    section = choice.section
-    if choice.name == "blank_infilling":
-        if section.masked_lm:
-            return Form("bert", "masked_lm")
-        learnt = (
-            section.token_prob + section.single_span_prob,
-            section.sentence_prob,
-            section.document_prob,
-        )
-        masks = tuple(
-            kind for kind, share in zip(("mask", "smask", "gmask"), learnt, strict=True) if share > 1e-9
-        )
-        return Form("glm", choice.name, masks)
-    form = FORM_OF_OBJECTIVE.get(choice.name)
-    if form is None:
+    writing = OBJECTIVES[choice.name].writing_of(choice.section)
+    if writing is None:
         raise ConfigError(
             f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
             f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
         )
-    return Form(form, choice.name, predict_cls=choice.name == "bart" and section.predict_cls)
+    if writing.form != FORM_OF_OBJECTIVE[choice.name]:  # another objective's, by its settings
+        return Form(
+            writing.form, next(name for name, form in FORM_OF_OBJECTIVE.items() if form == writing.form)
+        )
+    return Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))

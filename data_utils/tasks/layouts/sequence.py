@@ -22,6 +22,7 @@ import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
+from data_utils.objectives.interface import first_known
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.layouts.examples import (
     Draws,
@@ -53,33 +54,24 @@ _MASKED, _REPLACED = 0.8, 0.1
 
 def around(form: Form, special: SpecialTokens) -> tuple[list[int], list[int]]:
     """What stands before and after a text that another follows, in all layouts but GLM's."""
-    begin, end = [special.cls], [special.sep]
-    if form.name == "causal":
-        begin, end = [] if special.eos == NO_TOKEN else [special.eos], []
-    elif form.name == "prefix":
-        end = []
-    elif form.name == "encoder_decoder" and form.objective != "mass":
-        begin, end = [] if form.objective == "t5" else begin, [special.eos]
-    return begin, end
+    writing = form.writing
+    begin, end = ([getattr(special, role) for role in roles] for roles in (writing.before, writing.after))
+    return [token for token in begin if token != NO_TOKEN], end
 
 
 def overhead(form: Form) -> int:
     """Most tokens of what stands before a target, beside those of the source."""
-    return 1 if form.objective == "t5" else {"glm": 3, "causal": 1, "prefix": 1}.get(form.name, 2)
+    return 3 if form.name == "glm" else len(form.writing.before) + len(form.writing.after)
 
 
 def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
     """What an encoder reads, and what its decoder writes: the target and its end; BART's may predict CLS before."""
-    special, form = inputs.special, inputs.form
-    start, end, begin, group = special.sop, special.eos, [], 0
-    if form.objective == "t5" and "sop" in inputs.tokenizer.lacking:
-        start = special.pad
-    elif form.objective == "bart" and form.predict_cls:
-        begin = [special.cls]
-    elif form.objective == "mass":
-        start, end, group = special.cls, special.sep, 1
+    special, writing = inputs.special, inputs.form.writing
+    start = getattr(special, first_known(writing.start, inputs.tokenizer.lacking))
+    begin, end = [special.cls] if inputs.form.predict_cls else [], getattr(special, writing.ends[0])
+    following, loss = [*begin, *target, end], inputs.form.loss()
     return after_prefix(
-        context, start, [*begin, *target, end], form.loss(), first_position=0, segment=1, group=group
+        context, start, following, loss, first_position=0, segment=writing.segments[1], group=writing.group
     )
 
 
