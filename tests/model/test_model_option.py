@@ -1,4 +1,4 @@
-"""A model option touches two files: docs/architecture.md shows one, which is applied to a copy here."""
+"""A model option touches two files: docs/changes.md shows one, which is applied to a copy here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTION = "layer_scale"
 def documented_changes() -> dict[str, list[tuple[str, str]]]:
     """File -> what stands there and what replaces it, from the page's diff, which has no line numbers."""
     page = (
-        (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
+        (ROOT / "docs/changes.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
     )
     changes: dict[str, list[tuple[str, str]]] = {}
     for part in re.split(r"^--- ", re.search(r"```diff\n(.*?)```", page, re.S)[1], flags=re.M)[1:]:
@@ -38,7 +38,7 @@ def apply(changes: dict[str, list[tuple[str, str]]], project: Path) -> None:
         text = (project / name).read_text(encoding="utf-8")
         for old, new in replacements:
             assert text.count(old) == 1, (
-                f"docs/architecture.md changes lines that {name} does not have:\n{old}"
+                f"docs/changes.md changes lines that {name} does not have:\n{old}"
             )
             text = text.replace(old, new)
         (project / name).write_text(text, encoding="utf-8")
