@@ -49,7 +49,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.setup import make_renderer
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.train.engine.plain import PlainEngine
@@ -152,7 +151,7 @@ def measure(
     for repeat in range(-1, repeats):
         for name, made in batches.items():
             batch = made[repeat % len(made)]
-            micro = MicroBatch(engine.prepared(batch, None), None, 1.0 / max(batch.loss_weight, 1.0))
+            micro = engine.prepared(batch, None, 1.0 / max(batch.loss_weight, 1.0))
             seconds[name].append(timed(lambda micro=micro: engine.train_step([micro], 1e-6).grad_norm))
         plain, asked = batches["pretraining"][repeat % BATCHES], batches["tuning, mixed"][repeat % BATCHES]
         seconds["forward"].append(timed(lambda batch=plain: engine.evaluate([batch])))

@@ -42,7 +42,6 @@ from data_utils.base.settings import build  # noqa: E402
 from megatron_lite.config.sections import ParallelConfig  # noqa: E402
 from megatron_lite.config.tree import Config  # noqa: E402
 from megatron_lite.model.input.batch import Batch  # noqa: E402
-from megatron_lite.model.input.model_input import MicroBatch  # noqa: E402
 from megatron_lite.model.trunk.counts import step_flops  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
@@ -180,7 +179,7 @@ def measure(context: ParallelContext, layout: Layout, options: argparse.Namespac
     factor = 1.0 / np.count_nonzero(samples[:, WEIGHTS])
     size, dp = options.micro_batch, context.dp
     micro_batches = [
-        MicroBatch(Batch(samples[(m * dp.size + dp.rank) * size :][:size]), 0, factor)
+        engine.prepared(Batch(samples[(m * dp.size + dp.rank) * size :][:size]), 0, factor)
         for m in range(config.batch.accumulation_steps(dp.size))
     ]
     engine.train_step(micro_batches, 1e-4)  # allocates

@@ -20,7 +20,6 @@ from data_utils.base.errors import run_command
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
@@ -50,7 +49,7 @@ def measure(request: Request, trace: str | None = None) -> Measured:
     engine = make_engine(config, context, len(LOSS_NAMES))
     batches = random_batches(config, config.batch.accumulation_steps(1))
     micro_batches = [
-        MicroBatch(batch, 1 + i, 1.0 / max(1, batch.loss_rows)) for i, batch in enumerate(batches)
+        engine.prepared(batch, 1 + i, 1.0 / max(1, batch.loss_rows)) for i, batch in enumerate(batches)
     ]
 
     def step() -> None:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.trunk import glm
 from megatron_lite.parallel.context import ParallelContext, initialize
@@ -70,7 +70,7 @@ def run_case(case: Case) -> dict[str, Any]:
         sent = connect_stages(context, case.layers, case.received) if context.pp.size > 1 else []
         engine = _engine(config, context, recorder)
         static = recorder.memory.now
-        micro_batches = [MicroBatch(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
+        micro_batches = [engine.prepared(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
         steps = _Steps(engine, recorder, micro_batches)
         _warm_up(engine, steps)
         _begin_timers(engine)
@@ -188,7 +188,7 @@ def _begin_timers(engine: Engine) -> None:
 class _Steps:
     """Training steps that tell the recorder where they are."""
 
-    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[MicroBatch]):
+    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[ModelInput]):
         self.engine, self.recorder, self.micro_batches = engine, recorder, micro_batches
         self.backwards = 0
         engine._engine.module.register_forward_pre_hook(lambda *_: self._enter("forward"))

@@ -21,7 +21,6 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.model.trunk.counts import parameter_shapes
 
 MAX_RANKS = 8
@@ -125,7 +124,9 @@ def train(context, settings, steps, load_from=None, save_to=None):
         weight = float(np.count_nonzero(samples[:, WEIGHTS]))
         count = SAMPLES // size // context.dp.size
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
-        result = engine.train_step([MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3)
+        result = engine.train_step(
+            [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
+        )
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         records.append((context.sum(sums)[:, 0].sum().item() / weight, result.outcome()))
     if save_to is not None:

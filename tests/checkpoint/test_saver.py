@@ -17,7 +17,6 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()
@@ -252,7 +251,7 @@ def run_steps(engine, settings, context):
     for step in range(2):
         samples = prefix_batch(step, rows=SAMPLES, vocab=500)
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
-        engine.train_step([MicroBatch(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
+        engine.train_step([engine.prepared(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
 
 
 @pytest.mark.parametrize(

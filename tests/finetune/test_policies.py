@@ -13,7 +13,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
-from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.train.engine.parameter_rates import NEVER, USUAL, Rate
@@ -159,7 +159,7 @@ def step_of_engine(context, files, output, *overrides):
     engine._zero.take(frozen, torch.ones_like(frozen))
     engine._zero.take_product(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
     assert frozen.grad is None
-    halves = [MicroBatch(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]
+    halves = [engine.prepared(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]
     result = engine.train_step(halves, 0.1)
     changed = {name for name, p in engine.named_parameters.items() if not torch.equal(p, before[name])}
     engine.load_scalar_state({"adam_step": 7.0, "loss_scaler": {}})

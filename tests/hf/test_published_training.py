@@ -38,7 +38,6 @@ from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.train.engine.plain import make_engine
 
 STEPS, ROWS, LR = 50, 4, 2e-3
@@ -116,7 +115,7 @@ def ours(context, run, batches):
     losses = []
     for step, planes in enumerate(batches):
         factor = 1.0 / np.count_nonzero(planes[:, WEIGHTS])
-        result = engine.train_step([MicroBatch(Batch(planes), step, factor)], LR)
+        result = engine.train_step([engine.prepared(Batch(planes), step, factor)], LR)
         losses.append(float(result.objective_sums[:, 0].sum()) * factor)
     return losses
 

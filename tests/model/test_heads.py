@@ -29,7 +29,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.loss_rows import few_count, find_loss_rows
-from megatron_lite.model.input.model_input import MicroBatch, ModelInput, prepare
+from megatron_lite.model.input.model_input import ModelInput, prepare
 from megatron_lite.model.kernels.dropout import keep_features
 from megatron_lite.model.trunk.counts import parameter_count
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
@@ -269,7 +269,7 @@ def train(context, settings):
         layers = GradientNorms(config, context)
         with engine.observed_gradients(layers.add):
             result = engine.train_step(
-                [MicroBatch(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
+                [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
             )
         sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
         norms = layers.norms(engine.clip_divisor(result.grad_norm))

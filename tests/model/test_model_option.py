@@ -19,9 +19,7 @@ OPTION = "layer_scale"
 
 def documented_changes() -> dict[str, list[tuple[str, str]]]:
     """File -> what stands there and what replaces it, from the page's diff, which has no line numbers."""
-    page = (
-        (ROOT / "docs/changes.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
-    )
+    page = (ROOT / "docs/changes.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
     changes: dict[str, list[tuple[str, str]]] = {}
     for part in re.split(r"^--- ", re.search(r"```diff\n(.*?)```", page, re.S)[1], flags=re.M)[1:]:
         name, *hunks = re.split(r"^@@.*\n", part, flags=re.M)
@@ -37,9 +35,7 @@ def apply(changes: dict[str, list[tuple[str, str]]], project: Path) -> None:
     for name, replacements in changes.items():
         text = (project / name).read_text(encoding="utf-8")
         for old, new in replacements:
-            assert text.count(old) == 1, (
-                f"docs/changes.md changes lines that {name} does not have:\n{old}"
-            )
+            assert text.count(old) == 1, f"docs/changes.md changes lines that {name} does not have:\n{old}"
             text = text.replace(old, new)
         (project / name).write_text(text, encoding="utf-8")
 

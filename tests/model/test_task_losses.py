@@ -13,7 +13,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.model.trunk.heads import Smoothing, cross_entropy, row_scores
 from megatron_lite.train.engine.plain import make_engine
@@ -215,7 +215,7 @@ def train(context, head, parallel, pooled):
         numbers = [range(4 * step + 2 * m, 4 * step + 2 * m + 2) for m in range(2)]
         batches = [task_batch(head, n) for n in numbers]
         weight = sum(batch.loss_weight for batch in batches)
-        mine = [MicroBatch(batch, 40 + step, 1 / weight) for batch in batches[dp.rank :: dp.size]]
+        mine = [engine.prepared(batch, 40 + step, 1 / weight) for batch in batches[dp.rank :: dp.size]]
         result = engine.train_step(mine, 0.01)
         sums = context.sum(result.objective_sums if context.counts_losses else result.objective_sums * 0)
         records.append((sums[-1].tolist(), result.grad_norm))

@@ -37,7 +37,7 @@ from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.tensor_parallel import whole_shape
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.parallel.context import ParallelContext
@@ -78,10 +78,11 @@ class Record:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def micro_batch(case: Case, step: int, first: int, size: int) -> MicroBatch:
+def micro_batch(case: Case, step: int, first: int, size: int) -> tuple[Batch, float]:
+    """Samples of a step, and the factor that makes their loss a part of its mean."""
     samples = case.samples(step)
     batch = Batch(samples[first : first + size], np.arange(first, first + size))
-    return MicroBatch(batch, dropout_seed=step, loss_factor=1.0 / np.count_nonzero(samples[:, WEIGHTS]))
+    return batch, 1.0 / np.count_nonzero(samples[:, WEIGHTS])
 
 
 def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -125,10 +126,10 @@ def _one_process(case: Case) -> Record:
     record = Record(as_matrices(named))
     for step in range(case.steps):
         optimizer.zero_grad()
-        micro = micro_batch(case, step, 0, case.num_samples)
-        data = ModelInput.from_batch(micro.batch, torch.device("cpu"), config.model, dropout_seed=step)
+        batch, factor = micro_batch(case, step, 0, case.num_samples)
+        data = ModelInput.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=step)
         loss_sum, sums = model(data)
-        (loss_sum * micro.loss_factor).backward()
+        (loss_sum * factor).backward()
         record.objective_sums.append(sums.double())
         record.gradients.append(as_matrices({name: _gradient(p) for name, p in named.items()}))
         record.norms.append(
@@ -214,11 +215,12 @@ def compare_fragment(
         outcome.add(kind, f"{fragment.name}, step {step + 1}", got, part, expected)
 
 
-def micro_batches_of(case: Case, context: ParallelContext, step: int) -> list[MicroBatch]:
+def micro_batches_of(case: Case, engine: Engine, context: ParallelContext, step: int) -> list[ModelInput]:
     """This rank's share of a step."""
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
-    return [micro_batch(case, step, index * size, size) for index in indices]
+    made = [micro_batch(case, step, index * size, size) for index in indices]
+    return [engine.prepared(batch, step, factor) for batch, factor in made]
 
 
 def run_step(
@@ -226,7 +228,7 @@ def run_step(
 ) -> None:
     seen: list[tuple[Fragment, torch.Tensor]] = []
     with engine.observed_gradients(lambda fragment, gradient: seen.append((fragment, gradient.clone()))):
-        result = engine.train_step(micro_batches_of(case, context, step), LR)
+        result = engine.train_step(micro_batches_of(case, engine, context, step), LR)
     assert not result.skipped and result.grad_norm > case.least_norm, "clipping should be active"
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
     sums = context.sum(

@@ -18,7 +18,6 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.train.engine.engine import parameter_groups, say_slow_attention
 from megatron_lite.train.engine.plain import make_engine
@@ -36,7 +35,7 @@ def poisoned_steps(context, settings):
         poisoned = step == 1 and context.dp.rank == context.dp.size - 1
         factor = float("nan") if poisoned else 0.01
         before = own_weights(engine)
-        result = engine.train_step([MicroBatch(Batch(batch), step, factor) for batch in mine], lr=1e-3)
+        result = engine.train_step([engine.prepared(Batch(batch), step, factor) for batch in mine], lr=1e-3)
         after = own_weights(engine)
         assert after.isfinite().all()
         outcome.append((result.skipped, not torch.equal(before, after)))
@@ -139,7 +138,7 @@ def test_an_evaluation_has_no_dropout(stages):
 def train_and_save(context, case, directory):
     engine = make_engine(case.config(), context, parity.OBJECTIVES)
     for step in range(2):
-        engine.train_step(parity.micro_batches_of(case, context, step), parity.LR)
+        engine.train_step(parity.micro_batches_of(case, engine, context, step), parity.LR)
     save_checkpoint(directory, 2, engine, {}, context)
 
 

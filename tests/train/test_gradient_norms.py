@@ -24,8 +24,8 @@ def norms_of_a_step(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     layers = GradientNorms(case.config(), context)
     with engine.observed_gradients(layers.add):
-        result = engine.train_step(parity.micro_batches_of(case, context, 0), parity_cases.LR)
-    unobserved = engine.train_step(parity.micro_batches_of(case, context, 1), parity_cases.LR)
+        result = engine.train_step(parity.micro_batches_of(case, engine, context, 0), parity_cases.LR)
+    unobserved = engine.train_step(parity.micro_batches_of(case, engine, context, 1), parity_cases.LR)
     assert not unobserved.skipped
     return layers.norms(engine.clip_divisor(result.grad_norm)), result.grad_norm
 

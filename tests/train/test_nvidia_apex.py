@@ -26,7 +26,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.layers.tensor_parallel import LayerNorm, TensorParallel
 from megatron_lite.train.engine import nvidia_apex
-from megatron_lite.train.engine.engine import MicroBatch
 from megatron_lite.train.engine.plain import make_engine
 
 STAND_IN = ROOT / "tests/support/nvidia_apex"
@@ -57,7 +56,7 @@ def train(context, engine, settings, steps) -> list[float]:
     for step in steps:
         samples = prefix_batch(step, rows=SAMPLES, vocab=500)
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(passes)]
-        result = engine.train_step([MicroBatch(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
+        result = engine.train_step([engine.prepared(Batch(batch), step, 0.01) for batch in mine], lr=1e-2)
         losses.append(context.sum(result.objective_sums)[:, 0].sum().item())
     return losses
 
@@ -113,7 +112,7 @@ def poisoned(context, settings):
     engine = engine_of(context, settings)
     before = state_of(engine)
     batch = Batch(prefix_batch(0, rows=SAMPLES, vocab=500))
-    result = engine.train_step([MicroBatch(batch, 0, float("nan"))], lr=1e-2)
+    result = engine.train_step([engine.prepared(batch, 0, float("nan"))], lr=1e-2)
     return result.skipped, before, state_of(engine), engine.scalar_state()["adam_step"]
 
 

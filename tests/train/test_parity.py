@@ -113,11 +113,13 @@ def without(name):
 
 def with_a_factor(context, case, record):
     """A fault: one rank's gradients are a thousandth too large."""
-    micro_batch = parity.MicroBatch
-    factor = 1.001 if context.rank == 1 else 1.0
-    parity.MicroBatch = lambda batch, dropout_seed, loss_factor: micro_batch(
-        batch, dropout_seed, factor * loss_factor
-    )
+    micro_batch = parity.micro_batch
+
+    def scaled(*sizes):
+        batch, factor = micro_batch(*sizes)
+        return batch, factor * (1.001 if context.rank == 1 else 1.0)
+
+    parity.micro_batch = scaled
     return parity.run_case(context, case, record)
 
 
@@ -151,7 +153,7 @@ def test_a_fault_is_seen(fault, case, kind):
 def weights_after_training(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     for step in range(2):
-        engine.train_step(parity.micro_batches_of(case, context, step), parity_cases.LR)
+        engine.train_step(parity.micro_batches_of(case, engine, context, step), parity_cases.LR)
     return {name: parameter.detach().clone() for name, parameter in engine.named_parameters.items()}
 
 

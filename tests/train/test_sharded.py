@@ -22,7 +22,6 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.tensor_parallel import is_partial
 from megatron_lite.parallel import collectives
@@ -84,8 +83,8 @@ def engine_on_fake_ranks(context, zero_stage, accumulation, precision, **paralle
     return make_engine(build(Config, settings), fake, num_losses=3)
 
 
-def micro_batches(count):
-    return [MicroBatch(Batch(prefix_batch(m, rows=2, vocab=500)), m, 0.01) for m in range(count)]
+def micro_batches(engine, count):
+    return [engine.prepared(Batch(prefix_batch(m, rows=2, vocab=500)), m, 0.01) for m in range(count)]
 
 
 def a_step(context, zero_stage, accumulation, precision):
@@ -94,7 +93,7 @@ def a_step(context, zero_stage, accumulation, precision):
     record = Record()
     record.gradients(engine.named_parameters)
     with record.collectives():
-        engine.train_step(micro_batches(accumulation), lr=1e-3)
+        engine.train_step(micro_batches(engine, accumulation), lr=1e-3)
     return record, sum(bucket.size for bucket in engine._zero.buckets), len(engine._zero.buckets)
 
 
@@ -162,12 +161,12 @@ def order_of_a_second_step(context, zero_stage):
         return Watched(flat)
 
     dist.all_gather_into_tensor = watched
-    engine.train_step(micro_batches(1), lr=1e-3)
+    engine.train_step(micro_batches(engine, 1), lr=1e-3)
     assert not events, "nothing waits for the weights before they are used"
     for number, block in enumerate(engine._model.layers):
         places = [parameter.data_ptr() for parameter in block.parameters()]
         block.register_forward_pre_hook(lambda *_, n=number, p=places: events.append((n, p)))
-    engine.train_step(micro_batches(1), lr=1e-3)
+    engine.train_step(micro_batches(engine, 1), lr=1e-3)
     return events
 
 
@@ -196,7 +195,7 @@ def waits_of_a_step(context, zero_stage):
 
     tolist = torch.Tensor.tolist
     torch.Tensor.tolist = lambda self: (waits.append("tolist"), tolist(self))[1]
-    batches = [(engine._input(m.batch, m.dropout_seed), m) for m in micro_batches(2)]
+    batches = [(micro.to(engine.context.device), micro) for micro in micro_batches(engine, 2)]
     waits.clear()
     with Reads():
         engine._begin_step(2, 1e-3)
@@ -233,7 +232,7 @@ def sums_of_norms_and_biases(context, zero_stage):
     for parameter in filter(is_partial, engine.named_parameters.values()):
         parameter.register_hook(gradients.append)
     with record.collectives():
-        engine.train_step(micro_batches(4), lr=1e-3)
+        engine.train_step(micro_batches(engine, 4), lr=1e-3)
     collectives.all_reduce = whole
     last = max(place for place, (kind, _) in enumerate(record.events) if kind == "gradient")
     places = {x.data_ptr() for x in (*sums, *record.summed)}
@@ -305,7 +304,7 @@ def gradients_over_an_unused_layer(context):
     unused = engine.model.layers[1].mlp
     unused.forward = lambda hidden, flow, layer: Biased(torch.zeros_like(hidden))
     before = {name: p.detach().clone() for name, p in engine.named_parameters.items()}
-    result = engine.train_step(micro_batches(1), lr=1e-3)
+    result = engine.train_step(micro_batches(engine, 1), lr=1e-3)
     changed = {name for name, p in engine.named_parameters.items() if not torch.equal(p, before[name])}
     return result.skipped, math.isfinite(result.grad_norm), sorted(set(before) - changed)
 

@@ -1,7 +1,7 @@
 """A micro-batch as the model takes it: prepared on the host, sent to the device in one copy.
 
 `prepare` chooses the attention plan, puts the tokens in its order, finds the rows with loss, and lays all of it side by
-side in one buffer. It needs no device, so it can run ahead of the step in another thread. `HostInput.to` sends the
+side in one buffer. It needs no device, so it can run ahead of the step in another thread. `ModelInput.to` sends the
 buffer: one asynchronous copy from pinned memory. On CPU the tensors are views of the buffer.
 """
 
@@ -20,85 +20,82 @@ from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.attention.layout import LENGTHS
-from megatron_lite.model.attention.plan import AttentionPlan, HostPlan, plan_attention
-from megatron_lite.model.input.batch import Batch, HostParts
+from megatron_lite.model.attention.plan import HostPlan, plan_attention
+from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.loss_rows import LossRows, find_loss_rows
 from megatron_lite.model.kernels.compat import cpu_has_half_matmul
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
 
-_WEIGHTS = 4  # place of the weights among the arrays of a HostInput
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward pass of a step."""
-
-    batch: Batch | HostInput  # as it was read, or prepared ahead of the step
-    dropout_seed: int | None  # of the step, for a Batch; None = no dropout
-    loss_factor: float  # multiplies its loss sum into its share of the step's loss
+_FIXED = 10  # arrays of a ModelInput; those of its parts and of its plan follow
 
 
 @dataclass
 class ModelInput:
-    """A batch on the device, ready for the model. T tokens, padding included, in the order of the plan."""
+    """A micro-batch, ready for the model, on the host or on a device: T tokens, padding included, in the plan's order.
+
+    Everything is in one buffer of int32, so that it reaches a device in one copy.
+    """
 
     tokens: torch.Tensor  # int32 [T]
     ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings and for relative positions
-    plan: AttentionPlan | PartsPlan
+    plan: Any  # on the host HostPlan or PartsPlan, on a device what `on_device` made of it
     loss_rows: LossRows  # where the model has a decoder, of its rows
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
-    parts: Any = None  # what the model reads beside the tokens, such as the `Parts` of a task
+    parts: Any = (
+        None  # what the model reads beside the tokens, such as the `Parts` of a task; on the host HostParts
+    )
+    loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
+    packed: Packed | None = None
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
         """`prepare` with its options and `to` in one."""
         return prepare(batch, device, config, **options).to(device)
 
+    def scale_weights(self, scales: np.ndarray) -> None:
+        """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
+        assert self.packed is not None
+        self.weights *= torch.from_numpy(scales[self.packed.weight_losses])
+
+    def to(self, device: torch.device) -> ModelInput:
+        """The same on a device. On a GPU the copy is asynchronous: nothing waits for it."""
+        packed = self.packed
+        assert packed is not None
+        arrays = packed.split(packed.buffer.to(device, non_blocking=True))
+        first = _FIXED if self.parts is None else _FIXED + self.parts.ARRAYS  # of the plan's
+        plan = self.plan.on_device(arrays[first:], device)
+        parts = None if self.parts is None else self.parts.on_device(arrays[_FIXED:first])
+        return packed.laid_out(arrays, plan, parts, self.loss_factor)
+
 
 @dataclass(frozen=True)
-class HostInput:
-    """A prepared batch."""
+class Packed:
+    """The arrays of an input in one buffer: those of ModelInput, then those of its parts and its plan."""
 
-    buffer: (
-        torch.Tensor
-    )  # int32, pinned where the device is a GPU: the arrays of the fields below, one after another
+    buffer: torch.Tensor  # int32, pinned where the device is a GPU
     shapes: Sequence[tuple[int, ...]]
-    plan: HostPlan | PartsPlan
     weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
     kernel_seed: int | None  # see Dropout; None = no dropout
     first_head: int
     step: int  # see Dropout
-    parts: HostParts | None = None  # see Batch.host_parts
 
-    def scale_weights(self, scales: np.ndarray) -> None:
-        """Multiply each loss's weights, before the input is sent. Args: scales: fp32 [losses]."""
-        start = sum(math.prod(shape) for shape in self.shapes[:_WEIGHTS])
-        weights = self.buffer.numpy()[start : start + len(self.weight_losses)].view(np.float32)
-        weights *= scales[self.weight_losses]
+    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        flat = buffer.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
 
-    def to(self, device: torch.device) -> ModelInput:
-        """The input on its device. On a GPU the copy is asynchronous: nothing waits for it."""
-        sent = self.buffer.to(device, non_blocking=True)
-        flat = sent.split([math.prod(shape) for shape in self.shapes])
-        arrays = [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
-        (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:10]
+    def laid_out(
+        self, arrays: list[torch.Tensor], plan: Any, parts: Any, loss_factor: float = 1.0
+    ) -> ModelInput:
+        """The input, whose tensors are views of the buffer."""
+        (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:_FIXED]
         dropout = None
         if self.kernel_seed is not None:
             dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
-        first = 10 if self.parts is None else 10 + self.parts.ARRAYS  # of the plan's
-        parts = None if self.parts is None else self.parts.on_device(arrays[10:first])
-        return ModelInput(
-            tokens=tokens,
-            ids=ids,
-            plan=self.plan.on_device(arrays[first:], device),
-            loss_rows=LossRows(*loss_rows),
-            targets=targets,
-            weights=weights.view(torch.float32),
-            dropout=dropout,
-            parts=parts,
-        )
+        weights = weights.view(torch.float32)
+        rows = LossRows(*loss_rows)
+        return ModelInput(tokens, ids, plan, rows, targets, weights, dropout, parts, loss_factor, self)
 
 
 def builds_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -155,8 +152,8 @@ def prepare(
     has_one_length: bool = False,
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
-) -> HostInput:
-    """What the model needs of a batch.
+) -> ModelInput:
+    """What the model needs of a batch, on the host.
 
     Args:
         device: where it will be sent; decides the kernel.
@@ -217,4 +214,5 @@ def prepare(
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes = [array.shape for array in arrays]
-    return HostInput(buffer, shapes, plan, objectives[labelled], kernel_seed, first_head, step, parts)
+    packed = Packed(buffer, shapes, objectives[labelled], kernel_seed, first_head, step)
+    return packed.laid_out(packed.split(buffer), plan, parts)

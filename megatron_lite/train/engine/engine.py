@@ -15,7 +15,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import (
-    HostInput,
-    MicroBatch,
+    ModelInput,
     builds_kernels,
     dense_reason,
     few_lengths,
@@ -254,22 +253,22 @@ class Engine(ABC):
         return self._named
 
     @abstractmethod
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
         """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 2] as in StepResult, of batches of the training shape, without dropout."""
 
-    def prepared(self, batch: Batch, dropout_seed: int | None) -> HostInput:
-        """A batch as the model takes it in this layout."""
+    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> ModelInput:
+        """A batch as the model takes it in this layout, on the host. Args: loss_factor: see ModelInput."""
         rows, length = batch.layout.shape
         has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]
         multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
         if self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
-        return prepare(
+        made = prepare(
             batch,
             device,
             self._config.model,
@@ -281,12 +280,7 @@ class Engine(ABC):
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )
-
-    def _host_input(self, micro_batch: MicroBatch) -> HostInput:
-        """The micro-batch prepared: ahead of the step, or now."""
-        if isinstance(micro_batch.batch, HostInput):
-            return micro_batch.batch
-        return self.prepared(micro_batch.batch, micro_batch.dropout_seed)
+        return replace(made, loss_factor=loss_factor)
 
     def _announce_updates(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""

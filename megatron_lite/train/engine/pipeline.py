@@ -22,7 +22,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import HostInput, MicroBatch, ModelInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.relative import Distances
 from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -67,11 +67,11 @@ class _Feed:
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device):
         self.config, self.parallel, self.device = config, parallel, device
-        self._waiting: Iterator[tuple[HostInput, float]] = iter(())
+        self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
 
-    def fill(self, micro_batches: Iterable[tuple[HostInput, float]]) -> None:
-        """Args: micro_batches: each prepared, with the factor of its loss."""
-        self._waiting = iter(micro_batches)
+    def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:
+        """Args: micro_batches: on the host. scale: of their losses, beside the factor of each."""
+        self._waiting = ((micro, micro.loss_factor * scale) for micro in micro_batches)
 
     def advance(self) -> None:
         prepared, loss_factor = next(self._waiting)
@@ -305,18 +305,18 @@ class PipelineEngine(Engine):
         self._sums += per_objective
         return total * current.loss_factor
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
-        self._feed.fill((self._host_input(micro), micro.loss_factor * scale) for micro in micro_batches)
+        self._feed.fill(micro_batches, scale)
         self._zero.await_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._no_sums(self.context.device)
-        self._feed.fill((self.prepared(batch, None), 1.0) for batch in batches)
+        self._feed.fill(self.prepared(batch, None) for batch in batches)
         self._zero.await_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
         return self._sums

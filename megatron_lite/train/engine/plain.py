@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import MicroBatch, ModelInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.input.task_batch import TaskBatch
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import build_model
@@ -45,11 +45,11 @@ class PlainEngine(Engine):
         assert isinstance(self._model, GLM)
         return self._model
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
         for micro in micro_batches:
-            batch = self._host_input(micro).to(self.context.device)
+            batch = micro.to(self.context.device)
             loss_sum, per_objective = self._engine(batch)
             self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
             self._engine.step()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import mean_scales, scales_beside_last
-from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.train.loop.prefetch import HostStep
 from megatron_lite.train.observe.reports import objective_losses
 
@@ -34,7 +35,7 @@ class LossShares:
         self._is_global = training.loss_normalization == "global_tokens"
         self._passes = config.batch.accumulation_steps(dp_size) * dp_size  # of a step, on all ranks
 
-    def micro_batches(self, made: HostStep, loss_weights: Sequence[float], step: int) -> list[MicroBatch]:
+    def micro_batches(self, made: HostStep, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
         """A step's inputs with their shares of its loss. Args: loss_weights: of each loss, all ranks together."""
         loss_weight, scales = sum(loss_weights), self._scales(loss_weights, step)
         if self._language_weight is not None:
@@ -43,7 +44,7 @@ class LossShares:
             for prepared in made.inputs:
                 prepared.scale_weights(scales)
         return [
-            MicroBatch(prepared, None, self._factor(own_weight, loss_weight))
+            replace(prepared, loss_factor=self._factor(own_weight, loss_weight))
             for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
         ]
 

@@ -22,7 +22,7 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.samples.mixture import batch_indices
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch, Samples
-from megatron_lite.model.input.model_input import HostInput
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.parallel.context import ParallelContext
 
 LEAVE_SECONDS = 10.0  # that the end of a run waits for the thread; storage may never answer
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 class HostStep:
     """This rank's part of a step before any rank knows of the others'."""
 
-    inputs: list[HostInput]  # of its micro-batches
+    inputs: list[ModelInput]  # of its micro-batches
     own_weights: list[float]  # sum of each one's loss weights
     counts: np.ndarray  # float64 [5]: tokens, visible keys, loss rows, targets, keys of targets
     loss_weights: np.ndarray  # float64 [losses]: weight of each loss
@@ -60,7 +60,7 @@ class StepMaker:
         config: Config,
         context: ParallelContext,
         data: Samples,
-        prepare: Callable[[Batch, int | None], HostInput],
+        prepare: Callable[[Batch, int | None], ModelInput],
         num_losses: int,
         factors: Sequence[float] | None = None,
     ):

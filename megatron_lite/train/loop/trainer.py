@@ -26,7 +26,7 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Samples
-from megatron_lite.model.input.model_input import MicroBatch
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.build import model_count, model_flops
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
@@ -323,7 +323,7 @@ class Trainer:
         self._read_outcomes(all_but=1)
         return result, requests
 
-    def _engine_step(self, micro_batches: list[MicroBatch]) -> StepResult:
+    def _engine_step(self, micro_batches: list[ModelInput]) -> StepResult:
         """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
         step, interval = self.step + 1, self.config.training.gradient_norm_interval
         lr = self._learning_rate(step)
