@@ -146,7 +146,7 @@ GRADIENTS = (
 LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
-        "megatron_lite/train/loop/loss_shares.py",
+        "megatron_lite/train/loop/step.py",
         "        if self._is_global:\n            return 1.0 / max(loss_weight, 1.0)\n",
         "",
         (SAME_SAMPLES,),
@@ -217,7 +217,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout drawn by the place in the micro-batch, not by the sample",
-        "megatron_lite/train/loop/prefetch.py",
+        "megatron_lite/train/loop/step.py",
         "else Batch(made, samples)",
         "else Batch(made)",
         (SAME_SAMPLES,),

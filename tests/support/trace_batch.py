@@ -117,7 +117,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     import pretrain_glm
     from megatron_lite.model.trunk.glm import GLM
-    from megatron_lite.train.loop.prefetch import StepMaker
+    from megatron_lite.train.loop.step import StepMaker
     from megatron_lite.train.loop.trainer import Trainer
 
     trace = Trace()

@@ -1,8 +1,7 @@
 """The next step's data, made in a thread while this step computes: read, counted, planned, laid out in pinned memory.
 
-What a step needs is a pure function of its place: its number and its first sample. The trainer says which place
-probably follows, and takes what the place of the step demands. Anything else that was made is thrown away. The thread
-never communicates, and an error in it is raised where its step begins.
+The trainer says which place probably follows, and takes what the place of the step demands. Anything else that was
+made is thrown away. The thread never communicates, and an error in it is raised where its step begins.
 
 The thread works on one step at a time, so a rank holds at most one step's inputs more than it computes.
 """
@@ -10,130 +9,15 @@ The thread works on one step at a time, so a rank holds at most one step's input
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from data_utils.base.errors import UserError
-from data_utils.base.random_streams import derive_seed
-from data_utils.samples.mixture import batch_indices
-from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch, Samples
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.loop.step import HostStep, Make, Place
 
 LEAVE_SECONDS = 10.0  # that the end of a run waits for the thread; storage may never answer
 
 
-class Place(NamedTuple):
-    """Where a step stands in the run."""
-
-    step: int  # steps before it
-    first_sample: int
-
-
-@dataclass(frozen=True)
-class HostStep:
-    """This rank's part of a step before any rank knows of the others'."""
-
-    inputs: list[ModelInput]  # of its micro-batches
-    own_weights: list[float]  # sum of each one's loss weights
-    counts: np.ndarray  # float64 [5]: tokens, visible keys, loss rows, targets, keys of targets
-    loss_weights: np.ndarray  # float64 [losses]: weight of each loss
-
-
-class _Abandoned(Exception):
-    """Nobody wants the step any more."""
-
-
-Make = Callable[[Place, Callable[[], bool]], HostStep]  # place, whether it is still wanted
-
-
-class StepMaker:
-    """Place of a step -> what this rank needs of it. Has no state, so that another thread can call it."""
-
-    def __init__(
-        self,
-        config: Config,
-        context: ParallelContext,
-        data: Samples,
-        prepare: Callable[[Batch, int | None], ModelInput],
-        num_losses: int,
-        factors: Sequence[float] | None = None,
-    ):
-        """Args:
-        prepare: batch and dropout seed -> the model's input (`Engine.prepared`).
-        factors: of each loss's mean, if weights become means.
-        """
-        self._config, self._context, self._data = config, context, data
-        self._prepare, self._num_losses = prepare, num_losses
-        self._counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
-
-    def following(self, place: Place) -> Place:
-        """The next step, unless a request or an end comes before it."""
-        size = self._config.batch.global_batch_size
-        first = self._config.events.next_sample(place.first_sample + size, size)
-        return Place(place.step + 1, first)
-
-    def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
-        """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
-        seed = derive_seed(self._config.training.seed, "dropout", place.step)
-        made = HostStep([], [], np.zeros(5), np.zeros(self._num_losses))
-        for samples in self._samples(place):
-            if not is_wanted():
-                raise _Abandoned
-            batch = read(self._data, samples)
-            made.counts[:] += (
-                batch.tokens,
-                batch.visible_keys,
-                batch.loss_rows,
-                batch.targets,
-                batch.target_keys,
-            )
-            made.loss_weights[:] += batch.loss_weights(self._num_losses)
-            made.own_weights.append(batch.loss_weight)
-            if self._counted is not None:  # the head leaves out rows without weight
-                batch = batch.as_means(self._counted, [1.0] * self._num_losses)
-            made.inputs.append(self._prepare(batch, seed))
-        # The disk reads the text of the step after it meanwhile.
-        self._data.prefetch(self._samples(self.following(place)).ravel())
-        return made
-
-    def _samples(self, place: Place) -> np.ndarray:
-        """int64 [micro-batches, micro_batch_size]: this rank's samples of a step."""
-        return batch_indices(
-            place.first_sample,
-            global_batch_size=self._config.batch.global_batch_size,
-            micro_batch_size=self._config.batch.micro_batch_size,
-            dp_rank=self._context.dp.rank,
-            dp_size=self._context.dp.size,
-        )
-
-
-def read(data: Samples, samples: np.ndarray) -> Batch:
-    """A batch. An error of this rank's samples is marked, because no other rank meets it."""
-    try:
-        made = data.batch(samples)
-        return made if isinstance(made, Batch) else Batch(made, samples)
-    except UserError as error:
-        error.only_here = True
-        raise
-
-
-def same_passes(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
-    """This rank's batches of the first `count` samples. All ranks get the same number, of `size` rows each."""
-    samples, dp = np.arange(count), context.dp
-    per_pass = size * dp.size
-    return [
-        read(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
-        for start in range(0, count, per_pass)
-    ]
-
-
-class Ahead:
+class Prefetch:
     """Makes one step at a time in a thread."""
 
     def __init__(self, make: Make, device: torch.device):
@@ -166,7 +50,7 @@ class _Making(threading.Thread):
     """A daemon, so that it never keeps the process alive."""
 
     def __init__(self, make: Make, place: Place, device: torch.device):
-        super().__init__(name="ahead", daemon=True)
+        super().__init__(name="prefetch", daemon=True)
         self.place = place
         self._make, self._device = make, device
         self._is_wanted = True

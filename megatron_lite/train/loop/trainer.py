@@ -37,10 +37,10 @@ from megatron_lite.train.guard.control import Phase, Requests, RunControl
 from megatron_lite.train.guard.replicas import require_equal_replicas
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
 from megatron_lite.train.loop.judge import Judge
-from megatron_lite.train.loop.loss_shares import LossShares
 from megatron_lite.train.loop.lr_schedule import learning_rate
-from megatron_lite.train.loop.prefetch import Ahead, HostStep, Place, StepMaker, same_passes
+from megatron_lite.train.loop.prefetch import Prefetch
 from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.loop.step import HostStep, LossShares, Place, StepMaker, same_passes
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.machine import Yardstick
 from megatron_lite.train.observe.metrics import SAVED, Metrics, is_recorded, keep_aside
@@ -91,7 +91,7 @@ class Trainer:
         self._shares = LossShares(config, loss_names, context.dp.size, language_weight)
         count, factors = len(self.loss_names), self._shares.factors
         self._maker = StepMaker(config, context, train_data, engine.prepared, count, factors)
-        self._ahead = Ahead(self._maker.make, context.device)
+        self._prefetch = Prefetch(self._maker.make, context.device)
         self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
         self.step = 0
@@ -129,7 +129,7 @@ class Trainer:
         outcome = "FAILED"
         shown = self.config.run.progress_bar and self.context.is_main
         try:
-            with closing(self._ahead), progress_bar(shown, self.step, self._last_step) as advance:
+            with closing(self._prefetch), progress_bar(shown, self.step, self._last_step) as advance:
                 requests = self._train(advance)
             self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
@@ -300,12 +300,12 @@ class Trainer:
         self.watchdog.enter(Section.STEP, "reading data", self.step + 1)
         start = time.perf_counter()
         place = Place(self.step, self.consumed_samples)
-        made = self._ahead.take(place)
+        made = self._prefetch.take(place)
         interval.data_seconds += time.perf_counter() - start
         self.watchdog.at("summing totals of all ranks")
         totals, requests = self._totals(made)
         if self.step + 1 < self._last_step and not requests.end:
-            self._ahead.begin(self._maker.following(place))
+            self._prefetch.begin(self._maker.following(place))
         tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
         loss_weights = totals[5:]
         self.watchdog.at("forward, backward and optimizer")

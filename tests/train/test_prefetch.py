@@ -18,13 +18,14 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.train.guard import control
-from megatron_lite.train.loop.prefetch import Ahead, Place
+from megatron_lite.train.loop.prefetch import Prefetch
+from megatron_lite.train.loop.step import Place
 
 CPU = torch.device("cpu")
 
 
 def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name == "ahead"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 # The thread
@@ -37,7 +38,7 @@ def test_what_was_made_for_another_place_is_thrown_away():
         made.append(place)
         return place
 
-    ahead = Ahead(make, CPU)
+    ahead = Prefetch(make, CPU)
     assert ahead.take(Place(0, 0)) == Place(0, 0)
     ahead.begin(Place(1, 8))
     assert ahead.take(Place(1, 8)) == Place(1, 8)
@@ -54,9 +55,9 @@ def test_the_end_does_not_wait_for_the_rest_of_a_step_that_nobody_wants():
         while is_wanted():
             pass
 
-    ahead = Ahead(make, CPU)
+    ahead = Prefetch(make, CPU)
     ahead.begin(Place(0, 0))
-    assert begun.wait(30) and threads() == ["ahead"]
+    assert begun.wait(30) and threads() == ["prefetch"]
     ahead.close()
     assert not threads()
 
@@ -67,7 +68,7 @@ def test_any_error_is_raised_by_the_step_that_it_concerns():
             raise MemoryError("of the thread")
         return place
 
-    ahead = Ahead(make, CPU)
+    ahead = Prefetch(make, CPU)
     ahead.begin(Place(1, 8))
     assert ahead.take(Place(0, 0)) == Place(0, 0)  # thrown away: its error does not count
     ahead.begin(Place(1, 8))

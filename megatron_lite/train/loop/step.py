@@ -1,0 +1,187 @@
+"""One training step: which samples it takes, what of them this rank computes, and what divides its loss.
+
+What a step needs is a pure function of its place: its number and its first sample. The loss is divided once, by what
+all ranks count together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from data_utils.base.errors import UserError
+from data_utils.base.random_streams import derive_seed
+from data_utils.samples.mixture import batch_indices
+from megatron_lite.config.tree import Config
+from megatron_lite.model.input.batch import Batch, Samples, mean_scales, scales_beside_last
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.observe.reports import objective_losses
+
+
+class Place(NamedTuple):
+    """Where a step stands in the run."""
+
+    step: int  # steps before it
+    first_sample: int
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """This rank's part of a step before any rank knows of the others'."""
+
+    inputs: list[ModelInput]  # of its micro-batches
+    own_weights: list[float]  # sum of each one's loss weights
+    counts: np.ndarray  # float64 [5]: tokens, visible keys, loss rows, targets, keys of targets
+    loss_weights: np.ndarray  # float64 [losses]: weight of each loss
+
+
+class Abandoned(Exception):
+    """Nobody wants the step any more."""
+
+
+Make = Callable[[Place, Callable[[], bool]], HostStep]  # place, whether it is still wanted
+
+
+class StepMaker:
+    """Place of a step -> what this rank needs of it. Has no state, so that another thread can call it."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        data: Samples,
+        prepare: Callable[[Batch, int | None], ModelInput],
+        num_losses: int,
+        factors: Sequence[float] | None = None,
+    ):
+        """Args:
+        prepare: batch and dropout seed -> the model's input (`Engine.prepared`).
+        factors: of each loss's mean, if weights become means.
+        """
+        self._config, self._context, self._data = config, context, data
+        self._prepare, self._num_losses = prepare, num_losses
+        self._counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
+
+    def following(self, place: Place) -> Place:
+        """The next step, unless a request or an end comes before it."""
+        size = self._config.batch.global_batch_size
+        first = self._config.events.next_sample(place.first_sample + size, size)
+        return Place(place.step + 1, first)
+
+    def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
+        """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
+        seed = derive_seed(self._config.training.seed, "dropout", place.step)
+        made = HostStep([], [], np.zeros(5), np.zeros(self._num_losses))
+        for samples in self._samples(place):
+            if not is_wanted():
+                raise Abandoned
+            batch = read(self._data, samples)
+            made.counts[:] += (
+                batch.tokens,
+                batch.visible_keys,
+                batch.loss_rows,
+                batch.targets,
+                batch.target_keys,
+            )
+            made.loss_weights[:] += batch.loss_weights(self._num_losses)
+            made.own_weights.append(batch.loss_weight)
+            if self._counted is not None:  # the head leaves out rows without weight
+                batch = batch.as_means(self._counted, [1.0] * self._num_losses)
+            made.inputs.append(self._prepare(batch, seed))
+        # The disk reads the text of the step after it meanwhile.
+        self._data.prefetch(self._samples(self.following(place)).ravel())
+        return made
+
+    def _samples(self, place: Place) -> np.ndarray:
+        """int64 [micro-batches, micro_batch_size]: this rank's samples of a step."""
+        return batch_indices(
+            place.first_sample,
+            global_batch_size=self._config.batch.global_batch_size,
+            micro_batch_size=self._config.batch.micro_batch_size,
+            dp_rank=self._context.dp.rank,
+            dp_size=self._context.dp.size,
+        )
+
+
+def read(data: Samples, samples: np.ndarray) -> Batch:
+    """A batch. An error of this rank's samples is marked, because no other rank meets it."""
+    try:
+        made = data.batch(samples)
+        return made if isinstance(made, Batch) else Batch(made, samples)
+    except UserError as error:
+        error.only_here = True
+        raise
+
+
+def same_passes(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
+    """This rank's batches of the first `count` samples. All ranks get the same number, of `size` rows each."""
+    samples, dp = np.arange(count), context.dp
+    per_pass = size * dp.size
+    return [
+        read(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
+        for start in range(0, count, per_pass)
+    ]
+
+
+class LossShares:
+    """What each loss of a step is divided by, and weighted with.
+
+    Args:
+    names: of the losses.
+    language_weight: step -> weight of the mean of all losses but the last, the task's, beside the mean of that one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        names: Sequence[str],
+        dp_size: int,
+        language_weight: Callable[[int], float] | None = None,
+    ):
+        training = config.training
+        self._names, self._language_weight = list(names), language_weight
+        by_objective = training.loss_normalization == "per_objective"
+        self._given = training.loss_weights if by_objective else None  # of each loss's mean, by name
+        self.factors = None if self._given is None else [self._given.get(name, 1.0) for name in names]
+        self._is_global = training.loss_normalization == "global_tokens"
+        self._passes = config.batch.accumulation_steps(dp_size) * dp_size  # of a step, on all ranks
+
+    def micro_batches(self, made: HostStep, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
+        """A step's inputs with their shares of its loss. Args: loss_weights: of each loss, all ranks together."""
+        loss_weight, scales = sum(loss_weights), self._scales(loss_weights, step)
+        if self._language_weight is not None:
+            loss_weight = loss_weights[-1]
+        if scales is not None:
+            for prepared in made.inputs:
+                prepared.scale_weights(scales)
+        return [
+            replace(prepared, loss_factor=self._factor(own_weight, loss_weight))
+            for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
+        ]
+
+    def _scales(self, loss_weights: Sequence[float], step: int) -> np.ndarray | None:
+        """What multiplies the weights of each loss."""
+        if self.factors is not None:
+            return mean_scales(self.factors, loss_weights)
+        if self._language_weight is not None:
+            return scales_beside_last(self._language_weight(step), loss_weights)
+        return None
+
+    def _factor(self, own_weight: float, loss_weight: float) -> float:
+        """The factor that makes a micro-batch's loss sum its share of the step's loss.
+
+        Args: own_weight, loss_weight: of the micro-batch, and of the step on all ranks.
+        """
+        if self.factors is not None:
+            return 1.0  # it is in the weights already
+        if self._is_global:
+            return 1.0 / max(loss_weight, 1.0)
+        return 1.0 / max(own_weight, 1.0) / self._passes
+
+    def means(self, sums: np.ndarray) -> dict[str, float]:
+        """The loss of training and the mean of each, from [losses, 2]: sum and weight."""
+        return objective_losses(sums, self._names, self._given, self._language_weight is not None)
