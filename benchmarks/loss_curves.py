@@ -39,7 +39,7 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_si
 PUBLISHED = {**{f"model.{name}": value for name, value in SMALL.items()}, "tokenizer.added_tokens": "glm"}
 # name -> (processes, configuration file, settings on top)
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "tiny": (1, "tiny.yaml", {}),
+    "tiny": (1, "tiny.yaml", {"model.max_position": 128}),
     "glm tp2 x pp2": (
         4,
         "glm-base.yaml",
@@ -70,11 +70,9 @@ def make_corpus(project: Path, work: Path) -> None:
     subprocess.run(command, cwd=project, check=True, stdout=subprocess.DEVNULL)
 
 
-def losses(project: Path, work: Path, name: str) -> list[float]:
-    """The loss of every step of a run that is made now, or was made before in `work`."""
-    processes, file, settings = RUNS[name]
-    run = work / name.replace(" ", "_")
-    settings = {
+def settings_of(work: Path, run: Path, name: str) -> dict[str, Any]:
+    """What a run sets on top of its file."""
+    return {
         "tokenizer.kind": "bert_wordpiece",
         "tokenizer.path": work / "vocab.txt",
         "data.train": f"[{{prefix: {work / 'corpus_train'}}}]",
@@ -84,15 +82,21 @@ def losses(project: Path, work: Path, name: str) -> list[float]:
         "batch.global_batch_size": 8,
         "training.precision": "fp32",
         "training.steps": STEPS,
-        "training.eval_interval": 0,
         "schedule.warmup_steps": 5,
         "schedule.decay_steps": STEPS,
         "run.log_interval": 1,
         "run.tensorboard": "false",
         "run.peak_tflops": 1,
         "run.directory": run,
-        **settings,
+        **RUNS[name][2],
     }
+
+
+def losses(project: Path, work: Path, name: str) -> list[float]:
+    """The loss of every step of a run that is made now, or was made before in `work`."""
+    processes, file, _ = RUNS[name]
+    run = work / name.replace(" ", "_")
+    settings = settings_of(work, run, name)
     launcher = [
         sys.executable,
         "-m",

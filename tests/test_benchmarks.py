@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from support.attention import attend
 from support.project import ROOT
 
-from benchmarks import attention, optimus, padding, parallel, train_step
+from benchmarks import attention, loss_curves, optimus, padding, parallel, train_step
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import load_config, require_validation
 from megatron_lite.model.attention.cpu_kernels import KERNELS
 from megatron_lite.model.attention.layout import make_layout
 from megatron_lite.model.attention.plan import plan_attention
@@ -182,6 +183,16 @@ def test_a_mistake_is_one_line_before_anything_is_measured(tmp_path, name):
     assert result.returncode == 2 and result.stdout == "" and message in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", loss_curves.RUNS)
+def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
+    """They take minutes, so that a rule that refuses one of them would be met only when it is needed."""
+    file, settings = loss_curves.RUNS[name][1], loss_curves.settings_of(tmp_path, tmp_path / "run", name)
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    config = load_config([ROOT / "configs" / file], overrides)
+    require_validation(overrides, config)
+    assert config.training.steps == loss_curves.STEPS and not config.data.validation
 
 
 def test_optimus_is_measured_beside_its_stacks(tmp_path, capsys):
