@@ -200,7 +200,7 @@ def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options:
     generation_config(tokenizer.special).save_pretrained(directory)
     write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     for name in _CODE:
-        shutil.copyfile(Path(__file__).with_name(name), directory / name)
+        shutil.copyfile(Path(glm_proof.__file__).with_name(name), directory / name)
 
 
 def exported_name(name: str) -> str:
