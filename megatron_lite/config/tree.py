@@ -263,11 +263,6 @@ class Config:
             "several stages; set the size to 1, or share_layers to false.",
         )
         check(
-            pp == 1 or model.relative != "buckets",
-            f"parallel.pipeline_parallel_size is {pp} with model.relative buckets, whose table all stages would share; "
-            "set the size to 1, or relative to none.",
-        )
-        check(
             pp == 1 or self.training.precision != "fp16",
             "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
             "embedding of the first and last stage drift apart; use bf16.",
@@ -357,7 +352,7 @@ class Config:
         """What XLNet's memory needs of the rest."""
         if not self.has_memory:
             return
-        model, stages = self.model, self.parallel.pipeline_parallel_size
+        model = self.model
         length = max(choice.section.memory_length for choice in self.objective_choices)
         of_memory = f"xlnet.memory_length is {length}"
         check(
@@ -369,11 +364,6 @@ class Config:
             model.relative == "xlnet" and model.positions != "learned_blocks",
             f"{of_memory} with model.relative {model.relative} and model.positions {model.positions}, but only XLNet's "
             "model has a memory; set model.system to xlnet, or memory_length to 0.",
-        )
-        check(
-            stages == 1,
-            f"parallel.pipeline_parallel_size is {stages} with xlnet.memory_length ({length}), which stages do not "
-            "know; set the size to 1 and use tensor parallelism, or memory_length to 0.",
         )
 
     @property

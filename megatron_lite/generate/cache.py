@@ -17,9 +17,9 @@ from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.attention.dense import ScoreBias
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.layers.relative import RelativeBuckets
-from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.trunk.block import Condition, Flow, Stream
 from megatron_lite.model.trunk.encoder_decoder import DecoderFlow
+from megatron_lite.model.trunk.forward import flow_of
 from megatron_lite.model.trunk.glm import GLM
 
 _EMPTY = torch.empty(0)
@@ -173,8 +173,7 @@ def stack_rows(
 
     Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them. condition: of the R x N tokens.
     """
-    rotary = Rotary.of(model.config, ids.flatten(1))
-    flow = Flow.of(tokens.shape, plan, None, model.parallel, rotary, condition=condition)
+    flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
     if model.relative_bias is not None:
         flow = replace(flow, bias=plan.bias(model.relative_bias, tokens.shape[1]))
     stream = Stream(model.embedding(tokens.flatten(), ids.flatten(1), flow))

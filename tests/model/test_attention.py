@@ -22,6 +22,7 @@ from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
 from megatron_lite.model.attention import cpu_kernels
+from megatron_lite.model.attention import layout as attention_layout
 from megatron_lite.model.attention import plan as plans
 from megatron_lite.model.attention.cpu_kernels import KERNELS, choose
 from megatron_lite.model.attention.dense import DensePlan
@@ -29,7 +30,6 @@ from megatron_lite.model.attention.flex import FlexPlan
 from megatron_lite.model.attention.layout import make_layout
 from megatron_lite.model.attention.plan import CallPlan, plan_attention
 from megatron_lite.model.attention.varlen import VarlenPlan, _joined
-from megatron_lite.model.input import batch as attention_layout
 from megatron_lite.model.kernels.fused import join_pair_kernel
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}

@@ -11,8 +11,9 @@ from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, make, windows
 
 from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from megatron_lite.model.attention import layout as attention_layout
 from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, allowed, make_layout, make_units
-from megatron_lite.model.input import batch as attention_layout
+from megatron_lite.model.input import batch as host_batch
 from megatron_lite.model.input.batch import Batch
 
 
@@ -175,10 +176,10 @@ def test_a_view_that_misses_a_key_is_noticed(monkeypatch):
 
 def test_a_batch_finds_its_structure_once(monkeypatch):
     calls_made = []
-    for name in ("make_layout", "_views"):
-        whole = getattr(attention_layout, name)
+    for module, name in ((host_batch, "make_layout"), (attention_layout, "_views")):
+        whole = getattr(module, name)
         monkeypatch.setattr(
-            attention_layout, name, lambda *x, whole=whole, name=name: calls_made.append(name) or whole(*x)
+            module, name, lambda *x, whole=whole, name=name: calls_made.append(name) or whole(*x)
         )
     batch = Batch(prefix_batch(0))
     assert batch.tokens and batch.visible_keys

@@ -209,9 +209,9 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
     flat = [pair for row in sentences for pair in row]
     packed = prepared(config, sentence_planes(sentences, length=100), few_counts=True, multiple=64)
     mu, _ = model.posterior(packed)
-    z = torch.randn(len(packed.sentences.weight), 8)
+    z = torch.randn(len(packed.parts.weight), 8)
     packed_losses = model.reconstruction(packed, z)
-    assert packed.sentences.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
+    assert packed.parts.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
     for number, pair in enumerate(flat):
         alone = prepared(config, sentence_planes([[pair]]))
         close(mu[number], model.posterior(alone)[0][0])
@@ -228,7 +228,7 @@ def test_the_loss_is_that_of_the_formula():
     batch = prepared(config, planes)
     loss, sums = model(batch)
     mu, logvar = model.posterior(batch)
-    z = mu + (logvar / 2).exp() * batch.sentences.noise
+    z = mu + (logvar / 2).exp() * batch.parts.noise
     rec = model.reconstruction(batch, z)
     kl = 0.5 * (mu**2 + logvar.exp() - logvar - 1)
     assert (kl > 0.02).any() and (kl <= 0.02).any()
@@ -251,7 +251,7 @@ def test_a_noise_free_beginning_decodes_the_mean_while_the_weight_is_0():
     config, model = built(optimus={"noise_free": True})
     batch = prepared(config, sentence_planes(random_sentences(8, 2, 2)))
     mu, logvar = model.posterior(batch)
-    drawn = mu + (logvar / 2).exp() * batch.sentences.noise
+    drawn = mu + (logvar / 2).exp() * batch.parts.noise
     observed = []
     model.observe = lambda *seen: observed.append(seen[3])
     model.beta = 0.0

@@ -258,6 +258,13 @@ PARTS = [
         4, 1, 1, 2, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="encoder-decoder"
     ),
 ]
+SHARED_BY_STAGES = [  # what all pipeline stages hold, or take from the batch
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="buckets"),
+    Case(2, 2, 1, 1, True, recompute="full", attention_dropout=0.1, variant="t5 with buckets"),
+    Case(1, 4, 2, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
+    Case(1, 2, 1, 1, accumulation=4, dropout=0.1, attention_dropout=0.1, variant=MEMORY),
+    Case(2, 2, 1, 1, True, recompute="selective", dropout=0.1, variant=MEMORY),
+]
 WITH_MEMORY = [
     Case(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1, variant=MEMORY),
     Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant=MEMORY),

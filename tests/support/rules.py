@@ -209,10 +209,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
     ),
     "lamb": (over("optimizer.kind=lamb"), ("optimizer.kind is lamb", "flat pieces", "set it to adamw")),
-    "shared biases in stages": (
-        over("model.relative=buckets", "parallel.pipeline_parallel_size=2"),
-        ("pipeline_parallel_size is 2 with model.relative buckets", "size to 1, or relative to none"),
-    ),
     "memory longer than half of a text": (
         over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
         ("xlnet.memory_length is 300", "twice as many tokens", "sequence_length is 512", "set that to 600"),
@@ -227,14 +223,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("model.relative xlnet and model.positions learned_blocks", "or memory_length to 0"),
     ),
-    "memory in stages": (
-        over(
-            "objectives={xlnet: 1}",
-            "model.system=xlnet",
-            "xlnet.memory_length=8",
-            "parallel.pipeline_parallel_size=2",
-        ),
-        ("pipeline_parallel_size is 2 with xlnet.memory_length (8)", "set the size to 1", "to 0"),
+    "a second stack without its objective": (
+        over("decoder_tokenizer={kind: bert_wordpiece, path: vocab.txt}"),
+        ("decoder_tokenizer is set without the objective optimus", "to null, or objectives to {optimus: 1}"),
     ),
     "shared layers in stages": (
         over("model.share_layers=true", "parallel.pipeline_parallel_size=2"),

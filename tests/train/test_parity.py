@@ -42,7 +42,9 @@ def test_half_precision_equals_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["OFFLOAD", "DROPOUT", "OPTIONS", "PARTS", "WITH_MEMORY"])
+@pytest.mark.parametrize(
+    "name", ["OFFLOAD", "DROPOUT", "OPTIONS", "PARTS", "SHARED_BY_STAGES", "WITH_MEMORY"]
+)
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity, name)) == []
 
@@ -52,19 +54,12 @@ def test_further_cases_equal_one_process(name):
     [
         parity_cases.DROPOUT[2],
         parity_cases.HALF[1],
-        parity_cases.HALF[-2],
-        parity_cases.OFFLOAD[1],
         parity_cases.OFFLOAD[3],
-        parity_cases.OFFLOAD[4],
-        parity_cases.OPTIONS[0],
-        parity_cases.OPTIONS[3],
-        parity_cases.OPTIONS[5],
         parity_cases.OPTIONS[7],
-        parity_cases.OPTIONS[13],
-        parity_cases.OPTIONS[16],
-        *(parity_cases.PARTS[i] for i in (1, 3, 5, 6, -3)),
-        parity_cases.WITH_MEMORY[1],
-        parity_cases.WITH_MEMORY[3],
+        parity_cases.PARTS[6],
+        parity_cases.PARTS[-3],
+        parity_cases.SHARED_BY_STAGES[1],
+        parity_cases.SHARED_BY_STAGES[3],
     ],
     ids=str,
 )

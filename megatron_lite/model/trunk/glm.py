@@ -17,16 +17,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
+from megatron_lite.model.attention.plan import AttentionPlan
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.input.task_batch import Parts
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.layers.relative import Distances, RelativeBuckets
-from megatron_lite.model.layers.rotary import Rotary
+from megatron_lite.model.layers.relative import RelativeBuckets
 from megatron_lite.model.layers.tensor_parallel import (
     LayerNorm,
     RMSNorm,
@@ -43,7 +41,6 @@ from megatron_lite.model.trunk.block import (
     Stream,
     final_layernorm,
     own_lengths,
-    own_tokens,
 )
 from megatron_lite.model.trunk.encoder_decoder import (
     DecoderBlock,
@@ -52,13 +49,17 @@ from megatron_lite.model.trunk.encoder_decoder import (
     encoder_layernorm,
     part_flows,
 )
+from megatron_lite.model.trunk.forward import (
+    BeforeBlock,
+    detached_memory,
+    flow_of,
+    relative_tables,
+    with_bias,
+)
 from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.trunk.task_losses import choice_scores, part_sums, sums_of_task, task_loss
 from megatron_lite.model.trunk.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
-
-# Number of a block and its input [T, D] -> the input that it takes instead.
-BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class GLM(TrainedModel):
@@ -67,7 +68,7 @@ class GLM(TrainedModel):
     Args:
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
-        has_memory: whether batches hold tokens that are a memory, see `_detached_memory`.
+        has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
     """
 
     def __init__(
@@ -97,12 +98,10 @@ class GLM(TrainedModel):
             )
             self.decoder_embedding = DecoderEmbedding(config, self.parallel)
             self.encoder_layernorm = encoder_layernorm(config, self.parallel)
-        self.relative_bias: RelativeBuckets | None = None  # of the one stack, or the encoder
+        self.relative_bias: RelativeBuckets | None = None
         self.decoder_relative_bias: RelativeBuckets | None = None
-        if config.relative == "buckets":
-            self.relative_bias = RelativeBuckets(config, self.parallel, is_causal=False)
-            if config.decoder_layers:
-                self.decoder_relative_bias = RelativeBuckets(config, self.parallel, is_causal=True)
+        for name, table in relative_tables(config, self.parallel).items():
+            setattr(self, name, table)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
         self.before_use: Callable[[nn.Module], None] = lambda part: None
@@ -117,9 +116,7 @@ class GLM(TrainedModel):
         condition: Condition | None = None,
     ) -> torch.Tensor:
         """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
-        rotary = Rotary.of(self.config, ids.flatten(1))
-        distances = Distances.of(self.config, ids.flatten(1), plan, dropout)
-        flow = Flow.of(tokens.shape, plan, dropout, self.parallel, rotary, distances, condition)
+        flow = flow_of(self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition)
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
@@ -128,7 +125,7 @@ class GLM(TrainedModel):
             stream = self._run_parts(hidden, flow, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
-                before_block = _detached_memory(own_tokens(ids.flatten(1), plan, self.parallel))
+                before_block = detached_memory(ids.flatten(1), plan, self.parallel)
             stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
@@ -140,13 +137,10 @@ class GLM(TrainedModel):
         return block
 
     def _biased(self, flow: Flow, table: RelativeBuckets | None, positions: torch.Tensor) -> Flow:
-        """With the bias that all layers of a stack share. Args: positions: int [T]."""
-        if table is None:
-            return flow
-        self.before_use(table)
-        pairs = cast(BiasedPlan, flow.plan).pairs(positions.device)
-        made = table(pairs, positions)
-        return replace(flow, bias=lambda call, queries, keys: made[call])
+        """See `with_bias`."""
+        if table is not None:
+            self.before_use(table)
+        return with_bias(flow, table, positions)
 
     def _run_blocks(
         self,
@@ -281,17 +275,6 @@ class GLM(TrainedModel):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
-
-
-def _detached_memory(ids: torch.Tensor) -> BeforeBlock:
-    """Stops the gradient at the states of the memory that enter each block, as XLNet's code does.
-
-    Weights still learn from the keys and values that they make of it.
-
-    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1 (data_utils/objectives/xlnet.py).
-    """
-    is_memory = (ids[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
-    return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)
 
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")

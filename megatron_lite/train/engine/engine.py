@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
+# Tables that all layers of a stack share, so that each pipeline stage has a copy.
+SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -237,6 +239,8 @@ class Engine(ABC):
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
+        elif name.startswith(SHARED_BY_STAGES) and pp.size > 1:
+            summed_over = pp
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
         return Treatment(
@@ -378,8 +382,8 @@ class Engine(ABC):
         return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
 
     def _is_tied_copy(self, name: str) -> bool:
-        """True for the last pipeline stage's copy of the word embedding."""
-        return name.startswith("embedding.") and self.context.pp.rank > 0
+        """True for another pipeline stage's copy of the word embedding, or of a table that all stages share."""
+        return name.startswith(("embedding.", *SHARED_BY_STAGES)) and self.context.pp.rank > 0
 
     def scalar_state(self) -> dict[str, Any]:
         """Adam's step count, that of parameters with another one by their names, and the loss scaler; JSON values."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -23,8 +23,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.layers.relative import Distances
-from megatron_lite.model.layers.rotary import Rotary
+from megatron_lite.model.layers.relative import RelativeBuckets
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.model.trunk.block import (
     Block,
@@ -43,10 +42,17 @@ from megatron_lite.model.trunk.encoder_decoder import (
     encoder_layernorm,
     part_flows,
 )
+from megatron_lite.model.trunk.forward import (
+    BeforeBlock,
+    detached_memory,
+    flow_of,
+    relative_tables,
+    with_bias,
+)
 from megatron_lite.model.trunk.glm import initialize_parameters
 from megatron_lite.model.trunk.heads import Heads, row_losses, sum_losses
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.engine import Engine, StepResult, without_chatter
+from megatron_lite.train.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
 
 _Rows = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
 _Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the decoder's [Td, D]
@@ -59,14 +65,16 @@ class _Current:
     input: ModelInput
     flow: Flow
     parts: tuple[Flow, DecoderFlow] | None  # of encoder and decoder
+    before_block: BeforeBlock | None
     loss_factor: float
 
 
 class _Feed:
     """The micro-batches of a step, one after another."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device):
-        self.config, self.parallel, self.device = config, parallel, device
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
+        self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
+        self.tables: dict[str, RelativeBuckets] = {}  # the stage's own, of `relative_tables`
         self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:
@@ -76,11 +84,17 @@ class _Feed:
     def advance(self) -> None:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
-        rotary = Rotary.of(self.config, data.ids)
-        distances = Distances.of(self.config, data.ids, data.plan, data.dropout)
-        flow = Flow.of(data.tokens.shape, data.plan, data.dropout, self.parallel, rotary, distances)
+        flow = flow_of(self.config, data.tokens.shape, data.ids, data.plan, data.dropout, self.parallel)
         parts = part_flows(flow, self.parallel) if self.config.decoder_layers else None
-        self.current = _Current(data, flow, parts, loss_factor)
+        table, positions = self.tables.get("relative_bias"), data.ids[0]
+        if parts is None:
+            flow = with_bias(flow, table, positions)
+        else:
+            of_encoder, of_decoder = positions.split(data.plan.lengths)
+            decoder = with_bias(parts[1], self.tables.get("decoder_relative_bias"), of_decoder)
+            parts = with_bias(parts[0], table, of_encoder), cast(DecoderFlow, decoder)
+        before = detached_memory(data.ids, data.plan, self.parallel) if self.has_memory else None
+        self.current = _Current(data, flow, parts, before, loss_factor)
 
     def split(self, hidden: torch.Tensor) -> _Parts:
         """The rows of encoder and decoder."""
@@ -130,8 +144,10 @@ class _Block(Block):
         self.feed = feed
 
     def forward(self, given: torch.Tensor | Stream) -> Stream:  # type: ignore[override]
-        stream = given if isinstance(given, Stream) else Stream(given)
-        return super().forward(stream, self.feed.current.flow, self.layer)
+        stream, current = given if isinstance(given, Stream) else Stream(given), self.feed.current
+        if current.before_block is not None:
+            stream = Stream(current.before_block(self.layer, stream.summed()))
+        return super().forward(stream, current.flow, self.layer)
 
 
 class _EncoderBlock(_Block):
@@ -205,10 +221,8 @@ def stage_bounds(costs: list[float], stages: int) -> list[int]:
 
 
 _FIRST_BLOCK = 2  # layers before it: words, positions
-_WHOLE_MODELS = (
-    "decoder_embedding.",
-    "encoder_layernorm.",
-)  # parts that a layer holds under the model's own names
+# Parts that a layer, or a stage, holds under the model's own names.
+_WHOLE_MODELS = ("decoder_embedding.", "encoder_layernorm.")
 
 
 class _Stages(PipelineModule):
@@ -238,6 +252,10 @@ class _Stages(PipelineModule):
         )
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
         self._feed = feed
+        # Each stage has a copy of the tables that all its layers share; the optimizer sums their gradients.
+        feed.tables = relative_tables(model, parallel)
+        for name, table in feed.tables.items():
+            setattr(self, name, table)
 
     def forward(self, hidden: torch.Tensor) -> Any:
         self._feed.advance()
@@ -247,6 +265,10 @@ class _Stages(PipelineModule):
         out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)
+
+    def get_tied_weights_and_groups(self) -> list[Any]:
+        """Nothing that DeepSpeed sums: a gradient that still waits for its bucket would be summed twice."""
+        return []
 
     def _partition_layers(self, method: str = "cost") -> None:
         stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
@@ -270,6 +292,9 @@ class _Stages(PipelineModule):
         prefixes |= {str(_FIRST_BLOCK + num_layers): ""}  # final_layernorm and heads
         named = {}
         for name, parameter in self.named_parameters():
+            if name.startswith(SHARED_BY_STAGES):
+                named[name] = parameter
+                continue
             layer = "tied_modules.words" if name.startswith("tied_modules.") else name.split(".")[0]
             inner = name[len(layer) + 1 :]
             named[inner if inner.startswith(_WHOLE_MODELS) else prefixes[layer] + inner] = parameter
@@ -283,7 +308,7 @@ class PipelineEngine(Engine):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_losses = num_losses
         self._sums = self._no_sums(context.device)
-        self._feed = _Feed(config.model, parallel, context.device)
+        self._feed = _Feed(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with without_chatter(), torch.no_grad(), context.process_groups.lent_to_deepspeed():

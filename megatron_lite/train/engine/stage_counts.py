@@ -23,10 +23,10 @@ def stages(config: Config) -> list[Stage]:
     import torch
     from torch import nn
 
-    from megatron_lite.model.layers.relative import RelativeBuckets
     from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.model.trunk.block import Block, PositionEmbeddings, final_layernorm
     from megatron_lite.model.trunk.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
+    from megatron_lite.model.trunk.forward import relative_tables
     from megatron_lite.model.trunk.heads import Heads
     from megatron_lite.parallel.collectives import Group
 
@@ -45,16 +45,13 @@ def stages(config: Config) -> list[Stage]:
             blocks_of += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
             norm = encoder_layernorm(model, parallel)  # the first block of the decoder has it
             blocks_of[model.num_layers] += 0 if norm is None else count(norm)
-        if model.relative == "buckets":  # one stage only, which has the table of each stack
-            embedding += count(RelativeBuckets(model, parallel, is_causal=False)) * (
-                1 + (model.decoder_layers > 0)
-            )
+        tables = sum(count(table) for table in relative_tables(model, parallel).values())  # on each stage
     stages, begin = [], 0
     for blocks, first, last in stage_shares(config):
         # The first and the last stage each have a copy of a tied word embedding.
         has_words = first or (last and model.tie_word_embeddings)
         total = sum(blocks_of[begin : begin + blocks]) + words * has_words
-        stages.append(Stage(blocks, first, last, total + embedding * first + readout * last))
+        stages.append(Stage(blocks, first, last, total + tables + embedding * first + readout * last))
         begin += blocks
     return stages
 
