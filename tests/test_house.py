@@ -43,9 +43,9 @@ CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 555,
     "lines loaded by importing tensor_parallel": 2499,
-    "lines loaded by importing glm": 7094,
+    "lines loaded by importing glm": 7144,
     "files of the trunk that name a system": 12,
-    "lines of the product": 51800,
+    "lines of the product": 52000,
     "files over 400 lines": 21,
     'docstrings and comments that begin with "Of"': 43,
 }

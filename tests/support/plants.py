@@ -30,7 +30,7 @@ SHARDED = "megatron_lite/train/engine/sharded.py"
 TENSOR = "megatron_lite/model/layers/tensor_parallel.py"
 ENGINE = "megatron_lite/train/engine/engine.py"
 TRAINER = "megatron_lite/train/loop/trainer.py"
-WRITE = "data_utils/objectives/blank_infilling/write.py"
+WRITE = "data_utils/objectives/blank_infilling/spans.py"
 
 GRADIENTS = (
     Plant(

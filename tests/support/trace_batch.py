@@ -11,7 +11,7 @@ Without compilation every function is seen, those of the samplers and objectives
     loaded       every file of the project that the run has loaded
 
 A value is of the batch if it is an array or a tensor, or an object of the project that holds one at most two levels
-down. Parameters, and numbers in fp64 (sums of losses and counts), are not; neither is what only one number's size has.
+down. Parameters are not, nor numbers in fp64 (sums of losses and counts), random streams, and numbers of samples.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = 8  # of a step: their numbers are no batch
 BASES = ("Batch", "HostPlan", "AttentionPlan")  # carriers that are no dataclasses
 ROOMS = ("pretrain_glm.py", "megatron_lite", "data_utils", "scripts")
 
@@ -68,7 +69,7 @@ class Trace:
         if isinstance(value, torch.Tensor):
             return value.numel() > 1 and value.dtype != torch.float64
         if isinstance(value, np.ndarray):
-            return value.size > 1 and value.dtype not in (np.float64, np.uint64)
+            return value.size > SAMPLES and value.dtype not in (np.float64, np.uint64)
         if depth == 0:
             return False
         if isinstance(value, list | tuple) and type(value).__module__ == "builtins":

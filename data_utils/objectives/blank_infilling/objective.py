@@ -31,7 +31,7 @@ from data_utils.base.random_streams import (
     shuffle,
 )
 from data_utils.base.settings import check
-from data_utils.objectives.blank_infilling import config, draw, write
+from data_utils.objectives.blank_infilling import config, spans
 from data_utils.objectives.blank_infilling.config import (
     DOCUMENT,
     SENTENCE,
@@ -40,7 +40,7 @@ from data_utils.objectives.blank_infilling.config import (
     BlankInfillingConfig,
     length_table,
 )
-from data_utils.objectives.blank_infilling.draw import (
+from data_utils.objectives.blank_infilling.spans import (
     ENDS,
     ORDER,
     STARTS,
@@ -49,8 +49,8 @@ from data_utils.objectives.blank_infilling.draw import (
     draw_token_spans,
     least_tokens,
     tokens_to_cut,
+    write_example,
 )
-from data_utils.objectives.blank_infilling.write import write_example
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Writing
 from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
@@ -176,7 +176,7 @@ class BlankInfilling(RowObjective):
     losses = (Loss("token", TOKEN), Loss("sentence", SENTENCE), Loss("document", DOCUMENT))
     writing = Writing("glm", "blanks")
     entry = staticmethod(_fill_rows)
-    compiled_files = (config.__file__, draw.__file__, write.__file__)
+    compiled_files = (config.__file__, spans.__file__)
 
     def values(self) -> dict[str, Any]:
         config = self.config
