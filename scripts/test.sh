@@ -17,7 +17,8 @@ if (($#)); then
 fi
 
 # The first takes these, the second takes everything else.
-first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/generate tests/hf tests/profile tests/scripts)
+first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/generate tests/hf tests/profile tests/scripts
+    tests/outside tests/latent tests/tasks)
 output=$(mktemp -d)
 trap 'rm -rf "$output"' EXIT
 set -m # a process group for each: else bash would have them, and all that they start, ignore Ctrl-C

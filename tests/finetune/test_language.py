@@ -115,7 +115,8 @@ LAYOUTS = [
 ]
 
 
-def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS[1:], marks=pytest.mark.slow)])
+def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
     """With dropout, two data-parallel ranks of unequal texts, and a head of tokens that begins with the blocks."""
     files = unequal_task(tmp_path / "task")
     options = [
@@ -129,7 +130,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
     ]
     one = learn(files, tmp_path / "one", *options)
     expected = load_weights(one)
-    for number, parallel in enumerate(LAYOUTS):
+    for number, parallel in enumerate(layouts):
         found = learn(files, tmp_path / str(number), *options, world=2, **parallel)
         for name, weight in load_weights(found).items():
             torch.testing.assert_close(

@@ -105,7 +105,8 @@ LAYOUTS = [
 ]
 
 
-def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS[1:], marks=pytest.mark.slow)])
+def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
     """With dropout, and what begins later: head and top block in epoch 1, the other block in 2, embeddings in 3."""
     files = write_task(tmp_path / "task")
     options = [
@@ -125,7 +126,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
         "embedding": 4.0,
         "layers": 8.0,
     }
-    for number, parallel in enumerate(LAYOUTS):
+    for number, parallel in enumerate(layouts):
         found = last(learn(files, tmp_path / str(number), *options, world=2, **parallel))
         assert found.optimizer["adam_steps"] == counts, parallel
         for name, weight in load_weights(found).items():

@@ -61,14 +61,14 @@ def within(score, best):
 
 CASES = {
     "votes as classes": ("noisy_votes", {"n": 5, "p": 0.7}, {"kind": "classification"}, "accuracy"),
-    "votes as cloze": ("noisy_votes", {"n": 5, "p": 0.7}, {"kind": "cloze", **PATTERN}, "accuracy"),
-    "copy": ("copy", {"noise": 0.0}, {"kind": "seq2seq"}, "exact_match"),
-    "periodic": ("periodic", {}, {"kind": "blanks", "epochs": 10}, "bleu"),
     "tags": ("tags", {}, {"kind": "tagging"}, "entity_f1"),
     "choices": ("choice", {}, {"kind": "cloze", "template": "{inputs} [MASK]"}, "accuracy"),
     "last word": ("recall", {"pairs": 1}, {"kind": "lambada"}, "accuracy"),
 }
 LONG = {
+    "votes as cloze": ("noisy_votes", {"n": 5, "p": 0.7}, {"kind": "cloze", **PATTERN}, "accuracy"),
+    "copy": ("copy", {"noise": 0.0}, {"kind": "seq2seq"}, "exact_match"),
+    "periodic": ("periodic", {}, {"kind": "blanks", "epochs": 10}, "bleu"),
     "two words together": ("xor", {}, {"kind": "classification", "train": 1600}, "accuracy"),
     "span": ("span", {}, {**SPANS, "train": 1600, "epochs": 8}, "answer_em"),
 }
@@ -84,6 +84,7 @@ def test_a_kind_reaches_the_optimum(tmp_path, case):
     within(measured[metric] / whole, best / whole)
 
 
+@pytest.mark.slow
 def test_perplexity_comes_near_to_the_entropy_of_a_chain(tmp_path):
     """Not below it but by the chance of 400 short texts; 10 % above it is what the model has not learnt yet."""
     best = optimum("markov")["token_perplexity"]
