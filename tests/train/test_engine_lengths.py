@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.model.input import model_input
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.layers import tensor_parallel
+from megatron_lite.model.kernels import compat
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.train.engine.engine import Engine
 
@@ -39,7 +39,7 @@ def test_lengths_of_varying_batches(monkeypatch, precision, has_few):
     hosts = [Engine.prepared(engine(f"training.precision={precision}"), batch, None) for batch in varying]
     lengths, tokens = {len(host.plan.order) for host in hosts}, {batch.tokens for batch in varying}
     assert len(tokens) > 20 and (len(lengths) <= 8 if has_few else lengths == tokens)
-    losses, rows = {len(host.weight_losses) for host in hosts}, {batch.loss_rows for batch in varying}
+    losses, rows = {len(host.packed.weight_losses) for host in hosts}, {batch.loss_rows for batch in varying}
     assert len(rows) > 15 and (len(losses) <= 8 if has_few else losses == rows)
 
 
@@ -60,7 +60,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_products_have_few_shapes(monkeypatch, dropout):
     """12 products of the block for each length of the tokens, 3 of the head for each count of rows with loss."""
-    for module in (model_input, tensor_parallel):
+    for module in (model_input, compat):
         monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: True)
     made = engine(
         "training.precision=bf16",
