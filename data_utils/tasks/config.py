@@ -7,17 +7,20 @@ from typing import Any
 
 from data_utils.base.settings import REQUIRED, checked, fraction, setting, setting_mapping
 
-KINDS = (
-    "cloze",
-    "classification",
-    "regression",
-    "seq2seq",
-    "blanks",
-    "language_modelling",
-    "lambada",
-    "spans",
-    "tagging",
-)
+# Metrics that follow from a text's log probability, not from predictions.
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
+# Kind -> the metrics of a task whose name and settings say no others.
+KINDS = {
+    "cloze": ("accuracy",),
+    "classification": ("accuracy",),
+    "regression": ("pearson", "spearman"),
+    "seq2seq": ("exact_match",),
+    "blanks": ("bleu",),
+    "language_modelling": PERPLEXITIES,
+    "lambada": ("accuracy", "word_perplexity"),
+    "spans": ("answer_em", "answer_f1"),
+    "tagging": ("entity_f1",),
+}
 READERS = ("jsonl", "superglue", "glue", "squad", "conll", "pairs", "text", "synthetic")
 FORMS = ("auto", "glm", "bert", "causal", "prefix", "unilm", "unilmv2", "encoder_decoder")
 SCORINGS = ("auto", "restricted", "sum", "mean")
@@ -29,7 +32,7 @@ MASKS = ("auto", "mask", "smask", "gmask")
 @checked("task")
 class TaskConfig:
     name: str = setting(REQUIRED, "the task: names its fields, patterns and metrics; free for one's own")
-    kind: str = setting(REQUIRED, "what the model does", one_of=KINDS)
+    kind: str = setting(REQUIRED, "what the model does", one_of=tuple(KINDS))
     reader: str = setting(REQUIRED, "the format of the files", one_of=READERS)
     train: str | None = setting(None, "file to train on; for pairs, the one with the sources", is_path=True)
     validation: tuple[str, ...] = setting((), "files to evaluate on", is_path=True)

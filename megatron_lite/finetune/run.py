@@ -22,7 +22,6 @@ from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.scores.answers import kind_of_answers
 from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.scores.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
@@ -203,7 +202,7 @@ def warn_of_little_progress(task: Task, directory: Path) -> None:
 
 def loss_of_guess(task: Task) -> float:
     """Entropy of the training samples' labels, nats, where the loss is the cross entropy of such; else 0."""
-    of_labels = kind_of_answers(task.renderer) in ("classes", "numbers of choices")
+    of_labels = task.renderer.answers in ("classes", "numbers of choices")
     if not of_labels or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
         return 0.0
     counts = Counter(record.label for record in task.train).values()

@@ -21,7 +21,6 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.layouts.forms import form_of
 from data_utils.tasks.layouts.render import Renderer
 from data_utils.tasks.readers.by_name import labels_of, read_records
-from data_utils.tasks.scores.answers import kind_of_answers
 from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import Config
@@ -134,7 +133,7 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     renderer = make_renderer(config, tokenizer)
     task = config.task
     assert task is not None
-    check_metrics(task, kind_of_answers(renderer), renderer.labels)
+    check_metrics(task, renderer.answers, renderer.labels)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
         {path: read_records(task, path, labelled=labelled) for path in paths}

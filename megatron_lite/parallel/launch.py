@@ -47,11 +47,11 @@ class Launch:
         """
         if not _started_by_srun():
             defaults = (0, 1, local_rank or 0)
-            rank, world_size, local = map(_number, LAUNCHER_VARIABLES, defaults)
+            rank, world_size, local = map(_number, _variables(), defaults)
             _check_ranks(rank, world_size, local)
             return Launch(rank, world_size, local, threads=_share_of_cores())
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        rank, world_size, local = (_number(name) for name in SLURM_VARIABLES)
+        rank, world_size, local = (_number(name) for name in _variables())
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
 
@@ -72,6 +72,11 @@ def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
 def _started_by_srun() -> bool:
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     return not launched and "SLURM_STEP_NUM_TASKS" in os.environ
+
+
+def _variables() -> tuple[str, str, str]:
+    """The names of rank, number of ranks and rank within the node, of the launcher that started this process."""
+    return SLURM_VARIABLES if _started_by_srun() else LAUNCHER_VARIABLES
 
 
 def _ranks_of_node(default: int) -> int:
@@ -146,8 +151,7 @@ def _proc(process: int, name: str) -> bytes:
 
 def is_first_of_node() -> bool:
     """True for one process of each node, which reports mistakes that all ranks find."""
-    variables = SLURM_VARIABLES if _started_by_srun() else LAUNCHER_VARIABLES
-    return os.environ.get(variables[2], "0") == "0"
+    return os.environ.get(_variables()[2], "0") == "0"
 
 
 def first_node(nodes: str) -> str:

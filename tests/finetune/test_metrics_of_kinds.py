@@ -17,7 +17,6 @@ from support.tasks import task_of, write_lines, write_task
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.tasks.base import Record
-from data_utils.tasks.scores.answers import kind_of_answers
 from data_utils.tasks.scores.metrics import BLEU, KNOWN, measure
 from data_utils.tasks.scores.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
@@ -228,9 +227,9 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
             with pytest.raises(
                 ConfigError, match=rf"names {metric}, but this task of kind {task.kind} .* set"
             ):
-                check_metrics(config, kind_of_answers(made), made.labels)
+                check_metrics(config, made.answers, made.labels)
             continue
-        check_metrics(config, kind_of_answers(made), made.labels)
+        check_metrics(config, made.answers, made.labels)
         evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
         measured = evaluation.run(Model(lambda batch: None, lambda contexts: [])).measured
         assert measured[metric] == pytest.approx(expected[metric]), metric
@@ -271,7 +270,7 @@ def test_f1_needs_to_know_its_class():
             check_metrics(task.config, answers, labels)
     task = renderer(kind="classification", labels=("no", "yes"), positive="yes").inputs.config
     with pytest.raises(ConfigError, match=r"task.positive is 'yes', but no metric of the task"):
-        check_metrics(task, kind_of_answers(made), made.labels)
+        check_metrics(task, made.answers, made.labels)
 
 
 def test_a_score_weighs_bleu_as_the_other_metrics():

@@ -63,6 +63,13 @@ class Cloze:
         self.words = self._words()
         self.scoring = self._scoring()
 
+    @property
+    def answers(self) -> str:
+        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
+        if self.task == "record":
+            return "texts"
+        return "classes" if self.words or self.task == "wsc" else "numbers of choices"
+
     # ---- settings ----
 
     def _words(self) -> list[str]:

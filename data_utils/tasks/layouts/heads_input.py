@@ -22,6 +22,7 @@ from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.layouts.examples import document
 from data_utils.tasks.layouts.inputs import Inputs, Tokens, covering
 from data_utils.tasks.layouts.patterns import field_text
+from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
 from data_utils.text.special_tokens import NO_TOKEN
 
@@ -99,8 +100,8 @@ class TextHead:
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
-        self.is_class = inputs.config.kind == "classification"
-        self.head = "classes" if self.is_class else "values"
+        self.is_class = inputs.config.kind != "regression"
+        self.head, self.answers = ("classes", "classes") if self.is_class else ("values", "numbers")
 
     def check(self) -> None:
         self.inputs.refuse_forms(FORMS)
@@ -163,6 +164,7 @@ class Tagging:
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
+        self.answers = "entities" if is_bio(self.labels) else "tags"
 
     def check(self) -> None:
         self.inputs.refuse_forms(FORMS)
@@ -218,7 +220,7 @@ class Spans:
     the window has no answer, and those of the context; so no answer lies in the question.
     """
 
-    head = "spans"
+    head, answers = "spans", "texts"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:

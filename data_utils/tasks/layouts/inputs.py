@@ -16,10 +16,8 @@ from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from data_utils.text.vocabulary import is_chinese
 
-# Which of the masks that a run has learnt a kind of task takes, the best first.
+# Which of the masks that a run has learnt a kind of task takes, the best first; kinds that are not named: [MASK].
 _MASKS = {
-    "cloze": ("mask", "smask", "gmask"),
-    "blanks": ("mask", "smask", "gmask"),
     "seq2seq": ("smask", "gmask", "mask"),
     "language_modelling": ("gmask", "mask", "smask"),
     "lambada": ("gmask", "mask", "smask"),
@@ -30,6 +28,10 @@ class Kind(Protocol):
     """A kind of task: how its records become samples."""
 
     head: str  # one of HEADS
+
+    @property
+    def answers(self) -> str:
+        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
 
     def check(self) -> None:
         """Raise ConfigError for settings with which no sample can be made."""
@@ -64,7 +66,7 @@ class Inputs:
         """The blank's token, and the number of the loss that goes with it in pretraining."""
         if self.form.name != "glm":
             return self.special.mask, self.form.loss()
-        preferred = _MASKS[self.config.kind]
+        preferred = _MASKS.get(self.config.kind, ("mask", "smask", "gmask"))
         name = self.config.mask
         if name == "auto":
             name = next((kind for kind in preferred if kind in self.form.masks), preferred[0])

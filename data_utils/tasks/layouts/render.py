@@ -60,6 +60,11 @@ class Renderer:
         return self.kind.head
 
     @property
+    def answers(self) -> str:
+        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
+        return self.kind.answers
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """The classes or tags in the order of their numbers."""
         return getattr(self.kind, "labels", ())

@@ -78,7 +78,7 @@ def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Ex
 class Seq2Seq:
     """The kind `seq2seq`. Fields: source and target, or those of the template; the target may be the label."""
 
-    head = "tokens"
+    head, answers = "tokens", "texts"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -282,7 +282,7 @@ class Blanks:
     The spans are filled in the order of the text, each ends with eop, and later ones see earlier ones.
     """
 
-    head = "tokens"
+    head, answers = "tokens", "texts"
     labels = ()
     mark = "<blank>"  # of a file with hidden words
 

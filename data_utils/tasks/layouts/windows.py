@@ -61,7 +61,7 @@ def windows(tokens: int, size: int, stride: int, first: int = 1) -> list[Window]
 class LanguageModelling:
     """The kind `language_modelling`. `prepare` makes a record for each window; its `group` is the document's index."""
 
-    head = "tokens"
+    head, answers = "tokens", "likelihoods"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -113,7 +113,7 @@ def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
 class Lambada:
     """The kind `lambada`: one part, the last word of the text, which is right if its every token is the likeliest."""
 
-    head = "choices"
+    head, answers = "choices", "last words"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:

@@ -44,13 +44,11 @@ _LETTERS = {letter: number for number, letter in enumerate(string.ascii_uppercas
 def read_json_lines(intake: Intake) -> Records:
     """The samples of a file. Raises DataError."""
     add = {
-        "cloze": _add_classified,
-        "classification": _add_classified,
-        "regression": _add_classified,
         "seq2seq": _add_pair,
         "spans": _add_question,
         "tagging": _add_tagged,
-    }.get(intake.config.kind, _add_text)
+        **dict.fromkeys(("blanks", "language_modelling", "lambada"), _add_text),
+    }.get(intake.config.kind, _add_classified)
     for number, line in numbered_lines(Path(intake.path)):
         with intake.at(number):
             if line.strip():

@@ -16,7 +16,6 @@ from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.layouts.cloze import Cloze
 from data_utils.tasks.layouts.heads_input import Spans
 from data_utils.tasks.layouts.render import Renderer
-from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.scores.metrics_by_task import metrics_of
 
 
@@ -33,24 +32,6 @@ def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: 
         return [renderer.labels[tag] for tag in answers.argmax(axis=1)]
     assert isinstance(kind, Spans)
     return _best_span(kind, record, sample, answers)
-
-
-def kind_of_answers(renderer: Renderer) -> str:
-    """What `prediction` gives, as a key of ANSWERS (metrics_by_task.py)."""
-    kind, task = renderer.kind, renderer.inputs.config
-    if isinstance(kind, Cloze):
-        if kind.task == "record":
-            return "texts"
-        return "classes" if kind.words or kind.task == "wsc" else "numbers of choices"
-    of_kind = {
-        **dict.fromkeys(("seq2seq", "blanks", "spans"), "texts"),
-        "classification": "classes",
-        "regression": "numbers",
-        "tagging": "entities" if is_bio(renderer.labels) else "tags",
-        "language_modelling": "likelihoods",
-        "lambada": "last words",
-    }
-    return of_kind[task.kind]
 
 
 def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
@@ -118,6 +99,6 @@ def references(records: Sequence[Record]) -> list[Any]:
 def positive_label(renderer: Renderer) -> Any:
     """The class that F1 counts: `task.positive`, else the second of two, as in MRPC, QQP and MultiRC."""
     given = renderer.inputs.config.positive
-    if kind_of_answers(renderer) != "classes":
+    if renderer.answers != "classes":
         return given and int(given)  # of choices; no other answers have an F1 of one class
     return given or renderer.labels[-1]

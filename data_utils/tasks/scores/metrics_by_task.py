@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
-from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.config import KINDS, PERPLEXITIES, TaskConfig
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.scores.metrics import BLEU, ROUGE, require_metrics
 
-# Metrics that follow from a text's log probability (`perplexities`), not from predictions.
-PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
 LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
 
 _OF_LABELS = ("accuracy", "f1", "macro_f1", "matthews", "f1a", "group_em")
@@ -64,39 +62,27 @@ class Metrics:
 _WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
 
 
-_ACCURACY = Metrics(("accuracy",))
+_COMPARED = {"language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",)}
+BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
+
 _ACCURACY_F1 = Metrics(("accuracy", "f1"))
-_ANSWERS = Metrics(("answer_em", "answer_f1"), ("answer_f1",))
 _ANSWERS_OR_NONE = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
 _SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
-_PERPLEXITY = Metrics(PERPLEXITIES, ("token_perplexity",))
-_LAMBADA = Metrics(("accuracy", "word_perplexity"), ("accuracy",))
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 BY_TASK = {
-    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), _ACCURACY),
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), BY_KIND["classification"]),
     "cb": Metrics(("accuracy", "macro_f1")),
     "multirc": Metrics(("f1a", "group_em")),
     "record": Metrics(("answer_f1", "answer_em")),
     **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
     **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
-    "stsb": Metrics(("pearson", "spearman")),
-    **dict.fromkeys(("squad", "squadv1", "squad11"), _ANSWERS),
+    "stsb": BY_KIND["regression"],
+    **dict.fromkeys(("squad", "squadv1", "squad11"), BY_KIND["spans"]),
     **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
     **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
     "squadquestions": Metrics(("bleu", "rougeL")),
 }  # fmt: skip
-BY_KIND = {
-    "cloze": _ACCURACY,
-    "classification": _ACCURACY,
-    "regression": BY_TASK["stsb"],
-    "seq2seq": Metrics(("exact_match",)),
-    "blanks": Metrics(("bleu",)),
-    "language_modelling": _PERPLEXITY,
-    "lambada": _LAMBADA,
-    "spans": BY_TASK["squad"],
-    "tagging": Metrics(("entity_f1",)),
-}
 
 
 def metrics_of(task: TaskConfig) -> Metrics:
@@ -106,7 +92,7 @@ def metrics_of(task: TaskConfig) -> Metrics:
     """
     found = BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
     if task.metrics:
-        known = [metrics for metrics in (found, _LAMBADA, _ANSWERS_OR_NONE) if metrics.names == task.metrics]
+        known = [m for m in (found, BY_KIND["lambada"], _ANSWERS_OR_NONE) if m.names == task.metrics]
         found = known[0] if known else Metrics(task.metrics)
     require_metrics(name for name in found.names if name not in PERPLEXITIES)
     return found
