@@ -10,40 +10,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.project import ROOT, copied_project
+from support.documented_changes import apply, changes_in, sections
+from support.project import copied_project
 
 from data_utils.base.settings import merge
 
-OPTION = "layer_scale"
-
-
-def documented_changes() -> dict[str, list[tuple[str, str]]]:
-    """File -> what stands there and what replaces it, from the page's diff, which has no line numbers."""
-    page = (ROOT / "docs/changes.md").read_text(encoding="utf-8").partition("## Adding a model option")[2]
-    changes: dict[str, list[tuple[str, str]]] = {}
-    for part in re.split(r"^--- ", re.search(r"```diff\n(.*?)```", page, re.S)[1], flags=re.M)[1:]:
-        name, *hunks = re.split(r"^@@.*\n", part, flags=re.M)
-        changes[name.strip()] = [(side(hunk, " -"), side(hunk, " +")) for hunk in hunks]
-    return changes
-
-
-def side(hunk: str, marks: str) -> str:
-    return "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in marks)
-
-
-def apply(changes: dict[str, list[tuple[str, str]]], project: Path) -> None:
-    for name, replacements in changes.items():
-        text = (project / name).read_text(encoding="utf-8")
-        for old, new in replacements:
-            assert text.count(old) == 1, f"docs/changes.md changes lines that {name} does not have:\n{old}"
-            text = text.replace(old, new)
-        (project / name).write_text(text, encoding="utf-8")
+OPTION, TITLE = "layer_scale", "Adding a model option"
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     directory = copied_project(tmp_path / "project")
-    apply(documented_changes(), directory)
+    apply(changes_in(sections()[TITLE]), directory, TITLE)
     return directory
 
 
@@ -70,7 +48,7 @@ def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]
 
 
 def test_a_model_option_touches_at_most_three_files(project, settings):
-    assert len(documented_changes()) <= 3
+    assert len(changes_in(sections()[TITLE])) <= 3
     assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help", "model"))
     count, losses = train(project, settings, True)
     default_count, default_losses = train(project, settings, False)

@@ -1,0 +1,125 @@
+"""Every change that docs/changes.md shows, applied to one copy of the project and used there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.documented_changes import apply, changes_in, sections
+from support.project import ROOT, copied_project, small_run
+
+SECTIONS = sections()
+USER = ROOT / "tests/support/use_changes.py"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = copied_project(tmp_path_factory.mktemp("changes") / "project")
+    for title, section in SECTIONS.items():
+        apply(changes_in(section), directory, title)
+    return directory
+
+
+def used(project: Path, part: str, settings: dict | None = None) -> tuple[dict, str]:
+    """What use_changes.py found, and all that it printed."""
+    command = [sys.executable, str(USER), part, str(project), json.dumps(settings)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+@pytest.fixture(scope="module")
+def text(project: Path) -> dict:
+    return used(project, "text")[0]
+
+
+@pytest.fixture(scope="module")
+def trained(project: Path, corpus: Path) -> tuple[dict, str]:
+    return used(project, "training", small_run(corpus, project / "run"))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_change_touches_at_most_three_files_and_names_them(title):
+    changes = changes_in(SECTIONS[title])
+    files = re.search(r"^\nFiles: (.*?)\n\n", SECTIONS[title], re.S)[1]
+    new = sum(not (ROOT / name).exists() for name in changes)
+    assert len(changes) <= 3 and new == files.count("one of its own") * bool(changes)
+    assert set(re.findall(r"`([\w/.]+\.py)`", files)) == {name for name in changes if (ROOT / name).exists()}
+    assert changes or "(own_objective.md)" in files  # the page that has the file
+
+
+def test_the_page_has_ten_changes_and_a_model_option():
+    assert len(SECTIONS) == 11
+
+
+def test_a_metric_is_in_the_log_line_and_in_the_records(trained):
+    found, printed = trained
+    records = found["training"]["records"]
+    assert all(record["samples_per_second"] > 0 for record in records)
+    assert len(re.findall(r"step \d/4 .* samples/s", printed)) == len(records) == 4
+
+
+def test_a_schedule_stays_at_the_peak_and_ends_at_the_floor(trained):
+    rates = [record["lr"] for record in trained[0]["training"]["records"]]
+    peak = 3e-3
+    assert rates == pytest.approx(
+        [peak, peak, peak / 10, peak / 10]
+    )  # half of the way is before the last fifth
+
+
+def test_a_norm_has_its_parameters_and_trains(trained):
+    found = trained[0]["training"]
+    assert "layers.0.input_layernorm.alpha" in found["parameters"]
+    losses = [record["loss"] for record in found["records"]]
+    assert losses[-1] < losses[0]
+
+
+def test_a_field_of_checkpoints_goes_on_after_a_restart_and_may_be_absent(trained):
+    found = trained[0]["training"]
+    first, resumed, last = found["predicted"]
+    assert 0 < first == resumed < last and found["older"] == 0
+
+
+def test_a_kernel_computes_what_torch_does(trained):
+    kernel = trained[0]["kernel"]
+    assert kernel["is_kernel"]
+    assert max(kernel["differences"]) < 4e-6  # fp32; the largest square is about 10
+
+
+def test_a_reader_gives_records_and_names_a_bad_line(text):
+    assert text["reader"]["records"] == [["a fine film", "good"], ["no plot", "bad"]]
+    assert text["reader"]["error"].startswith(":2: the line begins with 'good'; it must be __label__CLASS")
+
+
+def test_ranks_of_another_launcher_are_read(text):
+    assert text["launcher"] == {"place": [5, 8, 1, False], "alone": [0, 1]}
+
+
+def test_a_kind_of_task_makes_samples_and_has_metrics(text):
+    expected = {"word": "runs", "class": [1], "answers": "classes", "metrics": ["accuracy", "macro_f1"]}
+    assert text["kind of task"] == expected
+
+
+def test_a_kind_of_tokenizer_encodes_and_decodes(text):
+    tokenizer = text["tokenizer"]
+    assert tokenizer["ids"] == [2, 1, 5, 4, 3, 1, 2, tokenizer["unknown"]]
+    assert tokenizer["text"] == "bad cab"
+
+
+def test_readers_and_tokenizers_load_no_torch(text):
+    assert text["is light"]
+
+
+def test_a_diff_whose_context_is_gone_is_named(tmp_path):
+    file = tmp_path / "a.py"
+    for content in ("other = 1\n", "old = 1\nold = 1\n"):
+        file.write_text(content)
+        with pytest.raises(AssertionError, match=r'"A norm": a\.py has these lines [02] times.*\nold = 1\n'):
+            apply({"a.py": [("old = 1\n", "new = 1\n")]}, tmp_path, "A norm")
+        assert file.read_text() == content
+    section = "```diff\n--- a.py\n@@ somewhere\n-old = 1\n+new = 1\n\n other = 2\n```"
+    assert changes_in(section) == {"a.py": [("old = 1\n\nother = 2\n", "new = 1\n\nother = 2\n")]}
