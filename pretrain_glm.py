@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
-    text = "show memory and speed on so many GPUs, advise the cheapest layout that fits, and stop; needs no GPU or data"
+    text = "show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data"
     add("--dry-run", type=int, metavar="PROCESSES", help=text)
     add(
         "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
@@ -264,7 +264,7 @@ def train_with(
 
 
 def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:
-    """What fills blanks at each evaluation; None unless it is asked for."""
+    """The callback that fills blanks at each evaluation; None unless training.eval_fillings asks for it."""
     if not config.training.eval_fillings or data.validation is None:
         return None
     from megatron_lite.generate.samples import SampleFillings

@@ -52,7 +52,7 @@ class _Config(TypedDict):
 
 
 class _State(TypedDict):
-    """What the table shows of a checkpoint's state."""
+    """The part of a checkpoint's state that the table shows."""
 
     config: NotRequired[_Config]
 

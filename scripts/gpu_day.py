@@ -53,7 +53,7 @@ class Step:
 
 @dataclass
 class Result:
-    """What became of a step."""
+    """The result of a step."""
 
     name: str
     command: str
@@ -83,7 +83,7 @@ def steps(gpus: int) -> list[Step]:
 
 
 def run_step(step: Step, seconds: float, file: Path) -> Result:
-    """Run a step for at most so many seconds; its whole process group ends with it."""
+    """Run a step for at most `seconds`; its whole process group ends with it."""
     arguments = [argument.replace("{json}", str(file)) for argument in step.arguments]
     result = Result(step.name, " ".join(("python", *arguments)), "passed")
     started = time.monotonic()

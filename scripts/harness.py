@@ -199,7 +199,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Remarks on the numbers of a report, one line each."""
     lines = []
     if report["cut"]:
         total = sum(report["requests"].values())

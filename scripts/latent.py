@@ -135,8 +135,8 @@ def options_of_sample(add: Callable[..., Any]) -> None:
 def options_of_probe(add: Callable[..., Any]) -> None:
     add("--input", required=True, type=Path, help="file with one sentence a line")
     add("--labels", required=True, type=Path, help="file with one label a line, of the same sentences")
-    add("--labels-per-class", type=int, nargs="+", default=[], metavar="N", help="learn from so many of each class "
-        "(default: 80 %% of them); several numbers give a line each")  # fmt: skip
+    add("--labels-per-class", type=int, nargs="+", default=[], metavar="N", help="sentences of each class to "
+        "learn from (default: 80 %% of them); several numbers give a line each")  # fmt: skip
     add("--trials", type=int, default=5, help="random choices of what is learnt from (default 5)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there")
     add_picture(add)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support import figures, house
+from support import english, figures, house
 
 
 def test_no_circular_imports():
@@ -47,7 +47,7 @@ CEILINGS = {
     "files of the trunk that name a system": 12,
     "lines of the product": 52000,
     "files over 400 lines": 21,
-    'docstrings and comments that begin with "Of"': 43,
+    "sentences that the lint of English refuses": 86,
 }
 
 
@@ -99,3 +99,35 @@ def test_rules_can_fail():
     assert house.imports_of_tests(source) == ["tests.train.test_a.b", "test_c"]
     assert house.sleeps(source) == [3, 4]
     assert house.sleeps("Thread(target=time.sleep)\nprogram = 'time.sleep(1)'") == [1]
+
+
+def test_the_lint_of_english_can_fail():
+    """Each pattern is found at its line, and plain sentences pass."""
+    good = '''"""The ranks of a group. What they share follows. Of these, one writes."""
+
+# Number of tokens.
+x = "what is masked"  # of the batch
+'''
+    assert english.refused_in_code(good) == []
+    bad = [
+        '"""What a rank owns."""',
+        '"""Of each rank."""',
+        '"""As of `Other`."""',
+        "# Of a block.",
+        "x = 1  # As of the other.",
+        'x = setting(1, "one token in so many")',
+        'x = f"{1} in so " "many"',
+        'raise ValueError(f"set {x} anew")',
+        "x = 1  # samples of one's own",
+    ]
+    for line in bad:
+        assert english.refused_in_code(f"{line}\n") == [1], line
+    assert english.refused_in_code("# Tokens, one in so\n# many.\n" + good) == [1]
+    assert english.refused_in_code(good + '\n\ndef f():\n    """Good.\n\n    Begin anew.\n    """\n') == [10]
+    assert english.refused_in_page("Begin\nanew, with so\nmany.\n") == [2, 2]
+
+
+def test_the_lint_of_english_reads_code_and_pages():
+    names = {path.relative_to(house.ROOT).as_posix() for path in english.pages()}
+    assert {"README.md", "CONTRIBUTING.md", "docs/log.md"} <= names
+    assert not names & {"docs/settings.md", "CHANGELOG.md"}

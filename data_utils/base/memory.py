@@ -1,4 +1,4 @@
-"""What glibc does with freed memory: keep it for the next training step, or return it to the kernel.
+"""Settings of glibc's allocator: keep freed memory for the next training step, or return it to the kernel.
 
 By default glibc returns large freed blocks at once, and the kernel zeroes each page when it is used again. On CPU that
 costs 5 to 10 % of a step. With `keep_freed_memory` the process keeps its peak memory; fragmentation raised that by up

@@ -37,7 +37,7 @@ import numpy as np
     SEGMENT_IDS,
 ) = range(10)  # as in FIELDS
 
-# What layers need of a token beside the token itself, in the order of `ids`.
+# The planes that layers read beside the token ids, in the order of `ids`.
 ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
 
 PADDING_DOC = -1

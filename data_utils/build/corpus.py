@@ -83,7 +83,7 @@ class _Contamination(TypedDict):
 
 
 class _Counts(TypedDict):
-    """What a manifest says of the records that a build left out."""
+    """Counts of the records that a build left out, as the manifest has them."""
 
     bad_records: dict[str, _Number]
     empty_documents: _Number
@@ -94,7 +94,7 @@ class _Counts(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What plan and manifest record of the tokenizer."""
+    """The tokenizer's identity in a plan and a manifest."""
 
     vocab_size: int
     eos: int  # or NO_TOKEN

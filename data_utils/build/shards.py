@@ -87,7 +87,7 @@ class BuildDirectory:
         return self.path / f"shard-{number:06}"
 
     def record(self, number: int) -> dict[str, Any]:
-        """What `ShardWriter.commit` was given."""
+        """The record that `ShardWriter.commit` stored with a shard. Raises: DataError if it is missing or damaged."""
         try:
             record = parse_json(read_bounded(self.shard(number) / _RECORD, _MAX_BYTES))
             return conform(record, dict[str, Any])

@@ -1,4 +1,4 @@
-"""What a corpus build tells at its end: what was made, what was left out, and what is wrong with many corpora."""
+"""Summary of a corpus build: documents and tokens written, records left out, and signs of an unusual corpus."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DocumentStatistics:
             self._compact()
 
     def shape(self) -> Shape:
-        """Of at least one document."""
+        """Median length and share of duplicates of the documents so far; there must be at least one."""
         self._compact()
         middle = (int(self._lengths.sum()) + 1) // 2
         compared = int(self._counts.sum())

@@ -92,7 +92,7 @@ class EncodedBlock:
 
 @dataclass(slots=True)
 class ShardRecord:
-    """What is kept of a finished shard besides its tokens. Lines count from the start of its file part."""
+    """Counts and examples of a finished shard. Line numbers count from the start of its part of the file."""
 
     documents: list[int]  # for each split
     tokens: list[int]

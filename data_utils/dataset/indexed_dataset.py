@@ -400,7 +400,7 @@ class IndexedDataset:
             self._verify_document_ends(self.manifest["eos"])
 
     def verify_some(self, blocks: int) -> None:
-        """Check so many random blocks (MiB) of each file. Raises DataError naming file and place."""
+        """Check `blocks` random blocks (1 MiB each) of every file. Raises DataError that names file and place."""
         for suffix, recorded in self.manifest["files"].items():
             count = -(-recorded["bytes"] // recorded["block_bytes"])
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)

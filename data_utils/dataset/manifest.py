@@ -47,7 +47,7 @@ class _Source(TypedDict):
 
 
 class _Facts(TypedDict):
-    """What readers use. A manifest says more, for people."""
+    """The fields of a manifest that readers use. The others are for people."""
 
     files: TypedDict("_Files", {".bin": _File, ".idx": _File})  # type: ignore[valid-type]
     num_documents: _Count

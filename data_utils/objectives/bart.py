@@ -54,7 +54,7 @@ from data_utils.objectives.rows import (
 from data_utils.text.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
-ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and so many standard deviations
+ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and this many standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ SEGMENTERS = ("tokens", "words", "jieba")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("ernie")
 class ErnieConfig(MaskedTextConfig):
-    """What is masked, and what counts as a unit."""
+    """Settings of the masked units."""
 
     segmenter: str = setting(
         "words",

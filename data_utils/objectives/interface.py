@@ -24,8 +24,8 @@ class Writing:
     """
 
     form: str  # the layout of inputs, one of FORMS in data_utils/tasks/config.py
-    # What writes an answer: "blanks" fills the blanks of a text; "left_to_right" goes on after it; "masks" appends a
-    # mask that predicts its own token; "encoder_decoder" reads the text and writes beside it; None = nothing does.
+    # How an answer is written: "blanks" fills the blanks of a text; "left_to_right" continues it; "masks" appends a
+    # mask that predicts its own token; "encoder_decoder" writes in a second stack; None = not at all.
     way: str | None = None
     before: tuple[str, ...] = ()  # a text
     after: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def first_known(roles: Sequence[str], lacking: Collection[str]) -> str:
 
 
 class ObjectiveConfig(ABC):
-    """What a training run needs to know of an objective's section."""
+    """The interface between an objective's section of the configuration and a training run."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class ObjectiveConfig(ABC):
 
 
 class Objective(Protocol):
-    """What collation needs of an objective. Most are a `RowObjective` (rows.py)."""
+    """The interface between an objective and collation. Most objectives are a `RowObjective` (rows.py)."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most

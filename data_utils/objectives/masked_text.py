@@ -212,7 +212,7 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedTextConfig(RowSizes):
-    """What the sections of this family share: fields, sizes, and what a recipe may change."""
+    """Common settings and sizes of the objectives of this family; the class attributes are what a recipe may change."""
 
     masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
     mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
@@ -225,7 +225,7 @@ class MaskedTextConfig(RowSizes):
     gap = False  # keep a token between masked spans
     treat_spans_alike = False  # draw mask, random token or kept token once per span, not per token
     whole_words = False  # units are words
-    static_copies = 0  # masks depend on the text and on one of so many numbers; 0: on the sample alone
+    static_copies = 0  # number of fixed maskings of each text; 0: each sample has its own
 
     def __post_init__(self) -> None:
         check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)

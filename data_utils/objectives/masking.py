@@ -177,7 +177,7 @@ def _is_special(token, s):
 
 @compiled
 def treated(stream, token, treatment, s):
-    """What replaces a chosen token: [MASK], a uniformly drawn ordinary token, or the token itself."""
+    """The input in place of a chosen token: [MASK], a uniformly drawn ordinary token, or the token itself."""
     if treatment == MASKED:
         return s.mask
     if treatment == KEPT:

@@ -342,7 +342,7 @@ class RowObjective:
         self._settings = _settings_record(record, self._digest)
 
     def values(self) -> dict[str, Any]:
-        """What the entry point reads as `s`: the numbers of the section, and the bound that `fill_pieces` needs."""
+        """The argument `s` of the entry point: the section's numbers, and the bound of lengths for `fill_pieces`."""
         bound = {"growth": float(self.config.growth), "overhead": int(self.config.overhead)}
         return bound | numbers_of(self.config)
 
@@ -395,7 +395,7 @@ class RowObjective:
         self.entry(batch, pieces, self._tables(batch), self._settings)
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
-        """What an entry point needs besides the text: span lengths, a stream, and the scratch array of masking.py."""
+        """Arguments of an entry point after the text: span lengths, a random stream, masking.py's scratch array."""
         return self._cumulative, new_stream(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
     def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:

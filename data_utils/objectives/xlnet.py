@@ -12,10 +12,10 @@ the targets: they are seen by what comes later, and are not predicted. The query
 
 Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
 
-With `memory_length` the first so many tokens of a piece are the memory of the rest, as XLNet's recurrence over segments
-has it: they see each other, are seen by all that follows, predict nothing, are of segment 0, and are read without a
-gradient (megatron_lite/model/trunk/glm.py). What follows them is the row described above, at the next positions. A
-piece that is not twice as long has no memory, so at least half of every text is trained.
+The first `memory_length` tokens of a piece are the memory of the rest, as in XLNet's recurrence over segments: they see
+each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient
+(megatron_lite/model/trunk/glm.py). The row described above follows at the next positions. A piece shorter than
+2 * `memory_length` has no memory, so at least half of every text is trained.
 
 Differences: in a window of one piece B always continues A. The memory is the text before in the same sample, read with
 the present weights in both directions; XLNet keeps what it computed one step before, in the orders drawn there. So a
@@ -80,7 +80,7 @@ class XlnetConfig(RowSizes):
     segments = 3
     needed_roles = ("cls", "sep", "mask")
 
-    tokens_per_target: int = setting(6, "one token in so many is a target (K of the paper)", at_least=1)
+    tokens_per_target: int = setting(6, "predict one token in this number (K of the paper)", at_least=1)
     max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
     orders: int = setting(
         2, "equal parts of a piece, each with its own order; a part sees those before it", at_least=1
@@ -102,7 +102,7 @@ class XlnetConfig(RowSizes):
 
     @property
     def loss_share(self) -> float:
-        """Of what is no memory: how much that is depends on the documents."""
+        """Share of targets among the tokens outside of the memory, whose size depends on the documents."""
         return 1.0 / (self.tokens_per_target + 1)
 
     @property

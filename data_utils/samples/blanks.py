@@ -33,7 +33,7 @@ def blanked_examples(loader: SampleLoader, num_samples: int) -> Iterator[Example
 
 
 def spans_of(example: Example, special: SpecialTokens) -> list[list[int]]:
-    """What stood in the blanks, in text order: part B has the position of each blank, and its spans end with eop."""
+    """Token ids of each blank, in text order: part B has the blank's position, and its spans end with eop."""
     in_part_b = example.ord > 0
     positions, targets = example.position_ids[in_part_b], example.targets[in_part_b]
     spans = [targets[positions == position].tolist() for position in np.unique(positions)]

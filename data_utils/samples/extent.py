@@ -19,7 +19,7 @@ _SHOWN = 8  # corpora in a line
 
 
 def extent(mixture: Mixture, samples: int, batch_size: int) -> Iterator[str]:
-    """What a run of so many samples in all reads, one line, then warnings, one line each."""
+    """The amount of text that a run of `samples` samples reads, one line; then warnings, one line each."""
     counts = samples_of_corpora(mixture.seed, [weight for _, weight in mixture.corpora], samples).tolist()
     corpora = [
         (str(index.dataset.prefix), index.dataset.num_tokens, count / index.num_windows, index.num_windows)
@@ -32,9 +32,9 @@ def extent(mixture: Mixture, samples: int, batch_size: int) -> Iterator[str]:
     for name, tokens, epochs, windows in corpora:
         if epochs > MANY_EPOCHS:
             yield (
-                f"warning: {name} is read {_times(epochs)}; from {USEFUL_EPOCHS} times on text teaches ever less, and "
-                f"beyond {MANY_EPOCHS} a model learns it by heart. Give more text, fewer training.steps, or this "
-                "corpus a smaller weight."
+                f"warning: {name} is read {_times(epochs)}; beyond {USEFUL_EPOCHS} epochs repetition teaches less, and "
+                f"beyond {MANY_EPOCHS} a model memorizes the text. Add text, lower training.steps, or give this corpus "
+                "a smaller weight."
             )
         if windows < batch_size:
             yield (

@@ -59,7 +59,7 @@ class SampleLoader:
 
 
 def _decoders_identity(index: Index) -> dict[str, object]:
-    """What identifies the decoder's token file, where it has one of its own."""
+    """Checksum of the decoder's token file; empty where encoder and decoder read the same file."""
     decoder = getattr(index, "decoder_dataset", None)
     return {} if decoder is None else {"decoder_sha256": identity(decoder.manifest["files"][".bin"])}
 
@@ -161,9 +161,9 @@ def open_datasets(
 
 @dataclass(frozen=True)
 class _Corpora:
-    """What opens corpora as samples of one objective.
+    """Opens corpora as samples of one objective.
 
-    Args: section: the objective's, or that of one of several; all of a mixture have windows.
+    Args: section: the section of the objective, or of one in a mixture (those all read windows).
     """
 
     data: DataConfig

@@ -148,7 +148,7 @@ class SentenceIndex:
         return type(self), (self.dataset, *sizes, self.decoder_dataset)
 
     def __str__(self) -> str:
-        """What is in the rows, and what is not."""
+        """Number of sentences and rows, and of the documents left out, for the log."""
         left_out = self.empty + self.too_long
         return (
             f"{self.dataset.prefix}: {self.num_sentences} sentences in {self.num_windows} rows of {self.row_length} "
@@ -170,7 +170,7 @@ class SentenceIndex:
         return lengths[0], self._ends[0], lengths[-1], self._ends[-1]
 
     def _geometry(self) -> tuple[tuple[np.ndarray, int, np.ndarray, int], int, int, np.ndarray]:
-        """What describes documents and rows to compiled code."""
+        """Arguments of compiled functions: lengths and ends of the texts, longest document, overhead, rows' begins."""
         sides = self._sides([each.lengths for each in self.datasets])
         return sides, self.longest, self.overhead, self._begins
 
@@ -228,7 +228,7 @@ def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> No
 
 
 def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    """What tells the texts of two manifests apart, in words; None if nothing does."""
+    """The first difference between the sources of two manifests, in words; None if they are of the same texts."""
     if first.get("adopted") or second.get("adopted"):
         return None
     sources = [

@@ -1,4 +1,4 @@
-"""What tasks are made of: a record as its file has it, and a sample as the model takes it.
+"""Records and samples of tasks: a Record is a line of a file, a TaskSample the model's input made from it.
 
     file --reader--> Record --kind of task, form of the model--> TaskSample --collate--> batch
 
@@ -18,7 +18,7 @@ import numpy as np
 from data_utils.base.errors import DataError
 from data_utils.base.planes import Example
 
-# What a kind of task predicts: how the loss and the scores of a TaskSample's parts are computed.
+# Kinds of predictions, which say how the loss and the scores of a TaskSample's parts are computed.
 #   tokens    tokens, by the documents' own targets and weights; there are no parts
 #   choices   which part is right: a part's score is the log probability of its targets, over its divisor
 #   classes   the class of each part, by a head on its one row
@@ -89,7 +89,7 @@ def part_with_loss(example: Example, document: int = 0) -> Part:
 
 @dataclass(frozen=True)
 class TaskSample:
-    """What the model reads of one Record.
+    """The model's input for one Record.
 
     Args:
         documents: each becomes a document of the batch; all of a sample are in one micro-batch.

@@ -1,4 +1,4 @@
-"""What is learnt and evaluated instead of an objective: the section `task` of a configuration."""
+"""The section `task` of a configuration: labelled data to train and evaluate on instead of an objective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MASKS = ("auto", "mask", "smask", "gmask")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("task")
 class TaskConfig:
-    name: str = setting(REQUIRED, "the task: names its fields, patterns and metrics; free for one's own")
+    name: str = setting(REQUIRED, "the task, which gives fields, patterns and metrics; any name for your own")
     kind: str = setting(REQUIRED, "what the model does", one_of=tuple(KINDS))
     reader: str = setting(REQUIRED, "the format of the files", one_of=READERS)
     train: str | None = setting(None, "file to train on; for pairs, the one with the sources", is_path=True)
@@ -46,9 +46,9 @@ class TaskConfig:
     label_field: str | None = setting(None, "field of the label; null = the task's own")
     form: str = setting("auto", "inputs of which model; auto = that of the run's objective", one_of=FORMS)
     pattern: int = setting(0, "cloze: number of the task's pattern", at_least=0)
-    template: str | None = setting(None, "one's own pattern, like '{text} It was [MASK].'; null = the task's")
+    template: str | None = setting(None, "your own pattern, like '{text} It was [MASK].'; null = the task's")
     verbalizers: dict[str, Any] = setting_mapping(
-        "cloze with one's own pattern: label -> the words that say it"
+        "cloze with your own pattern: label -> the words that say it"
     )
     scoring: str = setting(
         "auto",
@@ -75,10 +75,10 @@ class TaskConfig:
     )
     blank_ratio: float = setting(0.1, "blanks: part of the words that is hidden", above=0, below=1)
     train_samples: int | None = setting(
-        None, "train on so many samples, drawn by the seed; null = all", at_least=1
+        None, "number of samples to train on, drawn by the seed; null = all", at_least=1
     )
     skip_bad_lines: bool = setting(False, "leave out lines that cannot be read, and count them")
-    metrics: tuple[str, ...] = setting((), "what is measured; () = the task's own")
+    metrics: tuple[str, ...] = setting((), "metrics to compute; () = the task's own")
     positive: str | None = setting(
         None,
         "f1, f1a: the class, or the number of the choice, that they are of; null = the second of two classes",

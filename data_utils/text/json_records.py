@@ -91,6 +91,6 @@ def not_utf8(error: UnicodeDecodeError) -> UnusableRecord:
 
 
 def json_type(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """The type of a JSON value, in words for messages."""
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

@@ -126,10 +126,10 @@ def own_special_tokens(known_ids: Mapping[str, int]) -> tuple[SpecialTokens, fro
 def added_to_published(
     added_tokens: str, known: Set[str], next_id: int
 ) -> tuple[dict[str, int], dict[int, str]]:
-    """What `added_tokens` puts after a published vocabulary, from `next_id` on.
+    """The tokens that `added_tokens` appends to a published vocabulary, with ids from `next_id`.
 
-    T5's first sentinel, <extra_id_0>, has the largest id and none has a role. OPTIMUS's tokens stand for roles that are
-    not `known`.
+    T5's first sentinel, <extra_id_0>, has the largest id, and no sentinel has a role. OPTIMUS's tokens fill the roles
+    that are not `known`.
     Returns: role -> id, and id -> name.
     """
     if added_tokens == "t5":

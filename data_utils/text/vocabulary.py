@@ -1,4 +1,4 @@
-"""What objectives need to know of a tokenizer's vocabulary: which tokens end sentences and begin words."""
+"""A tokenizer's vocabulary as objectives see it: its size, and which tokens end sentences and begin words."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def agreement(context: ParallelContext, what: str) -> Iterator[None]:
 
 
 def failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
-    """What each rank raises when `failed` ranks have failed. Args: failure: of this rank; "" = it has not failed."""
+    """The error that every rank raises when `failed` ranks have failed. Args: failure: this rank's reason or ""."""
     error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
     error.only_here = bool(failure) and failed < context.world_size
     return error

@@ -1,4 +1,4 @@
-"""What checkpoints need of an engine: which elements this rank owns, and their state."""
+"""The interface between checkpoints and an engine: the elements that this rank owns, and their state."""
 
 from __future__ import annotations
 

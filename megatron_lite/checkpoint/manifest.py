@@ -406,9 +406,10 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """What is new to a checkpoint to begin with: a task's head, unless it has just this one; adapters, if it has none.
+    """Names of the parameters that a run adds to the checkpoint it begins with.
 
-    Raises: CheckpointError if it holds another model for the rest.
+    They are a task's head, unless the checkpoint has one of the same shapes, and adapters, if the checkpoint has none.
+    Raises: CheckpointError if the other parameters are of another model.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
     adapters = {name for name in shapes if ADAPTER in name}

@@ -1,4 +1,4 @@
-"""What the trainer keeps in a checkpoint beside weights and optimizer."""
+"""The trainer's state in a checkpoint, beside weights and optimizer."""
 
 from __future__ import annotations
 

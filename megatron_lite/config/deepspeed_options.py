@@ -15,8 +15,8 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, merge, nest, section, setting, to_tree
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
-# What a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the weights
-# and round sums made in fp32), fp16 loss scaling as in the reference, and DeepSpeed's own log lines (off).
+# Defaults that a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the
+# weights and round sums made in fp32), fp16 loss scaling as in the reference, and DeepSpeed's own log lines (off).
 DEFAULTS: dict[str, Any] = {
     "communication_data_type": "fp32",
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},

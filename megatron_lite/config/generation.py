@@ -23,7 +23,7 @@ class GenerationConfig:
     max_length: int = setting(64, "most tokens per blank", at_least=1)
     min_length: int = setting(0, "fewest tokens per blank: it cannot end before", at_least=0)
     no_repeat_ngram_size: int = setting(
-        0, "an answer has no so many tokens in a row twice; 0 = it may", at_least=0
+        0, "no n-gram of this length may repeat in an answer; 0 = off", at_least=0
     )
     no_repeat_except: str = setting(
         "", "no_repeat_ngram_size: tokens, by spaces, after which all may repeat, such as '.'"
@@ -60,6 +60,6 @@ class GenerationConfig:
         )
 
     def score(self, log_probability: float, length: int) -> float:
-        """Of a hypothesis of so many tokens, its end counted."""
+        """Score of a hypothesis; higher is better. Args: log_probability: in nats; length: tokens, its end counted."""
         base = float(length) if self.length_penalty_form == "power" else (5.0 + length) / 6.0
         return log_probability / base**self.length_penalty

@@ -222,7 +222,7 @@ class OptimizerConfig:
         check(
             self.kind == "adamw",
             f"optimizer.kind is {self.kind}, which needs whole matrices, while each rank updates flat pieces of them; "
-            "set it to adamw, and look for the learning rate anew.",
+            "set it to adamw, and tune the learning rate again.",
         )
 
 

@@ -1,6 +1,6 @@
-"""What the published systems set among the options of the model: `model.system` fills them in.
+"""Model options of the published systems, filled in by `model.system`.
 
-A value that a configuration gives itself stands. Sizes are in configs/.
+An option that the configuration itself gives has precedence. Sizes are in configs/.
 Sources: the transformers classes of these systems, and for UniLM, SpanBERT and ERNIE 2.0 the authors' public code.
 """
 

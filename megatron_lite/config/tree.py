@@ -318,7 +318,7 @@ class Config:
         )
 
     def _check_decoder(self) -> None:
-        """What a model with an encoder and a decoder needs of the rest."""
+        """Check the settings that a model with encoder and decoder depends on. Raises: ConfigError."""
         count = self.model.decoder_layers
         without = [choice.name for choice in self.objective_choices if not choice.section.has_target]
         check(
@@ -349,7 +349,7 @@ class Config:
         return self.task is None and any(choice.section.memory_length for choice in self.objective_choices)
 
     def _check_memory(self) -> None:
-        """What XLNet's memory needs of the rest."""
+        """Check the settings that XLNet's memory depends on. Raises: ConfigError."""
         if not self.has_memory:
             return
         model = self.model

@@ -117,7 +117,7 @@ def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
 
 
 def answer_of(run: Run) -> Answer:
-    """What a model alone answers."""
+    """The function that computes a run's answers to a batch, for a model on one device."""
     device = next(run.model.parameters()).device
 
     @torch.no_grad()

@@ -84,7 +84,7 @@ class TaskData:
         """All records are in memory."""
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """What identifies the records, for checkpoints."""
+        """Number and SHA-256 of the records, as checkpoints store them."""
         hasher = hashlib.sha256()
         for record in self.records:
             hasher.update(json.dumps([record.fields, record.label], default=str, sort_keys=True).encode())

@@ -30,7 +30,7 @@ Answer = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine
 
 @dataclass(frozen=True)
 class Model:
-    """What is asked. Args: write: None where no rank holds the whole model: then losses are measured only."""
+    """The model to evaluate. Args: write: None where no rank holds the whole model; only losses are measured then."""
 
     answer: Answer
     write: Write | None = None
@@ -146,7 +146,7 @@ class Evaluation:
         return [self._renderer.prompt(record, number) for number, record in enumerate(self.records)]
 
     def _written(self, write: Write) -> list[str]:
-        """What the model writes for each record; each rank writes for its share."""
+        """The text that the model writes for each record. Each data-parallel rank writes those of its share."""
         dp, renderer, prompts = self._context.dp, self._renderer, self._prompts
         mine = prompts[dp.rank :: dp.size]
         spans: list[np.ndarray] = []
@@ -164,7 +164,7 @@ class Evaluation:
         return by_record
 
     def _answers(self, answer: Answer, samples: Sequence[TaskSample]) -> list[np.ndarray]:
-        """Of each sample, see data_utils/tasks/scores/answers.py."""
+        """The answers of each sample (data_utils/tasks/scores/answers.py), on all ranks. Raises: DataError for NaN."""
         dp, mine = self._context.dp, []
         per_pass = self._size * dp.size
         for start in range(0, len(samples), per_pass):

@@ -104,7 +104,7 @@ class Harness:
         self.asked = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
 
     def report(self) -> dict[str, Any]:
-        """What has been asked, and how it was put to the model."""
+        """Number of requests of each kind, contexts cut, and the form in which the model got them, for a JSON file."""
         form, task = self.layout.inputs.form, self.layout.inputs.config
         found: dict[str, Any] = {
             "form": form.name,
@@ -126,7 +126,7 @@ class Harness:
     # ---- log probabilities ----
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each context and continuation: log probability in nats, and whether greedy search would write it.
+        """Log probability in nats of each (context, continuation), and whether greedy search would write it.
 
         Raises: DataError as `Continuations.asked`.
         """
@@ -184,7 +184,7 @@ class Harness:
     def _computed(
         self, batch: Sequence[tuple[Example, list[tuple[int, Part]]]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of all parts: log probability, and whether every token is the likeliest."""
+        """Log probability of every part, fp64, and whether each of its tokens is the likeliest, bool."""
         samples = [
             TaskSample([example], [Part(0, part.rows, part.targets) for _, part in asked])
             for example, asked in batch
@@ -197,7 +197,7 @@ class Harness:
     # ---- texts ----
 
     def generate_until(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What follows each context, cut before the first of the strings `until`.
+        """The text that the model writes after each context, cut before the first of the strings `until`.
 
         Raises: ConfigError for settings of generation that are unknown or out of range, or a run that does not write.
         """
@@ -277,7 +277,7 @@ def before_first(text: str, until: Iterable[str]) -> str:
 
 
 def _identity(example: Example) -> bytes:
-    """What makes two documents the same input of the model."""
+    """Bytes that are equal for two documents exactly if the model's inputs are."""
     planes = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
     return b"".join(plane.tobytes() for plane in (*planes, example.segment_ids, example.objective))
 

@@ -58,5 +58,5 @@ class LanguageDocuments:
         counts = np.array([len(tokens)]), np.array([1])
         planes = collate(self._objective, tokens, *counts, np.array([number]))[0]
         made = Example.from_planes(planes[:, planes[DOC] != PADDING_DOC])
-        # Of one text alone nothing is said about its neighbours.
+        # A single text has no neighbours, so the losses about them have weight 0.
         return replace(made, weights=np.where(np.isin(made.objective, _OF_SENTENCES), 0.0, made.weights))

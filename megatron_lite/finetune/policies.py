@@ -22,7 +22,7 @@ from megatron_lite.train.engine.parameter_rates import NEVER, Rate
 
 _ABOVE = ("heads.", "final_layernorm.")
 
-# What `finetune.trained` chooses beside the head that the task adds.
+# `finetune.trained` -> names of the parameters to train, beside the head that the task adds.
 _CHOSEN: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
     "biases": lambda name: name.endswith("bias"),

@@ -44,7 +44,7 @@ _OF_PRETRAINING = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt and evaluated."""
+    """A task with its data: the records to train, validate and test on, and their renderer."""
 
     config: Config  # complete: steps, head, vocabulary
     tokenizer: Tokenizer
@@ -114,7 +114,7 @@ def is_export(path: Path) -> bool:
 
 
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of an export that it begins with: the model, its tokenizer and objectives."""
+    """The part of a configuration that describes the export it begins with: model, tokenizer and objectives."""
     kept = {name: value for name, value in tree.items() if name not in _OF_ANOTHER_RUN}
     return merge({"training": {"steps": _NOT_COUNTED}}, kept)  # an import trains nothing
 
@@ -164,7 +164,7 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
 
 
 def training_records(config: Config, renderer: Renderer) -> list[Record]:
-    """The records to train on; with `task.train_samples` so many of the file's, drawn by the seed."""
+    """The records to train on: all of the file, or `task.train_samples` of them, drawn by the seed."""
     task = config.task
     assert task is not None and task.train is not None
     records: Sequence[Record] = read_records(task, task.train, labelled=True)
@@ -274,7 +274,7 @@ def check_output(output: Path, config: Config) -> None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What decides a result, as results.json has it."""
+    """The settings that a result depends on, as results.json has them."""
     return {
         name: to_tree(getattr(config, name))
         for name in ("model", "task", "finetune", "optimizer", "generation")

@@ -50,7 +50,7 @@ class CachedPlan:
             positions: int64 [R, N].
             real: bool [R, N], which are no padding; None: all.
             is_causal: the new tokens see each other from left to right; else all see all.
-            kept: the first so many are seen by later passes; None: all.
+            kept: number of leading new tokens that later passes see; None: all.
         """
         (rows, new), past = positions.shape, self.length
         whole = None
@@ -70,7 +70,7 @@ class CachedPlan:
         self._real = None if whole is None else whole[:, : self.length]
 
     def bias(self, table: RelativeBuckets, new: int) -> ScoreBias:
-        """Of all layers in this pass: [R, H, N, K]."""
+        """Score bias of this pass, the same for all layers: [R, H, N, K]."""
         rows, keys = self._all_positions.shape
         places = torch.arange(rows * keys, device=self._all_positions.device).view(rows, keys)
         (made,) = table([(places[:, keys - new :], places)], self._all_positions.flatten())
@@ -134,7 +134,7 @@ class CachedCross:
         return bool(self._kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """As of CachedPlan."""
+        """Keep only these rows, in this order, as `CachedPlan.select`."""
         self.rows = len(rows)
         if self._kept:
             chosen = torch.tensor(rows, device=next(iter(self._kept.values())).device)
@@ -183,7 +183,7 @@ def stack_rows(
 
 
 def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
-    """What the decoder reads: [R, N, D]. Args: as of `stack_rows`."""
+    """The encoder's output for the decoder, after its last LayerNorm: [R, N, D]. Args: as for `stack_rows`."""
     hidden = stack_rows(model, tokens, ids, plan)
     return hidden if model.encoder_layernorm is None else model.encoder_layernorm(hidden)
 

@@ -42,7 +42,7 @@ from megatron_lite.model.trunk.glm import GLM
 
 
 class Decoder(Protocol):
-    """What a run answers."""
+    """Writes answers to texts in the layout that a run was trained in."""
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         """A text's tokens with what the layout of training has around them, before the answer."""
@@ -239,7 +239,7 @@ class TextDecoder:
         return [each[0].tokens for each in found]
 
     def _generator(self) -> torch.Generator:
-        """As of BlankFiller."""
+        """Random numbers of the next text, as `BlankFiller._generator`."""
         self._texts += 1
         seed = derive_seed(self.config.seed, "generate", self._texts)
         return torch.Generator(device=next(self.model.parameters()).device).manual_seed(seed)
@@ -300,7 +300,7 @@ class _MaskAppending(_Rows):
         return self._predicted(torch.tensor(tokens, device=self.device)[:, None])
 
     def _predicted(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Of a mask at each row's place, after the tokens [R, 0 or 1] that are chosen for the place before."""
+        """Logits [R, V] of a mask at each row's position, after `chosen` [R, 0 or 1], the row's token before it."""
         count = chosen.shape[1]
         words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.layout.mask)], dim=1)
         positions = self.places[:, None] + torch.arange(-count, 1, device=self.device)
@@ -337,7 +337,7 @@ class _EncoderDecoder(_Rows):
         self.cross.select(rows)
 
 
-# What writes an answer on a whole text, by the objective's declaration (`Writing.way`).
+# `Writing.way` of the objective -> the state that writes an answer to a whole text.
 WAYS: dict[str, Callable[[GLM, Sequence[Sequence[int]], Layout], State]] = {
     "left_to_right": _LeftToRight,
     "masks": _MaskAppending,

@@ -156,7 +156,7 @@ class BlankFiller:
         return self.model.logits(stack_rows(self.model, tokens, id_planes(places, steps), plan)).float()
 
     def _generator(self) -> torch.Generator:
-        """Of the next text, so that its draws do not depend on those that are computed with it."""
+        """Random numbers of the next text, so that its draws do not depend on the other texts of its batch."""
         self._texts += 1
         seed = derive_seed(self.config.seed, "generate", self._texts)
         return torch.Generator(device=self.device).manual_seed(seed)

@@ -184,7 +184,7 @@ class Search:
         There are none if the text is done.
         """
         beams, vocabulary = self.config.num_beams, totals.shape[1]
-        count = max(2, 1 + len(self.ends)) * beams  # so many that `beams` of them do not end
+        count = max(2, 1 + len(self.ends)) * beams  # at least `beams` of them do not end
         best, places = totals.flatten().topk(min(count, totals.numel()))
         sources: list[int] = []
         after: list[_Live] = []

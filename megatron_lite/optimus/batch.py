@@ -76,7 +76,7 @@ class LatentBatch(Batch):
 
     @property
     def visible_keys(self) -> int:
-        """Of pairs of tokens of one stack."""
+        """Number of (query, key) pairs with attention, of both stacks."""
         encoder, decoder = self.layout.parts
         return int(encoder.views.seen.sum() + decoder.views.seen.sum())
 

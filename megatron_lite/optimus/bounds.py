@@ -32,12 +32,12 @@ LARGEST_EXPONENT = 700.0  # exp of it is still finite
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each sentence, on CPU in fp64; nats."""
+    """Measures of each of N sentences, on CPU in fp64, in nats."""
 
     bound: torch.Tensor  # [N] L_k
     reconstruction: torch.Tensor  # [N] mean of -log p(x | z) over the k samples
-    divergence: torch.Tensor  # [N, P] of each component, without free bits
-    tokens: torch.Tensor  # [N] that are predicted
+    divergence: torch.Tensor  # [N, P] of each latent component, without free bits
+    tokens: torch.Tensor  # [N] number of predicted tokens
     mu: torch.Tensor  # [N, P]
     logvar: torch.Tensor  # [N, P]
     z: torch.Tensor  # [N, P] the first sample

@@ -307,7 +307,7 @@ Latent = Mapping[str, torch.Tensor]  # the matrices of MATRICES
 
 @torch.no_grad()
 def _ask(run: OpenRun, directory: Path, dtype: torch.dtype) -> list[proof.Question]:
-    """What the classes of both stacks say, one after the other, computed in a type."""
+    """Outputs of the classes of transformers for encoder and decoder, computed in `dtype`."""
     matrices = open_safetensors(directory / MATRICES)
     latent = {name: matrices.read(name).to(dtype) for name in matrices.shapes}
     generator = torch.Generator().manual_seed(0)
@@ -318,7 +318,7 @@ def _ask(run: OpenRun, directory: Path, dtype: torch.dtype) -> list[proof.Questi
 def _of_posteriors(
     run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
 ) -> proof.Question:
-    """Of sentences of several lengths."""
+    """The posteriors' parameters [N, 2 P] of sentences of several lengths."""
     config, special, section = run.config.model, run.tokenizer.special, latent_of(run.config)
     assert config.vocab_size is not None and section is not None
     longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
@@ -343,7 +343,7 @@ def _of_posteriors(
 def _of_logits(
     run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
 ) -> proof.Question:
-    """Of three texts of BOS and random tokens, each with its own latent vector."""
+    """The decoder's logits for three texts of BOS and random tokens, each with its own latent vector."""
     config, section = run.config.decoder, latent_of(run.config)
     assert config is not None and config.vocab_size is not None and section is not None
     begin = (run.decoder_tokenizer or run.tokenizer).special.sop

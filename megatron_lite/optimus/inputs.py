@@ -1,4 +1,4 @@
-"""What scripts/latent.py is given: numbers of a sampling, sentences and labels, one a line. Imports no torch."""
+"""Inputs of scripts/latent.py: settings of sampling, and files of sentences or labels, one a line. Imports no torch."""
 
 from __future__ import annotations
 

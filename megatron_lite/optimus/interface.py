@@ -1,4 +1,4 @@
-"""What evaluation and uses of a latent space ask of a model: posteriors and likelihoods of sentences, and texts."""
+"""The interface of a latent-variable model for evaluation: posteriors and likelihoods of sentences, and decoding."""
 
 # N sentences, k samples of each, P components of the latent vector, H features
 
@@ -41,7 +41,7 @@ class LatentModel(Protocol):
         ...
 
     def features(self, sentences: Sequence[Sentence]) -> torch.Tensor:
-        """What of the encoder the posterior is made of, [N, H]."""
+        """The encoder's features [N, H] from which the posteriors are computed."""
         ...
 
     def log_likelihood(self, sentences: Sequence[Sentence], z: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an evaluation tells of the latent space, over the sentences of all ranks."""
+"""Measures of the latent space in an evaluation, over the sentences of all ranks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Projection(nn.Module):
 
 @dataclass(frozen=True)
 class Given:
-    """What latent vectors give to the decoder, a `Condition`: embedding and memory (arXiv:2004.04092, section 3.1)."""
+    """A decoder's condition on latent vectors: embedding and memory (arXiv:2004.04092, section 3.1)."""
 
     added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
     memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
@@ -79,7 +79,10 @@ class LatentLayers(nn.Module):
         self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
 
     def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Given:
-        """What sentences give to their tokens: z [N, P], int [T], int [real N] -> Given."""
+        """The decoder's condition on latent vectors z [N, P] of sentences.
+
+        Args: of_token: int [T], the sentence of each token; slots: int [real N], the token that memory replaces.
+        """
         added, memory = None, None
         if self.embedding is not None:
             added = self.embedding(z).index_select(0, of_token)
@@ -169,7 +172,7 @@ class Optimus(TrainedModel):
         return sums
 
     def features(self, batch: ModelInput) -> torch.Tensor:
-        """What of the encoder tells of each sentence: [N, D]."""
+        """The encoder's feature vector of each sentence, [N, D]."""
         plan, count = _parts(batch)
         hidden = self.encoder.run(
             batch.tokens[:count], batch.ids[:, :count], plan.encoder, _dropout(batch, 0)
@@ -217,7 +220,7 @@ def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
 
 
 def _dropout(batch: ModelInput, part: int) -> Dropout | None:
-    """Of the encoder's tokens (0) or the decoder's (1)."""
+    """Dropout of the encoder's tokens (part 0) or the decoder's (part 1)."""
     plan, _ = _parts(batch)
     if batch.dropout is None:
         return None

@@ -1,4 +1,4 @@
-"""What a latent space tells of its sentences, from their posteriors: mutual information and active units.
+"""Measures of a latent space from the posteriors of sentences: mutual information and active units.
 
 Source: OPTIMUS, arXiv:2004.04092, section 4.1. Shapes: N sentences, P components of the latent vector.
 """
@@ -24,9 +24,10 @@ def require_several(count: int) -> None:
 
 
 def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, block: int = BLOCK) -> float:
-    """Of sentence and latent vector, in nats: the mean of log q(z | x) - log q(z), q(z) the mean over the sentences.
+    """Mutual information of sentence and latent vector, in nats: the mean of log q(z | x) - log q(z).
 
-    The first term is in closed form, as in the released code, so that noise may lift an estimate above its limit ln N.
+    q(z) is the mean of q(z | x) over the N sentences. The first term is in closed form, as in the released code, so
+    noise may lift an estimate above its limit ln N.
 
     Args: z: one sample of each sentence's posterior, fp64 [N, P] as mu and logvar.
     """

@@ -1,4 +1,4 @@
-"""What a latent space is used for: points of it, made from those of sentences, and their texts."""
+"""Uses of a latent space: interpolation, analogies and samples, decoded to texts."""
 
 # P components of the latent vector
 
@@ -20,7 +20,7 @@ def between(mu: torch.Tensor, points: int) -> torch.Tensor:
 
 
 def analogy(mu: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """What is to C as B is to A: C + scale * (B - A). Args: mu: [3, P] of A, B and C. Returns: [1, P]."""
+    """The latent vector C + scale * (B - A), [1, P]. Args: mu: [3, P], those of A, B and C."""
     a, b, c = mu
     return (c + scale * (b - a))[None]
 

@@ -91,7 +91,7 @@ def start_sum_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist
 
 
 def finish(work: dist.Work | None) -> None:
-    """What a collective writes is complete for whatever is computed next; on CUDA the host does not wait."""
+    """Make the result of a collective available to later operations; on CUDA only the stream waits, not the host."""
     if work is not None:
         work.wait()
 

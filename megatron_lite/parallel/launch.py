@@ -1,4 +1,4 @@
-"""What the launcher told this process, what its libraries read, and how the process reports the end of a run.
+"""The launcher's environment: ranks of this process, variables that its libraries read, and the report of a run's end.
 
 Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun itself started the process, from
 SLURM_*. Imports no torch, so that wrong numbers of processes are refused at once.

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a layout needs and reaches, from the trace of its ranks, and the cheapest layout that fits.
+"""`--dry-run`: memory and speed of a layout, from the trace of its ranks, and the fastest layout that fits.
 
 Formulas choose which of the possible layouts are worth a trace: they leave out what cannot fit, and order the rest by
 an estimate of time. The trace decides. Nothing is computed, so the answer needs neither GPU nor data.
@@ -22,13 +22,13 @@ RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no trace shows
 TRACED_AT_ONCE, ROUNDS = 2, 4  # layouts; until one fits
 MOST_MICRO_BATCH = 64
 FILLED = 0.96  # share of a row's tokens that are not padding (docs/log.md)
-# Of the formulas that order layouts: part of the peak that large matmuls reach, and how much memory may be missing.
+# The formulas that order layouts: share of the peak that large matmuls reach, and tolerated excess of estimated memory.
 _REACHED, _TOLERANCE = 0.5, 1.25
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a search may change of a configuration."""
+    """The settings that the search for a layout varies."""
 
     tensor: int
     pipeline: int
@@ -41,7 +41,7 @@ class Layout:
         return self.tensor > 1
 
     def applied(self, config: Config) -> Config:
-        """Raises ConfigError if it does not fit the model or the batch."""
+        """The configuration in this layout. Raises: ConfigError if the layout does not fit the model or the batch."""
         changes = {
             "parallel": {
                 "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline, "zero_stage": self.zero,
@@ -53,7 +53,7 @@ class Layout:
         return build(Config, merge(to_tree(config), changes))
 
     def settings(self) -> str:
-        """As they are written on a command line."""
+        """The settings as they are written on a command line."""
         parallel = (
             f"parallel.tensor_parallel_size={self.tensor} parallel.pipeline_parallel_size={self.pipeline}"
         )

@@ -63,7 +63,7 @@ def random_batches(config: Config, count: int) -> list[Batch]:
 
 
 def _window(length: int, rest: int, source: Iterator[int]) -> tuple[list[int], int]:
-    """Pieces of documents in a window of so many tokens, and what is left of the last document."""
+    """Lengths of the document pieces in a window of `length` tokens, and the rest of the last document, tokens."""
     room, pieces = length, []
     while room > DOCUMENT_OVERHEAD:
         if not rest:

@@ -1,4 +1,4 @@
-"""What one phase of a traced step did, as numbers that can be added, extended over layers, and written as JSON."""
+"""Counts of one phase of a traced step, which can be added, scaled to more layers, and written as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# input: a micro-batch on its way to the device. sums: what follows a backward pass, until the next micro-batch. The
-# last micro-batch has phases of its own, because gradients may be summed over ranks in it alone. step: the optimizer.
+# input: copies of a micro-batch to the device. sums: from the end of a backward pass to the next micro-batch. The last
+# micro-batch is separate, because gradients may be summed over ranks in it alone. step: the optimizer.
 PHASES = ("input", "forward", "backward", "sums", "last_backward", "last_sums", "step")
 
 

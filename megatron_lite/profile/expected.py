@@ -51,7 +51,7 @@ class _Rank:
         return _weighted(self.phases, key, dict.fromkeys(_WITHIN, 1.0 / self.traced))
 
     def of_layer(self, key: str, *phases: str) -> Any:
-        """Of one layer and micro-batch."""
+        """The count `key` per layer and micro-batch, summed over these phases."""
         return _weighted(self.layer, key, dict.fromkeys(phases, 1.0 / self.traced))
 
     @property

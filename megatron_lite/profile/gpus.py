@@ -1,8 +1,8 @@
-"""What GPUs can do: data sheets, and the part of them that kernels reach. The roofline of a step follows from these.
+"""Rates of GPUs, from which the roofline of a step is computed: data sheets, and the share of them that kernels reach.
 
-`peak`, `memory` and `links` are of the vendors' data sheets. The reached rates of the A100 and H100 are about what
-published measurements of cuBLAS, FlashAttention 2 and copies show; none was measured by this project. Those of the
-others are assumed: the same part of the peak as on the H100.
+`peak`, `memory` and `links` are from the vendors' data sheets. The reached rates of A100 and H100 follow published
+measurements of cuBLAS, FlashAttention 2 and copies; none was measured by this project. The other GPUs are assumed to
+reach the same share of their peak as the H100.
 """
 
 from __future__ import annotations

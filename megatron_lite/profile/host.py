@@ -1,11 +1,11 @@
-"""What starting an operation costs the host: measured on this CPU, for this torch, in this process.
+"""Host time per kernel launch, measured on this CPU with the installed torch, in this process.
 
-A few of the model's blocks run forward and backward, with an optimizer's bucket that takes their gradients, on tensors
-so small that arithmetic costs nothing. What that costs the CPU, by the number of operations that start a kernel, is
-the cost of one: Python, autograd, torch and Triton, which are the same on a machine with a GPU; a CUDA kernel costs its
-launch beside, which is assumed. Of attention's kernels only their results are made.
+A few blocks of the model run forward and backward, with an optimizer's bucket that receives their gradients, on tensors
+so small that arithmetic costs nothing. The CPU time divided by the number of launched kernels is the cost of one:
+Python, autograd, torch and Triton, which are the same on a machine with a GPU. The launch of a CUDA kernel itself is
+added as a constant. Attention kernels are replaced by functions that only allocate the results.
 
-Without the package triton torch's own operators take the place of the kernels, and blocks are not one function each.
+Without the package triton, torch's operators replace the kernels, and the fused block is off.
 """
 
 from __future__ import annotations

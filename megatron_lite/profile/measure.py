@@ -112,7 +112,7 @@ def count_launches(step: Callable[[], None], device: torch.device, trace: str | 
 
 
 def beside(expected: dict[str, Any], measured: Measured) -> str:
-    """What was expected beside what was measured, for a terminal."""
+    """A table of expected and measured figures of a step, for a terminal."""
     longer = max(expected["host_ms"], expected["roofline_ms"])
     rows = [
         ("step ms", longer, measured.step_ms),

@@ -19,7 +19,7 @@ Sent = list[
 
 
 def connect_stages(context: ParallelContext, blocks: int, received: Sent | None) -> Sent:
-    """Cut this rank's stage to so many blocks, and answer what it receives.
+    """Cut this rank's stage to `blocks` blocks, and answer its receive calls with `received`.
 
     Returns: a list that fills with what the rank sends to the next stage.
     """

@@ -292,7 +292,7 @@ def _known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    """What a device tensor holds, on the host; ones where nobody knows."""
+    """Value of a fake device tensor as a host tensor; ones where the value is unknown."""
     known = _known(tensor)
     if known is not None:
         return known

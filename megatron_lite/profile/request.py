@@ -1,4 +1,4 @@
-"""What a profile is asked for and what it answers; the tracing runs in a process of its own. Imports no torch."""
+"""Request and result of a profile, which is traced in a separate process. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an operation costs on a GPU at least: the time of its bytes, of its FLOPs, and of starting a kernel.
+"""Least time of an operation on a GPU: the longest of the times of its bytes, its FLOPs and its launch.
 
-Bytes are those of all operands and results, as if nothing stayed in a cache. Attention of variable lengths counts the
-pairs of its calls. Collectives move the bytes of a ring, at the speed of its slowest part: a node's links to others, as
-many as the ring has ranks there.
+Bytes are those of all operands and results, without caches. Attention of variable lengths counts the query-key pairs of
+its calls. Collectives move the bytes of a ring at the speed of its slowest link: the links of a node to others, one for
+each of the ring's ranks on the node.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
 
 
 def _warm_up(engine: Engine, steps: _Steps) -> None:
-    """What only a first step does: memory of sums is made, stages say what they will send, ZeRO 3 learns an order."""
+    """Run a first step, which alone allocates gradient sums, exchanges shapes of stages and records ZeRO 3's order."""
     deepspeed = engine._engine
     if engine.context.pp.size > 1:  # one micro-batch says it all
         count, deepspeed.micro_batches = deepspeed.micro_batches, 1

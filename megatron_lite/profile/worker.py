@@ -25,7 +25,7 @@ from megatron_lite.profile.trace import Case, run_case
 
 
 def load_libraries() -> None:
-    """What every traced rank needs and what is slow to import, before they are forked."""
+    """Import the slow libraries that every traced rank needs, before the ranks are forked."""
     import deepspeed.ops
     import deepspeed.runtime.pipe.engine
     import deepspeed.runtime.zero.stage3

@@ -104,7 +104,7 @@ def _include(column: list[Point], point: Point) -> None:
 
 @dataclass
 class Records:
-    """What a metrics file says."""
+    """The contents of a metrics file: curves, starts, events and fillings."""
 
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     events: deque[dict[str, Any]] = field(
@@ -122,7 +122,7 @@ class Records:
     notes: list[str] = field(default_factory=list)
 
     def curve(self, kind: str, name: str) -> Curve | None:
-        """None without a value."""
+        """The curve of one number; None if no record has a value for it."""
         curve = self.curves[kind].get(name)
         return curve if curve is not None and curve.count else None
 

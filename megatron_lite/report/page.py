@@ -141,7 +141,7 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def _counted(run: RunReport) -> tuple[dict[str, Any], int]:
-    """What says how much was consumed, the last record or the newest checkpoint, and its step."""
+    """The counts of consumed samples and tokens and their step: from the last record, or from a later checkpoint."""
     recorded = run.records.last_train, int_or_0(run.records.last_train.get("step"))
     saved = run.state, run.checkpoints[0].step if run.checkpoints else 0
     return saved if run.state and recorded[1] < saved[1] <= run.records.last_step else recorded
@@ -237,7 +237,7 @@ def _score_charts(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:
-    """Of runs of the objective optimus."""
+    """Charts of the latent space, for runs of the objective optimus."""
     measured = (("mutual information, nats", "mutual_information"), ("active units", "active_units"))
     charts = [Chart(title, _lines(runs, "validation", name), "{:.4g}".format) for title, name in measured]
     options: dict[str, Any] = {"from_zero": True, "also": "highest"}
@@ -245,7 +245,7 @@ def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _chart(runs: Sequence[RunReport], title: str, name: str, text: Text, **options: Any) -> Chart:
-    """Of a number of the training steps. Args: options: of Chart."""
+    """A chart of one number of the training records. Args: options: further fields of Chart."""
     return Chart(title, _lines(runs, "train", name), text, (), _restarts(runs), **options)
 
 

@@ -1,6 +1,6 @@
-"""What a run's directory holds, for a reader: configuration, records, corpora, checkpoints, the unigram model's losses.
+"""Reads a run's directory for the report: configuration, records, corpora, checkpoints, losses of the unigram model.
 
-Nothing here fails because a part is missing or damaged: a note says so instead.
+A missing or damaged part is no error; a note in the report says so.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def ngram_scores(model: NGram, texts: Sequence[Text]) -> dict[str, float]:
 
 
 def model_log_probabilities(model, text: Text, special: SpecialTokens) -> Iterator[tuple[int, np.ndarray]]:  # type: ignore[no-untyped-def]
-    """What a GLM predicts for the tokens of a text's blanks, all in one forward pass."""
+    """(target id, log probabilities [V]) of each token in a text's blanks, from one forward pass."""
     import torch
 
     from megatron_lite.model.input.batch import Batch

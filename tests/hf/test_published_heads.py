@@ -62,7 +62,7 @@ def test_a_published_head_comes_back(tmp_path, case, kind, caplog):
     their_model(tmp_path / "theirs", case, kind)
     proof = brought(tmp_path / "theirs", case, tmp_path / "run")
     assert proof is not None and proof.agreement == 1.0
-    assert caplog.text.count("begin anew") == 1  # what predicts tokens
+    assert caplog.text.count("they are initialized") == 1  # what predicts tokens
     proof = export_run(tmp_path / "run", tmp_path / "ours", ExportOptions())
     assert proof is not None and proof.agreement == 1.0
     before, after = (load_file(tmp_path / path / "model.safetensors") for path in ("theirs", "ours"))
@@ -83,7 +83,7 @@ def test_what_the_class_does_not_have_is_beside_it(tmp_path, kind, caplog):
     export_run(tmp_path / "run", tmp_path / "ours", ExportOptions(verify=False))
     caplog.clear()
     brought(tmp_path / "ours", "bert", tmp_path / "again")
-    assert "begin anew" not in caplog.text
+    assert "they are initialized" not in caplog.text
     first, again = (load_run(tmp_path / name).model.state_dict() for name in ("run", "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
     assert f"`{OTHER_HEADS}` holds the weights" in (tmp_path / "ours/README.md").read_text()

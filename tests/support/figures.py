@@ -1,5 +1,7 @@
 """The figures of the house: `python tests/support/figures.py` prints each; tests hold those that may only fall.
 
+With `--sentences` it also prints each place that the lint of English refuses (english.py).
+
 Those of a training step are of a GLM run in one process on a CPU, see trace_batch.py.
 """
 
@@ -14,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support import house
+from support import english, house
 
 # Names of systems in code; in text and comments they may stand.
 SYSTEMS = re.compile(
@@ -98,16 +100,6 @@ def files_that_name_systems() -> list[str]:
     return found
 
 
-def genitives() -> list[str]:
-    """`file:line` of docstrings and comments that begin with "Of" or "As of"."""
-    found = []
-    for path in house.product_files():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if re.search(r'(^\s*"""|^\s*#\s|\s\s#\s)(Of|As of)\b', line):
-                found.append(f"{path.relative_to(house.ROOT)}:{number}")
-    return found
-
-
 def of_the_code() -> dict[str, int]:
     """Figures that need no run."""
     counts = [house.line_count(path) for path in house.product_files()]
@@ -119,7 +111,7 @@ def of_the_code() -> dict[str, int]:
         "files of the trunk that name a system": len(files_that_name_systems()),
         "lines of the product": sum(counts),
         "files over 400 lines": sum(count > 400 for count in counts),
-        'docstrings and comments that begin with "Of"': len(genitives()),
+        "sentences that the lint of English refuses": len(english.refused()),
     }
 
 
@@ -139,6 +131,8 @@ def main() -> None:
         print(f"{name:60}{count:7,}")
     for name in files_that_name_systems():
         print("   ", name)
+    if "--sentences" in sys.argv[1:]:
+        print(*english.refused(), sep="\n")
 
 
 if __name__ == "__main__":

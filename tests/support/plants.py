@@ -333,7 +333,7 @@ ROWS = (
         "axolotl-ai-cloud/axolotl#3796",
     ),
     Plant(
-        "positions not begun anew in each document of a row",
+        "positions not restarted in each document of a row",
         "data_utils/objectives/causal.py",
         "count_up(row, POSITION_IDS, used, end, 0)",
         "count_up(row, POSITION_IDS, used, end, used)",

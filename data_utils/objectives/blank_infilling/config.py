@@ -13,7 +13,7 @@ from data_utils.objectives.masking import cumulative_table, span_count_moments
 from data_utils.text.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
-ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of spans and so many standard deviations
+ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of spans and this many standard deviations
 EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than in real text; only used to size rows
 SHORTEST_CROP = 32  # tokens
 PLACEMENTS = ("uniform", "reference")
@@ -22,7 +22,7 @@ PLACEMENTS = ("uniform", "reference")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("blank_infilling")
 class BlankInfillingConfig(ObjectiveConfig):
-    """What is masked, and how. Probabilities are per Example; ratios refer to n, the tokens of the text and its CLS."""
+    """Settings of the spans. Probabilities are per Example; ratios refer to n, the tokens of the text and its CLS."""
 
     segments = 1
     has_block_positions = True

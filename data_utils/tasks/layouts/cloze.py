@@ -162,7 +162,7 @@ class Cloze:
         return cloze_rules.training_records(self.task, records) if training else list(records)
 
     def choices(self, record: Record, number: int = 0) -> tuple[str, ...]:
-        """What the parts of a record's sample stand for: the classes, or the texts of its choices."""
+        """The names of a sample's parts, in order: the classes, or the texts of the record's choices."""
         if self.words:
             return self.labels
         return tuple(cloze_rules.choices_of(self.task, record, self.inputs.seed, number)[0])
@@ -207,7 +207,7 @@ class Cloze:
         return self.inputs.continuation(text)
 
     def _check_answers(self, texts: Sequence[str], answers: Sequence[Sequence[int]], record: Record) -> None:
-        """What `check` cannot know: the choices that a record brings."""
+        """Raise DataError for a record's choice without a token, or with several where task.scoring is restricted."""
         for text, answer in zip(texts, answers, strict=True):
             if not answer or (self.scoring == "restricted" and len(answer) != 1):
                 raise DataError(
@@ -224,7 +224,7 @@ class Cloze:
     def _context(
         self, record: Record, answers: Sequence[Sequence[int]]
     ) -> tuple[list[Tokens], list[Tokens], int]:
-        """What stands before and after the blank, cut to its room, and how many tokens were cut."""
+        """Tokens before and after the blank, cut to fit the sequence, and the number of tokens cut."""
         inputs = self.inputs
         before, after = rendered(self.slots, record, inputs.config)
         first, second = inputs.encode(before), inputs.encode(after or [])

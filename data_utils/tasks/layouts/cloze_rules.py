@@ -1,4 +1,4 @@
-"""What some cloze tasks do with their records before a pattern renders them.
+"""Changes that some cloze tasks make to their records before a pattern renders them.
 
 COPA     the word between premise and choice; training sees both orders of the choices
 WSC      the pronoun is put between stars; training sees the true samples only, whose first choice is right

@@ -183,7 +183,7 @@ class Continuations:
         return before, self.inputs.tokenizer.encode(following)
 
     def _room(self, following: int) -> int:
-        """Tokens that a context may have before a continuation of so many."""
+        """Most tokens of a context before a continuation of `following` tokens; negative if there is no room."""
         form, end = self.inputs.form, int(self.score_end)
         if form.name == "encoder_decoder":
             of_decoder = self.longest - 1 - form.predict_cls - following
@@ -303,7 +303,7 @@ class Continuations:
     # ---- texts to write on ----
 
     def prompt(self, context: str, longest: int) -> tuple[list[int], int]:
-        """What stands before an answer of up to `longest` tokens, and how many tokens it has lost at its beginning.
+        """The tokens before an answer of up to `longest` tokens, and how many were cut at the beginning.
 
         Raises: ConfigError where such an answer leaves no room for a context; DataError as `asked`.
         """

@@ -70,7 +70,7 @@ def blanks_filled(
         context: part A with CLS, and eos where the run's has it.
         blanks: position of each blank in the context and the tokens that fill it.
         ends: each filling ends with eop.
-        loss: the last so many tokens of part B have a loss; None: all.
+        loss: number of tokens at the end of part B that have a loss; None: all.
     Raises: DataError for a filling without a token.
     """
     size = len(context)
@@ -99,9 +99,9 @@ def blanks_filled(
 
 
 def left_to_right(tokens: Sequence[int], loss: int, special: SpecialTokens, objective: int) -> Example:
-    """Every token predicted from those before it, after eos if the vocabulary has one, as `causal` has it.
+    """Example that predicts each token from those before it, after eos if the vocabulary has one, as in `causal`.
 
-    Args: loss: the last so many tokens have a loss. Without eos the first token cannot be predicted.
+    Args: loss: number of tokens at the end that have a loss. Without eos the first token cannot be predicted.
     """
     start = [] if special.eos == NO_TOKEN else [special.eos]
     inputs, targets = [*start, *tokens[:-1]], [*tokens[1 - len(start) :]]

@@ -1,4 +1,4 @@
-"""What every kind of task needs to make a sample: its settings, the tokenizer, the form of the inputs, the seed."""
+"""Common inputs of all kinds of tasks: settings, tokenizer, form of the model's inputs, seed."""
 
 from __future__ import annotations
 

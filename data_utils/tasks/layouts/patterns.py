@@ -112,7 +112,7 @@ def pattern_of(config: TaskConfig) -> Pattern:
             f"task.pattern is {config.pattern}, but {config.name} has the patterns {known}; choose one of them."
         )
     if config.verbalizers:
-        raise ConfigError("task.verbalizers go with a pattern of one's own; set task.template too.")
+        raise ConfigError("task.verbalizers go with your own pattern; set task.template too.")
     return patterns[config.pattern]
 
 

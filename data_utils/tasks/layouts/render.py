@@ -92,9 +92,9 @@ class Renderer:
         return self.kind.sample(record, number, epoch)
 
     def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
-        """What stands before the answer where the model writes it: seq2seq and blanks.
+        """Token ids that the model reads before it writes the answer of a record (seq2seq and blanks).
 
-        GLM's is part A, which ends with eos; its masks are the blanks.
+        In GLM's form they are part A, which ends with eos and has a mask for each blank.
         """
         return self._writer().prompt(record, number, epoch)
 

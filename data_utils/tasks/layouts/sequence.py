@@ -46,14 +46,14 @@ TEMPLATES = {
     "squadquestions": "{context} Question: [MASK] Answer: {answer:fixed}",
     "squadanswers": "{question:fixed} [MASK] . {context}",
 }
-OWN = "{source} [MASK]"  # of data of one's own: what is before the blank loses its beginning, not its end
+OWN = "{source} [MASK]"  # for your own data: the text before the blank is cut at its beginning
 NO_ANSWER = "N/A"
-# Of a token of UniLM's target that is chosen: [MASK], another token, or itself with the rest.
+# Probabilities that a chosen token of UniLM's target becomes [MASK] or a random token; it stays with the rest.
 _MASKED, _REPLACED = 0.8, 0.1
 
 
 def around(form: Form, special: SpecialTokens) -> tuple[list[int], list[int]]:
-    """What stands before and after a text that another follows, in all layouts but GLM's."""
+    """Special tokens before and after a text that another text follows; GLM's form has its own."""
     writing = form.writing
     begin, end = ([getattr(special, role) for role in roles] for roles in (writing.before, writing.after))
     return [token for token in begin if token != NO_TOKEN], end
@@ -65,7 +65,7 @@ def overhead(form: Form) -> int:
 
 
 def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
-    """What an encoder reads, and what its decoder writes: the target and its end; BART's may predict CLS before."""
+    """Example of an encoder's context and its decoder's target with an end token; BART may predict CLS before it."""
     special, writing = inputs.special, inputs.form.writing
     start = getattr(special, first_known(writing.start, inputs.tokenizer.lacking))
     begin, end = [special.cls] if inputs.form.predict_cls else [], getattr(special, writing.ends[0])
@@ -169,7 +169,7 @@ class Seq2Seq:
         return self.inputs.continuation(text) if self.goes_on else self.inputs.tokenizer.encode(text.strip())
 
     def _context(self, record: Record) -> tuple[list[int], int, int]:
-        """What stands before the target, the position of the blank (glm), and the tokens that were cut."""
+        """Tokens before the target, the position of the blank (GLM's form), and the number of tokens cut."""
         inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
         if self.task == "squadquestions":
             record = self._near_answer(record)

@@ -75,9 +75,9 @@ class Intake:
 
     @contextlib.contextmanager
     def at(self, place: int | str) -> Iterator[None]:
-        """What is read at a line (its number, from 1) or at another place of the file.
+        """Context in which a line (its number, from 1) or another named part of the file is read.
 
-        Raises: DataError for a BadLine, unless they are skipped.
+        Raises: DataError for a bad line, unless task.skip_bad_lines counts and skips it.
         """
         self._place = self._named(place)
         count = len(self.records)
@@ -289,7 +289,7 @@ def objects_in(tree: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def index_in(tree: Mapping[str, Any], name: str = "idx") -> int | str | None:
-    """What the file calls the sample; None if it gives no name."""
+    """The sample's name in the file; None if it has none. Raises BadLine if it is no whole number or text."""
     value = tree.get(name)
     if value is not None and (not isinstance(value, (int, str)) or isinstance(value, bool)):
         raise BadLine(f"field {name!r} is {shown(value)}; it must be a whole number or text")

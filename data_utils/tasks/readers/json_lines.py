@@ -1,4 +1,4 @@
-"""One's own samples as JSONL, one object in each line, for every kind of task.
+"""Your own samples as JSONL, one object per line, for every kind of task.
 
     cloze, classification   {"text"} or {"text_a", "text_b"}, "label": a class; or what task.template names
     cloze, several choices  {"inputs_pretokenized", "choices_pretokenized", "label": number of the right one}
@@ -76,7 +76,7 @@ def _add_classified(intake: Intake, tree: dict[str, Any]) -> None:
 
 
 def _text_fields(config: TaskConfig, tree: dict[str, Any]) -> tuple[str, ...]:
-    """What is read of a line: what the settings name, be it in a template, else the generic names."""
+    """Names of the fields to read of a line: those of the settings and the template, else the generic names."""
     names = [*config.text_fields, *_in_template(config.template or "")]
     if names:
         return tuple(dict.fromkeys(names))

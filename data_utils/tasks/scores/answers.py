@@ -1,8 +1,8 @@
-"""What a model's answers say of a record, and what it is compared with.
+"""Predictions from a model's answers, and the references that metrics compare them with.
 
-Answers of a sample are arrays [n, m]: of choices [parts, 2], the log probability of the targets of each part and
-whether none of them has a likelier token; else the outputs of the task's head, a row for each part (classes, values) or
-for each row of the parts (tags, spans).
+The answers of a sample are an array. Choices: [parts, 2], the log probability of each part's targets, and 1 if every
+target is the likeliest token. Other kinds: outputs of the task's head, one row for each part (classes, values) or for
+each predicted token of the parts (tags, spans).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _best_span(kind: Spans, record: Record, sample: TaskSample, answers: np.ndar
 
 
 def references(records: Sequence[Record]) -> list[Any]:
-    """What predictions are compared with: labels, of which lists are several right ones."""
+    """The labels of records, to compare predictions with; a list holds several right answers."""
     return [list(record.label) if isinstance(record.label, tuple) else record.label for record in records]
 
 

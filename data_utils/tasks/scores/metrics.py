@@ -1,4 +1,4 @@
-"""What is measured of predictions. NumPy and plain Python; BLEU and ROUGE are those of sacrebleu and rouge-score.
+"""Metrics of predictions, in NumPy and plain Python; BLEU and ROUGE are those of sacrebleu and rouge-score.
 
     metric                            prediction        reference
     accuracy                          a label           a label: a name or a number, both of one kind

@@ -25,7 +25,7 @@ _OF_TEXTS = (
     *(name + form for name in ROUGE for form in ("", "_char")),
 )
 WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
-# What predictions are (answers.py) -> the metrics that compare such with labels. Every other pair is refused.
+# Type of predictions (answers.py) -> the metrics that compare them with labels. Every other pair is refused.
 ANSWERS: dict[str, tuple[str, ...]] = {
     "classes": _OF_LABELS,
     "numbers of choices": _OF_LABELS,
@@ -40,18 +40,18 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is measured of a task.
+    """The metrics of a task.
 
     Args:
         names: in the order in which they are shown.
-        compared: those whose mean says which of two evaluations is better; () = all.
+        compared: the metrics whose mean ranks evaluations; () = all.
     """
 
     names: tuple[str, ...]
     compared: tuple[str, ...] = ()
 
     def score(self, measured: Mapping[str, float]) -> float:
-        """What evaluations are compared by: the higher, the better.
+        """The number that ranks evaluations; higher is better.
 
         Perplexities and losses are negative, and BLEU is a share, as the others are.
         """
@@ -86,7 +86,7 @@ BY_TASK = {
 
 
 def metrics_of(task: TaskConfig) -> Metrics:
-    """What the configuration names, else what the task has, else its kind.
+    """The metrics that the configuration names, else those of the task, else those of its kind.
 
     Raises: ConfigError for a metric that is unknown, or whose package is not installed.
     """

@@ -52,7 +52,7 @@ def write_predictions(
         indices: `Record.index` of each sample; of MultiRC (passage, question, answer).
         predictions: in the types of `Record.label`: names of classes, numbers, texts, lists of tags.
         option: names the path, for messages.
-        scores: of each prediction, for files of one's own; servers take none.
+        scores: share of each class or choice per sample, for files of your own tasks; servers take none.
     Raises: DataError for unequal counts, predictions that do not fit the task, or if the file cannot be written.
     """
     if len(indices) != len(predictions):

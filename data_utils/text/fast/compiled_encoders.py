@@ -50,7 +50,7 @@ def encoder_for(backend: tokenizers.Tokenizer) -> CompiledEncoder | None:
 
 
 class CompiledEncoder(abc.ABC):
-    """What the two fast encoders share: documents as bytes, pages of characters, words for the library."""
+    """Base of the two fast encoders: hands over documents as bytes, fills pages of characters, asks the library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, pipeline: dict[str, Any]):
         """Args: pipeline: the description of `backend`, as in a tokenizer.json."""

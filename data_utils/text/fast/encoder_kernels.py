@@ -1,4 +1,4 @@
-"""What the compiled loops of both fast encoders need: memory access, UTF-8, and a cache of words.
+"""Helpers of the compiled loops of both fast encoders: memory access, UTF-8, and a cache of words.
 
 `encode_byte_level` (byte_level_kernels.py) and `encode_word_piece` (word_piece_kernels.py) work through a block of
 documents and write ids. Where they cannot decide, they stop with a status and their place in `state`; the next call
@@ -39,7 +39,7 @@ from data_utils.base.random_streams import source_digest
 
 SOURCE_DIGEST = source_digest(__file__)
 
-# What the caller has to do. state[POINT] is a code point, or the end of the pending word.
+# Status: the caller's next action. state[POINT] is a code point, or the end of the pending word.
 DONE, NEEDS_PAGE, NEEDS_LIBRARY, NEEDS_LIBRARY_AND_CACHE = range(4)
 DOCUMENT, POSITION, WRITTEN, POINT = range(4)  # entries of `state`
 STATE_SIZE = 4

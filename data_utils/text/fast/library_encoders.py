@@ -1,4 +1,4 @@
-"""What an encoder is, and the encoders that hand texts to the libraries."""
+"""The interface of encoders, and the encoders that hand texts to the libraries."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ _UNPROVEN = "Nothing was proven: this directory was written with `--no-verify`."
 
 @dataclass(frozen=True)
 class Report:
-    """What a proof found.
+    """Results of a proof.
 
     Args:
         comparisons: name, as in INPUTS -> result.
-        tolerance: that was asked for.
-        tokenizers: of the directory or of parts of it: name -> the record of the comparison of ids.
+        tolerance: largest difference allowed.
+        tokenizers: name of the directory, or of a part of it -> result of the comparison of token ids.
     """
 
     comparisons: Mapping[str, Proof]

@@ -74,7 +74,7 @@ class _ReleasedLayout(TypedDict):
 
 @contextlib.contextmanager
 def by_transformers(path: Path) -> Iterator[None]:
-    """What transformers raises over a stranger's files, which can be anything, as a CheckpointError in one line."""
+    """Context that turns any exception of transformers, over files that may be damaged, into a CheckpointError."""
     try:
         yield
     except UserError:

@@ -229,7 +229,7 @@ def _evaluation(checkpoint: Checkpoint) -> str:
 
 
 def _scores(results: Path, scores: Mapping[str, Any], step: int) -> str:
-    """Of a task: of each file where the run's results are of this checkpoint, else of its last evaluation."""
+    """A table of a task's metrics: by file if results.json is of this checkpoint, else of the last evaluation."""
     try:
         found = json.loads(results.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the table of a published system is made of: see hf/published/systems.py."""
+"""Types of the tables that describe a published system: see hf/published/systems.py."""
 
 from __future__ import annotations
 

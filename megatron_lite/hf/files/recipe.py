@@ -52,7 +52,7 @@ _FORMERLY_WHOLE = ("training", "optimizer", "task", "optimus")
 
 
 class _Training(TypedDict):
-    """What an import reads of training.json."""
+    """The fields of training.json that an import reads."""
 
     format: typing.Literal["megatron-lite-export"]
     config: dict[str, Any]
@@ -62,7 +62,7 @@ class _Training(TypedDict):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a directory says of the run that it was exported from."""
+    """The record of the exported run in a directory."""
 
     config: dict[str, Any]  # sections of a configuration; {} = not recorded
     tokenizers: dict[str, dict[str, Any]]  # of TOKENIZERS: options without a path
@@ -88,7 +88,7 @@ def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_recipe(directory: Path) -> Recorded:
-    """What training.json records; nothing if there is none.
+    """The record in training.json; an empty one if there is no such file.
 
     Raises: CheckpointError for anything that an export does not write.
     """
@@ -107,7 +107,7 @@ def read_recipe(directory: Path) -> Recorded:
             config[name] = taken
     if left_out:
         log.warning(
-            "%s: not taken, since they are for whoever runs the program to set: %s", path, ", ".join(left_out)
+            "%s: settings that belong to the user of the program are ignored: %s", path, ", ".join(left_out)
         )
     tokenizers = {name: _tokenizer(path, name, described[name]) for name in TOKENIZERS if name in described}
     return Recorded(config, tokenizers)
@@ -133,7 +133,7 @@ def _numbers_and_choices(cls: type) -> Iterator[str]:
 
 
 def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
-    """What is taken of a section, and the names of what is left out. Raises: CheckpointError."""
+    """A section's portable settings, and the names of the others. Raises: CheckpointError for unknown ones."""
     if name in SHARES:
         return _checked(path, f"config.{name}", section, dict[str, int | float]), []
     cls = _sections().get(name)

@@ -48,7 +48,7 @@ def ask(
     is_export: bool,
     dtype: torch.dtype = torch.float32,
 ) -> list[Question]:
-    """What GLM's classes say of a directory's model.
+    """Outputs of GLM's classes of transformers for a directory's model.
 
     Args:
         config: of our model.
@@ -73,7 +73,7 @@ def ask(
 
 
 def ask_released(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Question]:
-    """What the reference's arithmetic says of weights in the released layout."""
+    """Logits of the reference's arithmetic with weights in the released layout."""
     batch = proof.proof_batch(config)
     logits = proof.released_logits(shards, config, batch, dtype)
     return [Question("logits", logits, lambda model: proof.training_logits(model, batch))]

@@ -314,8 +314,8 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
         """As GLMModel; in addition:
 
         Args:
-            labels: int [B, S], what each row predicts (not shifted); -100 = no loss. The loss is their mean.
-            logits_to_keep: compute logits of the last so many rows only; 0 = all.
+            labels: int [B, S], the target at each position (not shifted); -100 = no loss. The loss is their mean.
+            logits_to_keep: compute logits of the last `logits_to_keep` positions only; 0 = all.
         """
         outputs = self.glm(
             input_ids,

@@ -243,7 +243,7 @@ def exported_logits(directory: Path, batch: np.ndarray, dtype: torch.dtype = tor
 
 @torch.no_grad()
 def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """What the head of a task says of each row's first token, fp32 [B, classes]."""
+    """Output of a task's head for each row's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
     return model.heads.task_rows([states[:, 0]], first, model.final_layernorm, None).float()

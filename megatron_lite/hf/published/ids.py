@@ -1,7 +1,7 @@
 """The ids of tokens that a published system's config.json and generation_config.json name.
 
-A class has defaults for them, those of its published vocabulary: a vocabulary of one's own has none of these, so that
-each is written, as null where the vocabulary has no such token.
+The defaults of a class are the ids of its published vocabulary. Another vocabulary has other ids, so every one is
+written, as null where the vocabulary has no such token.
 """
 
 from __future__ import annotations

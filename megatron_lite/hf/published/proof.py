@@ -62,13 +62,13 @@ def ask(
     start: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Question]:
-    """What the class of transformers says of a directory's model, computed in `dtype`.
+    """Outputs of the class of transformers for a directory's model, computed in `dtype`.
 
     Raises: CheckpointError, also for what the class raises over files of a stranger.
 
     Args:
         config: of our model.
-        start: what a decoder begins with in training; None: what the class begins with.
+        start: id of the decoder's first token in training; None: the class's default.
     """
     theirs: Any = load_class(directory, class_name, dtype)
     with by_transformers(directory):
@@ -342,7 +342,7 @@ def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
 def their_output(
     theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray
 ) -> Mapping[str, torch.Tensor]:
-    """What a class computes of rows, with all that they say handed over."""
+    """Output of a class of transformers for a batch, int32 [B, planes, S], with every input that it takes."""
     if config.decoder_layers:
         return theirs(**encoder_decoder_inputs(batch))
     system = system_of(config).padded_with(theirs.config.pad_token_id)  # type: ignore[union-attr, arg-type]

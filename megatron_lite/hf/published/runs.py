@@ -196,7 +196,7 @@ def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
     )
     missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
     if "task_head" in source.settings and missing:
-        log.warning("%s does not have %s; they begin anew", source.path, ", ".join(sorted(missing)))
+        log.warning("%s does not have %s; they are initialized", source.path, ", ".join(sorted(missing)))
     new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)
 

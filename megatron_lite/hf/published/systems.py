@@ -215,7 +215,7 @@ GPT = System(
     model_type="openai-gpt",
     prefix="transformer.",
     rows=_gpt_rows("tokens_embed", "positions_embed", ("post_attention_layernorm", "output_layernorm"), ()),
-    # What they call "gelu" is the tanh form.
+    # Their "gelu" is the tanh form.
     fields=(*_GPT_FIELDS, Field("afn", "activation", {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu"})),
     class_of=lambda config: "OpenAIGPTLMHeadModel",
     classes={"OpenAIGPTLMHeadModel": "gpt"},
