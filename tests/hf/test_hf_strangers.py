@@ -132,7 +132,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
         (tmp_path / name / "config.yaml").read_text().replace(str(tmp_path / name), "RUN")
         for name in ("expected", "found")
     )
-    assert found == expected and caplog.text.count("training.json: not taken") == 1
+    assert found == expected and caplog.text.count("training.json: settings that") == 1
     assert all(f"{section}.{key}" in caplog.text for section, values in former.items() for key in values)
 
 
