@@ -1,4 +1,4 @@
-"""Imported first by every entry point: what must hold before anything else is imported.
+"""Checks and settings that every entry point imports before anything else.
 
   Ctrl-C is answered in one line (interrupts.py).
   An old Python or a missing package is reported in one line with the remedy.

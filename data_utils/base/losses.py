@@ -1,4 +1,4 @@
-"""Losses: how they are known to the model and to records.
+"""Names and numbers of losses, for the model and for records.
 
 An objective declares its losses in its own file. Those that a head of their own predicts stand here, since the model
 has to know them too.

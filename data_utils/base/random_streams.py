@@ -135,7 +135,7 @@ def next_word(stream):
 
 @njit(nogil=True, error_model="numpy")  # no test for a division by zero
 def _unbiased(stream, limit, product):
-    """`product`, or the first later one that the bias does not affect."""
+    """`product`, or the first later product without modulo bias (rejection sampling)."""
     threshold = _TWO_POWER_32 - limit
     if threshold >= limit:  # a division costs more than the draw, and a large bound always needs this test
         threshold %= limit

@@ -317,7 +317,7 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
 
 
 def _form(hint: Any) -> str:
-    """How a value is written: `[{prefix: ...}]` for a list of sections, with the keys that have no default."""
+    """Example of a value's syntax for messages: `[{prefix: ...}]` for a list of sections, with its required keys."""
     if typing.get_origin(hint) is tuple:
         return f"[{_form(typing.get_args(hint)[0])}]"
     if not dataclasses.is_dataclass(hint):

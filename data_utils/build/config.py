@@ -48,7 +48,7 @@ class BuildConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Which split a text belongs to."""
+    """Assigns each text to a split by its hash."""
 
     bounds: tuple[int, ...]  # upper ends of the splits in [0, 2^64]
     key: bytes

@@ -1,4 +1,4 @@
-"""Which documents of a corpus share long word sequences with evaluation texts.
+"""Counts the documents of a corpus that share long word sequences with evaluation texts.
 
 This is a report, not a filter: documents stay in the corpus. Two texts share an n-gram when NGRAM_WORDS consecutive
 words agree, apart from letter case and punctuation (13 words, as in the analysis of GPT-3, arXiv:2005.14165, appendix
@@ -70,7 +70,7 @@ class EvaluationTexts:
 
 
 def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:
-    """Read as the corpus is read: the same text key, text split and policy for bad records."""
+    """Read evaluation texts with the corpus's own text key, text split and policy for bad records."""
     documents = read_documents(
         config.evaluation_inputs,
         config.text_key,

@@ -249,7 +249,7 @@ def _finish(
 
 
 def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
-    """Counts of all shards and the first contaminated documents, with lines counted from the start of the files."""
+    """Add up the counts of all shards, and make line numbers count from the start of the files."""
     counts = RecordCounts()
     contaminated: list[Place] = []
     lines: dict[str, int] = {}

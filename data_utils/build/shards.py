@@ -39,7 +39,7 @@ _OWN_NAME = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|co
 
 
 class _Plan(TypedDict):
-    """The part that is looked into; the rest is compared as a whole."""
+    """The fields of a plan that are read; the others are only compared."""
 
     inputs: NotRequired[list[Annotated[list[Any], Field(min_length=1)]] | None]
 
@@ -144,7 +144,7 @@ class BuildDirectory:
         return self._built.exists()
 
     def was_built_as(self, plan: Mapping[str, Any]) -> bool:
-        """Whether it had this plan."""
+        """Whether the finished build had this plan."""
         with disk_errors(self.path):
             return _difference(_read_plan(self._built), _as_read(plan)) is None
 

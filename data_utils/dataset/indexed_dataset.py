@@ -236,7 +236,7 @@ class IndexedDatasetWriter:
         return dataset_path(self.prefix, f"{suffix}.partial")
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Under its partial name."""
+        """Write the manifest under its partial name."""
         sums = self._checksums.items()
         facts = {
             "files": {s: {"bytes": self._partial(s).stat().st_size, **its.tree()} for s, its in sums},
@@ -454,7 +454,7 @@ class IndexedDataset:
         return mapped
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lengths, pointers)"""
+        """Map the index. Returns: lengths and byte pointers of the documents."""
         self._index_map = mapped = self._map(".idx")
         if mapped is not None:
             with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -79,12 +79,12 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """A span's mask and those inserted by spans of length 0 before it, on average."""
+        """Mean number of masks per span: its own, and those of the spans of length 0 drawn with it."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property
     def growth(self) -> float:
-        """Context and target, on average: a part of the text is replaced by masks, at most as many."""
+        """Mean row tokens per token of text: the context, with masks in place of its spans, and the target."""
         # No matrix product: in every batch, it would slow the processor down for a tenth of a millisecond.
         length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
@@ -95,7 +95,7 @@ class BartConfig(RowSizes):
 
     @property
     def loss_share(self) -> float:
-        """The target is the whole text."""
+        """Share of the target, which is the whole text, in the row tokens."""
         return 1.0 / self.growth
 
     @property
@@ -115,7 +115,7 @@ class BartConfig(RowSizes):
         return 3 + self.predict_cls
 
     def most_tokens(self, length: int) -> int:
-        """Where no token is removed."""
+        """Row tokens of a piece if no token is removed, which is the most."""
         return 2 * length + 1 + self.predict_cls
 
     def row_length_for(self, sequence_length: int) -> int:

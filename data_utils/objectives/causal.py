@@ -35,7 +35,7 @@ class CausalConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """No row token beyond the text."""
+        """Row tokens of a piece beyond its text: none."""
         return 0
 
     def max_position_needed(self, sequence_length: int) -> int:

@@ -1,4 +1,4 @@
-"""Which tokens to hide and what to put in their place: the compiled parts that several objectives share.
+"""Compiled functions, shared by objectives, that choose the tokens to hide and draw their replacements.
 
 A *span* is a sequence of consecutive units (tokens, words, phrases) that are masked together. The length of a span is
 drawn first and then its place, so that lengths keep their distribution where text is crowded. A place may need several

@@ -57,7 +57,7 @@ class MassConfig(RowSizes):
 
     @property
     def growth(self) -> float:
-        """The context and the fragment."""
+        """Row tokens per token of text: the context and the fragment."""
         return 1.0 + self.fragment_ratio
 
     @property

@@ -190,12 +190,12 @@ class OptimusConfig(RowSizes):
 
     @property
     def loss_share(self) -> float:
-        """The decoder's half."""
+        """Share of predicted tokens: the decoder's half of a row."""
         return 0.5
 
     @property
     def growth(self) -> float:
-        """A sentence is in its row twice."""
+        """Row tokens per token of text: a sentence is in its row twice."""
         return 2.0
 
     @property
@@ -208,7 +208,7 @@ class OptimusConfig(RowSizes):
         return -(-LONGEST_PER_ROW * self.least_row_length(sequence_length) // 8) * 8
 
     def max_position_needed(self, sequence_length: int) -> int:
-        """That of SEP, and with memory of the decoder's last token."""
+        """Largest position: SEP's in the encoder; with memory the decoder's last token's."""
         return sequence_length + 1
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -291,7 +291,7 @@ class Optimus(RowObjective):
 
     @property
     def texts(self) -> int:
-        """Pieces of a sentence."""
+        """Number of pieces in which a sentence is stored: one per stack with its own tokenizer."""
         return 1 if self.vocabulary.decoder is None else 2
 
     def values(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two texts in one Example, A and B: where a piece is cut, and whose B follows an A.
+"""Pairs of texts A and B in one Example: cut pieces in two, and exchange second halves.
 
 A pair is one piece (the part of a document that lies in the window) cut in two. Where B is not to continue A, the
 pieces of a window exchange their second halves in a circle. So no text is lost or used twice, and no second document is

@@ -1,4 +1,4 @@
-"""Rows of packed documents: what objectives share around a compiled `fill_piece` of their own.
+"""Rows of packed documents: the common base of objectives, each with its own compiled `fill_piece`.
 
 An objective is a config section, a compiled function that writes the Example of one piece (the part of a document that
 lies in the sample's window), and a bound on the row tokens a piece can need. The bound is linear in the length of the
@@ -147,7 +147,7 @@ def mark_document(row, used, end, document, objective):
 
 @compiled
 def begin_row(row, pad):
-    """All padding."""
+    """Fill a row with padding."""
     for plane in range(len(FIELDS)):
         value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
         set_range(row, plane, 0, row.shape[1], value)

@@ -34,7 +34,7 @@ from data_utils.objectives.rows import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("t5")
 class T5Config(RowSizes):
-    """How much is noise, and the ids of the sentinels."""
+    """Settings of the noise spans, and the ids of the sentinels."""
 
     noise_ratio: float = fraction(0.15, "part of the tokens that is noise")
     mean_span_length: float = setting(3.0, "mean length of a noise span, tokens", at_least=1)
@@ -59,7 +59,7 @@ class T5Config(RowSizes):
 
     @property
     def growth(self) -> float:
-        """Every noise span adds two sentinels."""
+        """Row tokens per token of text: every noise span adds two sentinels."""
         return 1.0 + 2.0 * self.noise_ratio / self.mean_span_length
 
     @property
@@ -68,7 +68,7 @@ class T5Config(RowSizes):
 
     @property
     def loss_share(self) -> float:
-        """Noise, and a sentinel for each span of it."""
+        """Share of predicted tokens: the noise, and a sentinel for each of its spans."""
         return self.noise_ratio * (1.0 + 1.0 / self.mean_span_length) / self.growth
 
     @property

@@ -20,7 +20,7 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("unilm")
 class UniLmConfig(MaskedTextConfig):
-    """The mixture of kinds, and what is masked."""
+    """Settings of the mixture of language models, and of the masked tokens."""
 
     bidirectional_prob: float = fraction(1 / 3, "probability of the bidirectional kind")
     seq2seq_prob: float = fraction(1 / 3, "probability of the sequence-to-sequence kind")

@@ -44,7 +44,7 @@ from data_utils.objectives.rows import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("unilmv2")
 class UniLmV2Config(RowSizes):
-    """How many tokens are chosen, and in which blocks."""
+    """Settings of the predicted blocks."""
 
     needed_roles = ("cls", "sep", "mask")
 
@@ -60,7 +60,7 @@ class UniLmV2Config(RowSizes):
 
     @property
     def growth(self) -> float:
-        """An original and a pseudo mask for each chosen token."""
+        """Row tokens per token of text: every chosen token adds its original and a pseudo mask."""
         return 1.0 + 2.0 * self.masked_ratio
 
     @property

@@ -75,7 +75,7 @@ LENGTH = OWN  # column of a pair: tokens of the piece after its memory
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("xlnet")
 class XlnetConfig(RowSizes):
-    """How many targets, in which n-grams, how many orders a piece has, and whether it is two texts."""
+    """Settings of the targets and their n-grams, the factorisation orders of a piece, and its memory."""
 
     segments = 3
     needed_roles = ("cls", "sep", "mask")
@@ -97,7 +97,7 @@ class XlnetConfig(RowSizes):
 
     @property
     def growth(self) -> float:
-        """A query token for each target."""
+        """Row tokens per token of text: every target adds a query token."""
         return 1.0 + 1.0 / self.tokens_per_target
 
     @property

@@ -1,4 +1,4 @@
-"""Samples of blank infilling as texts with blanks: what is filled to look at a model, or to score it."""
+"""Samples of blank infilling as texts with blanks, to be filled by a model and compared with the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `data`: which corpora, and how much text a sample has."""
+"""The section `data`: the corpora, and the length of a sample."""
 
 from __future__ import annotations
 

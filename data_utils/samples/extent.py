@@ -1,4 +1,4 @@
-"""How much of its corpora a whole run reads, in words, and warnings of what is rarely meant."""
+"""Report of the tokens and epochs of each corpus that a whole run reads, with warnings of unusual numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def overlap(data: Datasets) -> Iterator[str]:
 
 
 def _by_content(loader: SampleLoader) -> dict[str, str]:
-    """Names of corpora by what identifies their tokens."""
+    """Checksum of a corpus's tokens -> its name."""
     prefixes = [str(index.dataset.prefix) for index in loader.mixture.indexes]
     return {str(entry["sha256"]): name for entry, name in zip(loader.fingerprint(), prefixes, strict=True)}
 

@@ -45,7 +45,7 @@ class SampleLoader:
         self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """The corpora of the samples, each with what identifies its token file."""
+        """The corpora of the samples, each with the checksum of its token file."""
         return [
             {
                 "documents": len(index.dataset),

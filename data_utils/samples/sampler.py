@@ -128,7 +128,7 @@ def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places,
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _cost(pointers, shift, overhead, document):
-    """The cost of all documents before this one; see `WindowIndex`."""
+    """The summed cost of all documents before this one, in tokens; see `WindowIndex`."""
     return (pointers[document] >> shift) + overhead * document
 
 

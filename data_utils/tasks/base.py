@@ -48,7 +48,7 @@ class Record:
     place: str = ""
 
     def needed(self, name: str) -> Any:
-        """A field that the kind of task needs. Raises DataError where the sample does not have it."""
+        """The record's field of this name. Raises DataError if it has none."""
         if name not in self.fields:
             raise DataError(
                 f"{self.place}: the task needs the field {name!r}, but the sample has {', '.join(self.fields)}; "
@@ -57,16 +57,16 @@ class Record:
         return self.fields[name]
 
     def with_fields(self, **fields: Any) -> Record:
-        """The same sample with other fields besides, or in place of its own."""
+        """A copy of the record with these fields added or replaced."""
         return replace(self, fields={**self.fields, **fields})
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one document that a score is made of.
+    """The rows of one document from which a score or a loss is computed.
 
     Args:
-        document: which of the sample's documents.
+        document: index among the sample's documents.
         rows: int32 [n], places in the document.
         targets: int32 [n] tokens (choices) or tags; [1] a class; [2] first and last row of the answer as places among
             `rows` (spans); empty where there is no label, except for choices.

@@ -1,4 +1,4 @@
-"""Which ids the special tokens have: GLM's, found in a vocabulary or appended to it, or a vocabulary as published.
+"""Ids of the special tokens: GLM's, found in a vocabulary or appended to it, or those of a published vocabulary.
 
 `added_tokens` of a tokenizer decides. `glm` gives every role an id of its own, as the released GLM models have them:
 `assign_special_tokens` (BERT, GPT-2, tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). `none`
@@ -158,7 +158,7 @@ def named_roles(names: Set[str], may_be_roberta: bool, added_tokens: str) -> tup
 
 
 def roberta_roles(names: Set[str], added_tokens: str) -> tuple[dict[str, str], Set[str]]:
-    """The same for the names of RoBERTa's vocabulary."""
+    """Role -> name by the names of RoBERTa's vocabulary, and names that are neither text nor a role."""
     roles, unused = dict(ROBERTA_NAMES), names & set(_ROBERTA_UNUSED)
     if added_tokens != "glm" and "<pad>" in names:
         roles["pad"], unused = "<pad>", unused - {"<pad>"}

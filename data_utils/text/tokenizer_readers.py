@@ -26,7 +26,7 @@ MAX_VOCAB_SIZE = 2**22
 @dataclass(frozen=True, kw_only=True)
 @checked("tokenizer")
 class TokenizerConfig:
-    """Which tokenizer, and its options. Options of another kind are ignored."""
+    """A tokenizer's kind, files and options. Options of other kinds are ignored."""
 
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
     path: str = setting(
@@ -52,7 +52,7 @@ class TokenizerConfig:
     )
 
     def absolute(self) -> TokenizerConfig:
-        """The same with an absolute path, so that a run can be opened from any working directory."""
+        """The configuration with an absolute path, so that a run can be opened from any working directory."""
         return replace(self, path=os.path.abspath(self.path))
 
 

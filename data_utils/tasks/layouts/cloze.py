@@ -201,7 +201,7 @@ class Cloze:
         return self.words, self.labels.index(str(record.label))
 
     def _answer(self, text: str) -> list[int]:
-        """Its tokens, with the space before it unless the blank begins the text."""
+        """Token ids of an answer, with a space before it unless the blank begins the text."""
         if self.pattern.is_glued or self.slots[0].is_blank:
             return self.inputs.tokenizer.encode(text.strip())
         return self.inputs.continuation(text)

@@ -134,7 +134,7 @@ def as_read(task: str, choice: str) -> str:
 
 
 def _right(record: Record, count: int) -> int | None:
-    """The number of the right choice. Raises DataError for what is none."""
+    """The number of the right choice. Raises DataError for a label that is no choice."""
     label = record.label
     if label is not None and str(label) not in map(str, range(count)):
         raise DataError(

@@ -1,4 +1,4 @@
-"""How likely a text is after another: what harnesses for language models ask, in the layout of every objective.
+"""Log probability of a text after another, as evaluation harnesses ask for it, in the layout of every objective.
 
     glm               [CLS] context [gMASK]    sop continuation
     causal            <eos> context continuation
@@ -96,7 +96,7 @@ class Continuations:
 
     @property
     def is_pseudo(self) -> bool:
-        """Whether what is measured is no probability."""
+        """Whether the score is a pseudo log-likelihood, not a probability."""
         return self.form == "bert"
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ class Continuations:
         return ids, places[0], (token, LOSS_OF_MASK[kinds[token]]) if is_glm else self.inputs.mask()
 
     def _both(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and of what goes on after it.
+        """Token ids of a context and of its continuation.
 
         Both are tokenized together and cut where the context ends: in training a text is one. The two are tokenized
         apart where a token would reach over the border.
@@ -207,7 +207,7 @@ class Continuations:
         return Asked(asked.context[cut:], asked.continuation, asked.blank - cut, asked.mask, cut)
 
     def sample(self, asked: Asked) -> TaskSample:
-        """Parts whose log probabilities, all together, are that of the continuation."""
+        """The sample whose parts' log probabilities sum to that of the continuation."""
         if self.form == "bert":
             return self._hidden_in_turn(asked)
         example = self._example(asked)

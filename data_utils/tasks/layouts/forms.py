@@ -1,4 +1,4 @@
-"""The form of a model's inputs: which layout its objective has taught it.
+"""The form of a model's inputs: the layout of the objective that it was trained with.
 
 A task's inputs must look like those of pretraining, or the model meets something new in every row. So the run's
 objective decides, unless `task.form` says otherwise.

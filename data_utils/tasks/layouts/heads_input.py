@@ -292,7 +292,7 @@ class Spans:
         return context[begin:end].strip()
 
     def _question(self, record: Record) -> tuple[list[int], int]:
-        """Its tokens, and how many were cut."""
+        """Token ids of the question, and the number of tokens cut."""
         ids = self.inputs.tokenizer.encode(record.needed("question").strip())
         most = self.inputs.config.question_length
         return ids[:most], max(0, len(ids) - most)
@@ -304,7 +304,7 @@ class Spans:
         return covering(context, room, config.stride)
 
     def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """First and last token of the first answer; (-1, -1) where the text has none; None without a label."""
+        """First and last token of the first answer; (-1, -1) if the text has no answer; None without a label."""
         answers = record.fields.get("answers")
         if not answers:
             return None if record.label is None else (-1, -1)

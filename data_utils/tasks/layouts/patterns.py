@@ -59,7 +59,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a sample's text. Only a shortenable one is cut."""
+    """A substring of a sample's text. Only shortenable pieces are cut."""
 
     text: str
     shortenable: bool = False

@@ -1,4 +1,4 @@
-"""Language modelling and LAMBADA: how likely a text is, window by window.
+"""Language modelling and LAMBADA: log probabilities of a text, window by window.
 
 Window i begins at token i x stride of a document and has W = sequence_length - 1 of its tokens (CLS and the blank are
 not counted, as in published figures). It predicts what the window before did not reach. So each token but the first is

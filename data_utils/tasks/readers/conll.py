@@ -46,7 +46,7 @@ def is_bio(labels: Sequence[str]) -> bool:
 
 
 def known_tags(intake: Intake, tags: Sequence[str]) -> tuple[str, ...]:
-    """The same tags. Raises BadLine for one that the task does not have."""
+    """Check tags and return them. Raises BadLine for a tag that the task does not have."""
     for tag in tags:
         intake.class_name(tag)
     return tuple(tags)
@@ -86,7 +86,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 class _Scheme:
-    """Whether entities of a file always begin with B-: where one does so that IOB1 would begin with I-."""
+    """The tagging scheme of a file: BIO if some entity begins with B- where IOB1 would have I-, else IOB1."""
 
     def __init__(self, sentences: Sequence[Lines]) -> None:
         self.bio_line = 0  # the line that shows it; 0 = none

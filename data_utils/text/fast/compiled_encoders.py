@@ -252,7 +252,7 @@ def _may_be_moved(character: str) -> bool:
 
 
 def _is_plain(pipeline: dict[str, Any]) -> bool:
-    """Whether no tokens are looked for in the raw text, and nothing is truncated or padded."""
+    """Whether the pipeline has no added tokens in raw text, no truncation and no padding."""
     return (
         all(token["special"] for token in pipeline["added_tokens"])
         and pipeline["truncation"] is None
