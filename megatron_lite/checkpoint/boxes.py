@@ -1,4 +1,4 @@
-"""Where a rank's elements of a parameter lie in the whole parameter: boxes of its rows and columns.
+"""Positions of a rank's elements in the whole parameter, as boxes of rows and columns.
 
 A parameter is a matrix here: [rows, columns], a vector being one column. ZeRO gives a rank a range of elements of the
 flattened tensor-parallel shard. In the whole matrix such a range is a few boxes (a partial first row, whole rows, a

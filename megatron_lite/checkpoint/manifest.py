@@ -122,15 +122,15 @@ class Checkpoint:
         return sum(described["bytes"] for described in self.files.values())
 
     def trainer_state(self) -> TrainerState:
-        """Raises CheckpointError if `state` is not that of a training run."""
+        """The trainer's state of a checkpoint. Raises CheckpointError if it is not from a training run."""
         return TrainerState.from_json(self.state, self.path)
 
     def part(self, prefix: str) -> Checkpoint:
-        """The parameters whose names begin with `prefix`, named without it: of one stack of several."""
+        """The parameters of one stack of several: those whose names begin with `prefix`, without the prefix."""
         return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
 
     def as_part(self, prefix: str) -> Checkpoint:
-        """The same with `prefix` before every name: as a stack of several."""
+        """The checkpoint with `prefix` before every parameter name, to load it as one stack of a model of several."""
         return self._renamed(lambda name: prefix + name)
 
     def _renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
@@ -193,7 +193,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def _checksum_line(content: bytes) -> bytes:
-    """As `sha256sum manifest.json` prints it."""
+    """The line that `sha256sum manifest.json` prints."""
     return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
 
 
@@ -377,7 +377,7 @@ def none_is_valid(directory: Path, count: int) -> CheckpointError:
 
 
 def find_manifest(path: Path) -> Checkpoint:
-    """As `find_checkpoint`, by this process alone, and without reading the files that the manifest names."""
+    """The checkpoint that `find_checkpoint` would find, by this process alone, and without reading its tensor files."""
     if is_checkpoint(path):
         return read_checkpoint(path)
     return existing(newest_readable(checkpoints_in(path)), path)
@@ -390,7 +390,7 @@ def checkpoints_in(path: Path) -> Path:
 
 
 def existing(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
-    """Raises CheckpointError if there is no checkpoint in `path`."""
+    """The checkpoint found in `path`. Raises CheckpointError if it is None."""
     if checkpoint is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; give a run directory or one of its checkpoints/step_... directories."

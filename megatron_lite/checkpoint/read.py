@@ -128,7 +128,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
 def load_weights_only(
     checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, new: Collection[str] = ()
 ) -> None:
-    """As `load_checkpoint`, but the optimizer stays as it is.
+    """Load the weights of a checkpoint without its optimizer state.
 
     Args: new: parameters that stay as they are too, see `new_parameters`.
     """
@@ -143,7 +143,7 @@ def _load_fragments(
     kinds: Iterable[str],
     new: Collection[str] | None = None,
 ) -> None:
-    """Args: new: of `load_weights_only`; None: the checkpoint must hold every parameter and no other."""
+    """Fill the fragments. Args: new: as for `load_weights_only`; None: names must be exactly the checkpoint's."""
     count = engine.count_parameters()
     with agreement(context, f"loading {checkpoint.path}"):
         if new is None:

@@ -1,4 +1,4 @@
-"""The saves of a run: in the foreground or from a snapshot in the background, which are kept, how many may fail.
+"""Saves the checkpoints of a run, in the foreground or from a snapshot in the background, and deletes old ones.
 
 `checkpoint.asynchronous` copies this rank's state to CPU memory that is allocated once, at the start. The copy is made
 during the forward and backward pass of the next step, which do not change the state; the update waits for the rest of

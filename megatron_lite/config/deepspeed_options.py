@@ -177,7 +177,7 @@ def deepspeed_options(
 
 
 def default_bucket_size(dp_size: int) -> int:
-    """Elements that are reduced at once at ZeRO 1 and 2, unless zero_optimization.reduce_bucket_size says otherwise.
+    """Elements reduced at once at ZeRO 1 and 2, if zero_optimization.reduce_bucket_size is not set.
 
     Large enough that a ring over all ranks is not bound by latency. Source: Megatron-LM's distributed optimizer.
     """

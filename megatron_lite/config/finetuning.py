@@ -1,4 +1,4 @@
-"""The section `finetune`: how a checkpoint is trained on a task."""
+"""The section `finetune`: training of a checkpoint on a task."""
 
 from __future__ import annotations
 

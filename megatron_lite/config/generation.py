@@ -21,12 +21,12 @@ ONLY_FOR = {
 class GenerationConfig:
     strategy: str = setting("greedy", "greedy, sample or beam", one_of=STRATEGIES)
     max_length: int = setting(64, "most tokens per blank", at_least=1)
-    min_length: int = setting(0, "fewest tokens per blank: it cannot end before", at_least=0)
+    min_length: int = setting(0, "fewest tokens per blank", at_least=0)
     no_repeat_ngram_size: int = setting(
         0, "no n-gram of this length may repeat in an answer; 0 = off", at_least=0
     )
     no_repeat_except: str = setting(
-        "", "no_repeat_ngram_size: tokens, by spaces, after which all may repeat, such as '.'"
+        "", "no_repeat_ngram_size: tokens, separated by spaces, after which n-grams may repeat, such as '.'"
     )
     temperature: float = setting(1.0, "sample: divides the logits", above=0)
     top_k: int = setting(0, "sample: only the k likeliest tokens; 0 = all", at_least=0)
@@ -36,7 +36,7 @@ class GenerationConfig:
     num_beams: int = setting(4, f"beam: hypotheses kept, at most {MAX_BEAMS}", at_least=1, at_most=MAX_BEAMS)
     length_penalty: float = setting(1.0, "beam: scores are divided by length to this power")
     length_penalty_form: str = setting(
-        "power", "beam: what is raised to it: power, the length; gnmt, (5 + length) / 6", one_of=PENALTIES
+        "power", "beam: base of length_penalty: power = the length; gnmt = (5 + length) / 6", one_of=PENALTIES
     )
     seed: int = setting(0, "sample: seed of the draws", at_least=0, below=2**63)
 

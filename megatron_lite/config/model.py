@@ -290,7 +290,7 @@ class ModelConfig:
 
     @property
     def layer_units(self) -> int:
-        """Into how many equal groups of blocks the model divides; without a decoder each is a block."""
+        """Number of equal groups of blocks in the model; without a decoder each group is one block."""
         return math.gcd(self.num_layers, self.decoder_layers)
 
     @property

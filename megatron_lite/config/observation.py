@@ -1,4 +1,4 @@
-"""The sections `trackers` and `profiler`: services that get a run's numbers, and what is recorded of some steps."""
+"""The sections `trackers` and `profiler`: services that receive a run's numbers, and the steps to trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of the configuration: what each setting means, its default, its range, and checks within a section.
+"""Sections of the configuration: the help, default and range of each setting, and checks within a section.
 
 tree.py puts them together, and checks what concerns several sections.
 """

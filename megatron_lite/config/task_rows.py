@@ -47,7 +47,7 @@ def rows_of(
 
 
 def with_task_rows(config: Config, former: Sequence[int] = ()) -> Config:
-    """A configuration with `model.task_rows`, where the model has such a table. Args, raises: as of `rows_of`."""
+    """A configuration with `model.task_rows`, where the model has such a table. Args, raises: as for `rows_of`."""
     model = config.model
     if not model.task_types:
         return config

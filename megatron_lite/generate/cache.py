@@ -1,4 +1,4 @@
-"""Rows of a batch that grow token by token: keys and values are kept, and padding is not seen.
+"""Cache of keys and values for rows that grow token by token; padding is hidden.
 
 Shapes: R rows, N new tokens of each, K tokens with those before, H heads, D head size.
 """
@@ -105,7 +105,7 @@ class CachedPlan:
             self._positions = None if self._positions is None else self._positions[chosen]
 
     def copy(self) -> CachedPlan:
-        """Another one that goes on from here. What is kept is shared, and never changed in place."""
+        """A copy that continues independently. The kept tensors are shared, since they are never changed in place."""
         other = copy.copy(self)
         other.keys, other.values = list(self.keys), list(self.values)
         return other
@@ -171,7 +171,7 @@ def stack_rows(
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
 
-    Args: tokens: int64 [R, N]. ids: as of `id_planes`. plan: which expects them. condition: of the R x N tokens.
+    Args: tokens: int64 [R, N]. ids: as for `id_planes`. plan: which expects them. condition: of the R x N tokens.
     """
     flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
     if model.relative_bias is not None:

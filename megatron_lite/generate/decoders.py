@@ -45,7 +45,7 @@ class Decoder(Protocol):
     """Writes answers to texts in the layout that a run was trained in."""
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        """A text's tokens with what the layout of training has around them, before the answer."""
+        """A text's tokens with the special tokens around them that the layout of training has, before the answer."""
         ...
 
     def require_room(self, context: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Decoder(Protocol):
 
 
 def decoder_of(run: Run, config: GenerationConfig) -> Decoder:
-    """Raises: ConfigError if none of the run's objectives teaches to write."""
+    """The decoder of a run. Raises: ConfigError if none of the run's objectives teaches to write."""
     return decoder_for(run.model, run.tokenizer, run.objectives, config, str(run.checkpoint.path))
 
 
@@ -70,7 +70,7 @@ def decoder_for(
     run: str,
     stops: Callable[[list[int]], bool] | None = None,
 ) -> Decoder:
-    """The same for a model. Args: objectives: it was trained on. run: its name, for messages. stops: see Search."""
+    """The decoder of a model. Args: objectives: trained on. run: its name, for messages. stops: see Search."""
     lacking, special = tokenizer.lacking, tokenizer.special
     ignored = ignored_tokens(tokenizer, config)
     for choice in objectives:

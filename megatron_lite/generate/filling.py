@@ -73,7 +73,7 @@ class BlankFiller:
         Spans that do not end within max_length are left out, unless none does. Later blanks see the likeliest span.
         Beams may miss a likely span that begins unlikely.
 
-        Args: context: as of `fill_all`.
+        Args: context: as for `fill_all`.
         """
         assert self.config.strategy == "beam" and self.config.length_penalty == 0.0, (
             "scores are log probabilities"
@@ -89,7 +89,7 @@ class BlankFiller:
 
     @torch.no_grad()
     def _found(self, contexts: Sequence[Sequence[int]], search: Search) -> list[list[list[Found]]]:
-        """For each text and each of its blanks what was found, the best first."""
+        """The spans found for each text and each of its blanks, the best first."""
         blanks = [self._blanks(context) for context in contexts]
         for context in contexts:
             self.require_room(context)
@@ -141,7 +141,7 @@ class BlankFiller:
     def write(
         self, plan: CachedPlan, spans: Sequence[Sequence[int]], positions: Sequence[int], first: int = 1
     ) -> torch.Tensor:
-        """Add tokens of part B to a cache: logits [rows, longest span, V] of what follows each.
+        """Add tokens of part B to a cache. Returns: logits [rows, longest span, V] of the next token after each.
 
         Args:
             spans: for each row.

@@ -1,4 +1,4 @@
-"""How many texts are computed together: a bound on the memory of their rows."""
+"""The number of texts computed together, from a bound on the memory of their rows."""
 
 from __future__ import annotations
 

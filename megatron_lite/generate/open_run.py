@@ -64,7 +64,7 @@ class OpenRun:
             )
 
     def require_one_transformer(self) -> None:
-        """Raises ConfigError where there are two."""
+        """Raise ConfigError for a run whose model has two Transformers."""
         if self.config.decoder is not None:
             raise ConfigError(
                 f"{self.checkpoint.path} joins two Transformers by a latent vector; use scripts/latent.py for it."
@@ -129,7 +129,7 @@ def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.devic
 
 
 def objective_names(objectives: Iterable[ObjectiveChoice]) -> list[str]:
-    """Names as in the configuration; an ablation of blank infilling, which cannot fill blanks, has a suffix."""
+    """Names of the objectives in the configuration; an ablation of blank infilling without blanks has a suffix."""
     return [name + _ablation(section) for name, section in ((o.name, o.section) for o in objectives)]
 
 
@@ -171,7 +171,7 @@ def with_weights(
     checkpoint: Checkpoint,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
 ) -> Model:
-    """A model on the device "meta" with the weights of a checkpoint, in eval mode. Args: as of `load_model`."""
+    """A model on the device "meta" with the weights of a checkpoint, in eval mode. Args: as for `load_model`."""
     parameters, read = dict(model.named_parameters()), weight_reader(checkpoint)
     weights = {}
     for name in checkpoint.shapes:

@@ -1,4 +1,4 @@
-"""The same blanks of validation texts, filled at each evaluation: what a report shows of the progress of a run."""
+"""Fills the same blanks of validation texts at each evaluation, to show a run's progress in its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampleFillings:
         self._prompts = list(itertools.islice(prompts(loader, num_samples, tokenizer.special), count))
 
     def __call__(self, model: GLM) -> dict[str, Any]:
-        """The record: texts, the words that stood there and the model's; `exact` of `blanks` are equal."""
+        """A record for metrics.jsonl: texts, original and generated words; `exact` of the `blanks` are equal."""
         filler = BlankFiller(model, self._tokenizer.special, GenerationConfig(max_length=MOST_WRITTEN))
         found = filler.fill_all([prompt.context for prompt in self._prompts]) if self._prompts else []
         items = [self._item(prompt, spans) for prompt, spans in zip(self._prompts, found, strict=True)]

@@ -31,7 +31,7 @@ class State(Protocol):
         ...
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """fp32 logits [rows, V] of what follows these tokens, one for each row."""
+        """fp32 logits [rows, V] of the token after these, one of them for each row."""
         ...
 
     def select(self, rows: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class Search:
     def run(
         self, state: State, limits: Sequence[int], generators: Sequence[torch.Generator] = ()
     ) -> list[list[Found]]:
-        """For each text its answers, the best first: one, or up to `num_beams`.
+        """The answers of each text, the best first: one, or up to `num_beams`.
 
         Args:
             limits: most tokens of each answer, at least 1. An end is one of them.
@@ -135,7 +135,7 @@ class Search:
         return [Found(span, ended=end) for span, end in zip(spans, ended, strict=True)]
 
     def _choose(self, logits: torch.Tensor, generator: torch.Generator | None) -> int | None:
-        """None: nothing may follow."""
+        """The next token of a row; None: no token is allowed."""
         if logits.max() == NEVER:
             return None
         return int(logits.argmax()) if self.config.strategy == "greedy" else self.draw(logits, generator)

@@ -38,7 +38,7 @@ class Sentences:
 
 class LatentBatch(Batch):
     """Args:
-    planes, samples: as of Batch.
+    planes, samples: as for Batch.
     seed: of the noise, which is a pure function of it, the sample and the sentence's number in its row.
     latent_size: P.
     has_memory: the first of the decoder's tokens is the slot.

@@ -172,7 +172,7 @@ def open_latent(
 ) -> LatentRun:
     """The newest weights of a run, or one `step_...` directory, on a GPU if there is one.
 
-    Raises: CheckpointError, DataError as of `open_run`; ConfigError for a run of another objective.
+    Raises: CheckpointError, DataError as for `open_run`; ConfigError for a run of another objective.
     """
     return latent_run(open_run(path, tokenizer_path, decoder_tokenizer_path), device or usual_device())
 

@@ -103,7 +103,7 @@ def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Overwrites `x`."""
+    """Sum over the ranks and keep this rank's part. Overwrites `x`."""
     out, work = start_sum_scatter(x, group)
     finish(work)
     return out

@@ -268,7 +268,7 @@ def place_in_environment(launch: Launch, local_rank: int) -> None:
 
 
 def device_number(launch: Launch) -> int:
-    """Which of the visible devices is this process's; srun may show each rank only its own GPU, as number 0."""
+    """Index of this process's GPU among the visible ones; srun may show each rank its own GPU only, as number 0."""
     return 0 if torch.cuda.is_available() and torch.cuda.device_count() == 1 else launch.local_rank
 
 

@@ -11,7 +11,7 @@ from megatron_lite.parallel.context import ParallelContext
 
 
 def gather_arrays(context: ParallelContext, mine: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """The float arrays [n, m] that each data-parallel rank has, by rank. Ranks of one replica have the same ones."""
+    """Gather the float arrays [n, m] of each data-parallel rank, by rank. Ranks of one replica pass equal arrays."""
     if context.world_size == 1:
         return [list(mine)]
     shapes = np.array([array.shape for array in mine], np.float64).reshape(-1, 2)

@@ -132,7 +132,7 @@ def _grid(scale: Scale, last_step: int, text: Callable[[float], str]) -> list[Ht
 
 
 def _curves(chart: Chart, points: Sequence[Sequence[Point]], scale: Scale, last_step: int) -> Html:
-    """In an SVG of its own, which stretches. Thin lines lie below the others."""
+    """The curves, in an inner SVG that scales with the page. Thin lines lie below the others."""
     parts = []
     for run, step in chart.restarts:
         x = round(WIDTH * step / last_step, 1)

@@ -90,7 +90,7 @@ class Curve:
         return self.sum / self.count if self.count else math.nan
 
     def points(self) -> list[Point]:
-        """In the order of steps."""
+        """The points of the curve, in the order of steps."""
         self.flush()
         return sorted({point for column in self._columns.values() for point in column})
 

@@ -148,7 +148,7 @@ def _counted(run: RunReport) -> tuple[dict[str, Any], int]:
 
 
 def _brief(text: str) -> str:
-    """With the beginning of a commit's hash in its place."""
+    """The text with each commit's hash cut to 10 digits."""
     return re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}\b", r"\1", text)
 
 
@@ -179,7 +179,7 @@ def _charts(charts: Sequence[Chart]) -> list[Html]:
 def _lines(
     runs: Sequence[RunReport], kind: str, name: str, label: str = "", thin: bool = False
 ) -> list[Line]:
-    """Args: label: what it is of a run."""
+    """One line for each run that has the number. Args: label: name of the number."""
     found = [(number, run, run.records.curve(kind, name)) for number, run in enumerate(runs)]
     names = [", ".join(filter(None, (run.name if len(runs) > 1 else "", label))) for run in runs]
     return [Line(curve, number, names[number], thin) for number, run, curve in found if curve is not None]
@@ -220,7 +220,7 @@ def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _loss_unit(runs: Sequence[RunReport]) -> str:
-    """Losses of sentences that pass through a latent vector are bounds of each sentence's likelihood."""
+    """The unit of the loss: per sentence for OPTIMUS, whose loss bounds a sentence's likelihood, else per token."""
     of_sentences = [run.records.curve("train", "beta") is not None for run in runs]
     if all(of_sentences):
         return "sentence"

@@ -73,14 +73,14 @@ class RunReport:
 
     @property
     def steps(self) -> int | None:
-        """Steps that the run is to train."""
+        """Number of steps that the run will train in all."""
         training = self.config.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
         return steps if isinstance(steps, int) else None
 
 
 def read_run(path: Path) -> RunReport:
-    """Raises DataError unless the directory is that of a run."""
+    """Read a run's directory. Raises DataError unless it is one."""
     require_directory(path, "give the directory of a run, as run.directory names it")
     if not any((path / name).exists() for name in (FILE, "config.yaml", "checkpoints")):
         raise DataError(
@@ -122,7 +122,7 @@ def _read_config(run: RunReport) -> None:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Raises DataError."""
+    """The resolved configuration of a run as a tree. Raises DataError."""
     try:
         content = read_bounded(path, MAX_BYTES)
     except FileNotFoundError as error:
@@ -185,7 +185,7 @@ def read_unigram(run: Path) -> dict[str, float]:
 
 
 def read_scores(run: Path) -> dict[str, dict[str, float]]:
-    """Figures by what they are of: models beside each other in scores.json, files of a task in results.json.
+    """Scores by name: of each model in scores.json, of each of a task's files in results.json.
 
     Raises DataError for a damaged file.
     """

@@ -83,7 +83,7 @@ def unigram_losses(config: Config) -> dict[str, float]:
 def loss_sums(seen: np.ndarray, wanted: np.ndarray, is_label: np.ndarray) -> np.ndarray:
     """float64 [objectives, 2]: the unigram model's loss sum on the wanted targets, and their weight.
 
-    Args: seen, wanted: as of `target_counts`. is_label: bool [objectives], whose targets are classes 0 and 1.
+    Args: seen, wanted: as for `target_counts`. is_label: bool [objectives], whose targets are classes 0 and 1.
     """
     nats = np.zeros(seen.shape)
     nats[~is_label] = -log_frequencies(seen[~is_label].sum(0))

@@ -99,7 +99,7 @@ def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Ques
 def _rows(
     name: str, expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, has_task_rows: bool = False
 ) -> Question:
-    """The logits of the rows in `real`, bool [B, S]. Args: has_task_rows: as of `our_output`."""
+    """The logits of the rows in `real`, bool [B, S]. Args: has_task_rows: as for `our_output`."""
     return Question(name, expected, lambda model: our_output(model, batch, has_task_rows)[1][real])
 
 
@@ -113,7 +113,7 @@ def _loss(expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, targets
 
 
 def _on_first(name: str, expected: torch.Tensor, batch: np.ndarray, has_task_rows: bool = False) -> Question:
-    """The head on CLS. Args: as of `_rows`."""
+    """The head on CLS. Args: as for `_rows`."""
 
     def answer(model: GLM) -> torch.Tensor:
         assert model.heads.sentence is not None
