@@ -108,7 +108,7 @@ def run_step(step: Step, seconds: float, file: Path) -> Result:
 
 
 def _interrupted(process: subprocess.Popen[str]) -> str:
-    """The output of a process that is told to end: pytest then still writes what it knows."""
+    """The output of a process after a request to end, upon which pytest still writes its results so far."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=GRACE_SECONDS)[0]
@@ -140,7 +140,7 @@ def _read_results(file: Path, result: Result) -> None:
 
 
 def run_steps(planned: list[Step], gpus: int, budget_seconds: float, directory: Path) -> Iterator[Result]:
-    """Run what fits in the time, and say of the rest why it did not run."""
+    """Run the steps that fit in the time, and give the reason why the others did not run."""
     deadline = time.monotonic() + budget_seconds
     for number, step in enumerate(planned):
         left = deadline - time.monotonic()
@@ -153,7 +153,7 @@ def run_steps(planned: list[Step], gpus: int, budget_seconds: float, directory: 
 
 
 def report(machine: dict[str, Any], results: list[Result]) -> str:
-    """Markdown."""
+    """A report of the results in Markdown."""
     gpus = ", ".join(f"{name} ({gib} GiB)" for name, gib in zip(machine["gpus"], machine["gib"], strict=True))
     lines = [
         "# GPU report",

@@ -231,7 +231,7 @@ def rows_of_task(arguments: argparse.Namespace) -> Shown:
 def scored(
     sample: TaskSample, document: int, head: str, labels: Sequence[str], spell: Callable[[int], str]
 ) -> list[str]:
-    """A line for each part of a document: its rows, and what they are to say."""
+    """A line for each part of a document: its rows, and their targets."""
     lines = []
     for number, part in enumerate(sample.parts):
         if part.document != document:

@@ -179,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def require_sense(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError or DataError for what the arguments alone tell."""
+    """Raise ConfigError or DataError for arguments that do not go together."""
     options = vars(arguments)
     numbers = {"samples", "chunk", "batch", "seed"} & options.keys()
     Sampling(**{name: options[name] for name in numbers})
@@ -263,7 +263,7 @@ def evaluate(arguments: argparse.Namespace, model: LatentModel, sentences: Seque
 
 
 def table(found: dict[str, Any]) -> str:
-    """The numbers of an evaluation for people."""
+    """A table of the numbers of an evaluation, for a terminal."""
     active, size = found["active_units"], len(found["divergence_by_component"])
     most = f"at most {math.log(found['sentences']):.2f}, the logarithm of the sentences"
     rows = [

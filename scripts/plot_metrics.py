@@ -97,7 +97,7 @@ def draw_objectives(
 
 
 def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have `name`, and not null for what was infinite."""
+    """Steps and values of the records that have `name`, without null, which stands for infinite values."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 

@@ -81,7 +81,7 @@ class TaskData:
         return as_batch(samples, numbers, self._renderer, has_language=self._with_language is not None)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """All records are in memory."""
+        """Does nothing: all records are in memory."""
 
     def fingerprint(self) -> list[dict[str, object]]:
         """Number and SHA-256 of the records, as checkpoints store them."""

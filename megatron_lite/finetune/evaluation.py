@@ -1,4 +1,4 @@
-"""Records -> samples -> what the model answers -> predictions -> metrics: the same for a run and for a checkpoint."""
+"""Evaluation of a task, for a run and for a checkpoint alike: records, samples, answers, predictions, metrics."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Evaluation:
         self.cut = sum(sample.cut > 0 for sample in self._samples)
 
     def run(self, model: Model) -> Evaluated:
-        """Called by every rank; every rank gets the same result."""
+        """Evaluate the file. Every rank calls this and gets the same result."""
         return replace(self._run(model), skipped=self._skipped)
 
     def _run(self, model: Model) -> Evaluated:
@@ -103,14 +103,14 @@ class Evaluation:
         )
 
     def _of_last_words(self, answers: np.ndarray) -> Evaluated:
-        """LAMBADA. Args: answers: [samples, 2]."""
+        """Accuracy and perplexity of LAMBADA's last words. Args: answers: [samples, 2]."""
         right = [bool(flag) for flag in answers[:, 1]]
         word_perplexity = math.exp(min(-answers[:, 0].mean(), 700.0))
         measured = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
         return Evaluated(measured, self.records, right, self.cut)
 
     def _of_texts(self, model: Model) -> Evaluated:
-        """Kinds whose documents' own targets are the loss."""
+        """Losses and metrics of the kinds whose loss is that of their documents' own targets."""
         labelled = [sample for sample in self._samples if sample.parts]
         answers = self._answers(model.answer, labelled)
         total = -sum(float(given[:, 0].sum()) for given in answers)

@@ -32,7 +32,7 @@ _CHOSEN: dict[str, Callable[[str], bool]] = {
 
 
 def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]:
-    """How each parameter of a model is trained, {} where all are trained alike.
+    """Name of a parameter -> its learning rate factor and first step; {} if all are trained alike.
 
     Args:
         names: of all parameters of the whole model.
@@ -72,7 +72,7 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
 
 
 def depth(name: str, config: Config) -> int:
-    """See the head of this file."""
+    """Depth of a parameter, as described at the head of this file."""
     if name.startswith("layers."):
         return int(name.split(".")[1]) + 1
     if name.startswith("encoder_layernorm."):

@@ -1,4 +1,4 @@
-"""A task learnt: one training run for each seed, its best checkpoint evaluated, and results.json over all of them.
+"""Fine-tuning on a task: a training run for each seed, evaluation of its best checkpoint, and results.json over all.
 
 OUTPUT/seed_N/           a run, as pretraining has it, with metrics of the task as records of kind `scores`
 OUTPUT/seed_N/best/      its best checkpoint
@@ -176,7 +176,7 @@ def _write_seed(
 
 
 def warn_of_little_progress(task: Task, directory: Path) -> None:
-    """Say that a task was hardly learnt, by the training loss, and why that may be.
+    """Warn if the training loss shows that a task was hardly learnt, with likely reasons.
 
     The loss of the last fifth of the run is compared with that of a guess by the frequency of the labels; where there
     are no classes, with that of the first fifth. Language modelling is left out: what a pretrained model has left to

@@ -1,4 +1,4 @@
-"""A task and a model put together, before torch is loaded: configuration, records, samples, lengths.
+"""Checks that a task and a model fit, before torch is loaded: configuration, records, samples, lengths.
 
 Mistakes in any of them are found here, in seconds.
 """
@@ -240,7 +240,7 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
 
 
 def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
-    """The steps that `finetune.epochs` are, warm-up, and the steps of saves and evaluations; what is given stays."""
+    """Derive steps from `finetune.epochs`, warm-up, and the intervals of saves and evaluations; given values stay."""
     finetune = config.finetune
     given = {**_given(tree, "training"), **_given(tree, "schedule")}
     steps = given.get("steps") or max(1, finetune.epochs * samples // config.batch.global_batch_size)
@@ -290,5 +290,5 @@ def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 
 def run_directory(output: Path, seed: int) -> Path:
-    """Where the run of a seed is."""
+    """Directory of the run of a seed."""
     return output / f"seed_{seed}"

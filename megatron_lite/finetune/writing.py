@@ -1,4 +1,4 @@
-"""Texts that a model writes for a task: the target of a source, or what stands in the blanks of a text."""
+"""Texts that a model writes for a task: the target of a source, or the fillings of a text's blanks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 def writer(
     model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
-    """How a model writes what a task asks for; None for kinds that write nothing.
+    """The function that writes the texts of a task with a model; None for kinds without texts.
 
     Raises: ConfigError for a run that has not learnt to write.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def beta(step: int, steps: int, *, peak: float, cycles: int, zero_share: float, rise_share: float) -> float:
-    """The weight in the step before which `step` steps were done (the first is 0), of `steps` steps in all.
+    """Weight of the divergence in step `step`, from 0, of `steps` steps.
 
     `cycles` cycles of steps / cycles steps, which need not be a whole number. In each it is 0 for `zero_share` of it,
     rises linearly from 0 to `peak` over `rise_share`, and stays there. From `steps` on it is `peak`.

@@ -58,7 +58,7 @@ class LatentBatch(Batch):
 
     @property
     def noise(self) -> np.ndarray:
-        """Standard normal, fp32 [N, P]."""
+        """Draws of the standard normal distribution for the sentences, fp32 [N, P]."""
         rows, numbers = self.places
         most = int(numbers.max(initial=-1)) + 1
         drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
@@ -66,7 +66,7 @@ class LatentBatch(Batch):
 
     @property
     def loss_weight(self) -> float:
-        """Sentences."""
+        """Number of sentences, by which the loss is divided."""
         return float(len(self.places[0]))
 
     def loss_weights(self, num_losses: int) -> np.ndarray:

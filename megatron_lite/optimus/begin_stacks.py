@@ -58,7 +58,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_objective(key: str, checkpoint: Checkpoint) -> None:
-    """A causal run decodes, any other encodes."""
+    """Raise CheckpointError unless a causal run is used as decoder, and any other as encoder."""
     tree = checkpoint.trainer_state().config
     names = [name for name, weight in (tree.get("objectives") or {"blank_infilling": 1}).items() if weight]
     if (names == ["causal"]) != (key == "decoder_from"):

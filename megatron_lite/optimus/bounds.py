@@ -1,4 +1,4 @@
-"""How good a latent space is: bounds of the likelihood, perplexity, mutual information, active units.
+"""Quality of a latent space: bounds of the likelihood, perplexity, mutual information, active units.
 
 The importance-weighted bound of a sentence x over k samples z_j of its posterior q(z | x) is
 

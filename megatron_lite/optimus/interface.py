@@ -23,7 +23,7 @@ class Sentence:
 
     @property
     def predicted_tokens(self) -> int:
-        """Its tokens and the end. BOS is never predicted."""
+        """Number of predicted tokens: the text's and the end. BOS is never predicted."""
         return len(self.decoder_tokens) + 1
 
 
@@ -61,5 +61,5 @@ class LatentModel(Protocol):
         ...
 
     def untrained(self) -> LatentModel:
-        """The same stacks with the weights that a run begins with where it takes none from another: a baseline."""
+        """The model with random initial weights, as a baseline."""
         ...

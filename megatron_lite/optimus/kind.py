@@ -1,4 +1,4 @@
-"""OPTIMUS as a kind of model: what training, checkpoints and reports ask of it (megatron_lite/model/trunk/build.py)."""
+"""OPTIMUS as a kind of model, behind the interface of megatron_lite/model/trunk/build.py."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ KIND = Kind()
 
 
 def _of_latent(stack: ModelConfig, given: float | None, begins_with: str | None) -> ModelConfig:
-    """A stack with the scale of the latent matrices beside it.
+    """The configuration of a stack, with the initial scale of the latent matrices beside it.
 
     A stack gives and takes vectors whose elements have a variance near 1 after LayerNorm, at any width: 1/sqrt(width)
     keeps that variance. The published 0.02 is nearly that at width 768, and at 64 it gives a mean of 0.16 under noise

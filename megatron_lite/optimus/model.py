@@ -59,7 +59,7 @@ class Given:
     slots: torch.Tensor  # int [N], of the T tokens
 
     def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Keys and values of the slots replaced, [T, 3, H, size of a head]."""
+        """qkv [T, 3, H, size of a head] with the keys and values of the memory slots replaced."""
         if self.memory is None:
             return qkv
         both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
@@ -68,7 +68,7 @@ class Given:
 
 
 class LatentLayers(nn.Module):
-    """Between encoder and decoder."""
+    """Linear layers between encoder and decoder: to the posterior, and from z to memory and embedding."""
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig):
         super().__init__()

@@ -111,7 +111,7 @@ class LatentRun:
         return other
 
     def _input(self, sentences: Sequence[Sentence]) -> ModelInput:
-        """A row for each sentence."""
+        """The model's input for sentences, one row each."""
         pieces = [
             tokens for sentence in sentences for tokens in (sentence.encoder_tokens, sentence.decoder_tokens)
         ]
@@ -139,7 +139,7 @@ class Rows:
         self.place = 0  # of the next token, the same for all
 
     def first(self) -> torch.Tensor:
-        """Reads the slot, whose token does not matter, and BOS."""
+        """Logits after the memory slot (if any, its token does not matter) and BOS."""
         count = 1 + self._has_memory
         tokens = torch.full((len(self.z), count), self._begin, device=self.z.device)
         return self.read(tokens, self._has_memory)[:, -1]

@@ -1,4 +1,4 @@
-"""A picture of a latent space: where sentences lie in it, and which of its components carry something."""
+"""A picture of a latent space: positions of sentences, and the divergence of each component."""
 
 # N sentences, P components of the latent vector
 

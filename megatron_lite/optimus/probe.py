@@ -1,4 +1,4 @@
-"""A linear probe: how well a logistic regression on fixed features tells labelled sentences apart."""
+"""A linear probe: accuracy of a logistic regression on fixed features of labelled sentences."""
 
 # N sentences, D features, C classes
 
@@ -71,7 +71,7 @@ def accuracies(
 
 
 def _learnt(classes: np.ndarray, per_class: int | None, key: int) -> np.ndarray:
-    """Which sentences are learnt from, bool [N]."""
+    """Mask of the sentences to learn from, bool [N]."""
     order = np.argsort(np.random.Philox(key=key).random_raw(len(classes)), kind="stable")
     learnt = np.zeros(len(classes), bool)
     for number in np.unique(classes):
@@ -82,5 +82,5 @@ def _learnt(classes: np.ndarray, per_class: int | None, key: int) -> np.ndarray:
 
 
 def largest_class(labels: Sequence[str]) -> float:
-    """Share of the commonest label: what needs no features."""
+    """Share of the commonest label: the accuracy without features."""
     return max(Counter(labels).values()) / len(labels)

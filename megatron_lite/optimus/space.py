@@ -16,7 +16,7 @@ BLOCK = 1024  # sentences of each side in a block of the mutual information
 
 
 def require_several(count: int) -> None:
-    """Raises: DataError. What is compared between sentences needs two."""
+    """Raise DataError for fewer than two sentences: measures between sentences need two."""
     if count < 2:
         raise DataError(
             f"there are {count} sentences; mutual information and active units need at least 2: give more lines."
@@ -51,6 +51,6 @@ def mutual_information(mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor, 
 
 
 def active_units(mu: torch.Tensor) -> torch.Tensor:
-    """Which components' means differ between sentences: bool [P]. Args: mu: [N, P]."""
+    """Mask of the components whose means differ between sentences, bool [P]. Args: mu: [N, P]."""
     require_several(len(mu))
     return mu.var(0) > ACTIVE

@@ -40,12 +40,12 @@ def _plain(value: Any) -> Any:
 
 
 def extended(first: Any, second: Any, steps: float) -> Any:
-    """`first` + `steps` x (`second` - `first`) for every number of two trees; what one of them lacks is 0."""
+    """`first` + `steps` x (`second` - `first`) for every number of two trees; a missing number is 0."""
     return _combined(first, second, lambda less, more: less + steps * (more - less))
 
 
 def difference(more: Any, less: Any) -> Any:
-    """`more` - `less` for every number of two trees; what one of them lacks is 0."""
+    """`more` - `less` for every number of two trees; a missing number is 0."""
     return _combined(more, less, lambda a, b: a - b)
 
 

@@ -47,7 +47,7 @@ class _Rank:
         return _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others))
 
     def of_micro_batch(self, key: str) -> Any:
-        """The same of one micro-batch, on average over those of the traced step."""
+        """A number of one micro-batch, the mean over those of the traced step."""
         return _weighted(self.phases, key, dict.fromkeys(_WITHIN, 1.0 / self.traced))
 
     def of_layer(self, key: str, *phases: str) -> Any:
@@ -187,7 +187,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
 
 
 def _most(ranks: list[_Rank], key: str) -> dict[str, float]:
-    """Numbers of a step by name, each of the rank that has most of it."""
+    """Numbers of a step by name, each the maximum over the ranks."""
     found = [rank.of_step(key) for rank in ranks]
     return {
         name: max(numbers.get(name, 0.0) for numbers in found)

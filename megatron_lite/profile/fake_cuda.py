@@ -67,7 +67,7 @@ class _Within(contextlib.nullcontext[None]):
 
 
 def patch(recorder: Recorder, gpu: Gpu) -> None:
-    """Replace what asks for a device in this process."""
+    """Replace the functions of torch.cuda that ask for a device, in this process."""
     _Stub.recorder = recorder
     stream = Stream()
     properties = SimpleNamespace(

@@ -83,7 +83,7 @@ def _flow(parallel: TensorParallel) -> Flow:
 
 
 def _take_gradients(blocks: nn.ModuleList) -> Bucket:
-    """As ShardedOptimizer does."""
+    """Take gradients into a bucket, as ShardedOptimizer does."""
     bucket = Bucket(list(reversed(list(blocks.parameters()))), Treatment(0.0, True), SINGLE, offload=False)
 
     def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self.wait("copy to the device")
 
     def _to_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Results on the host are real; unknown values are 1."""
+        """Copy results to the host as real tensors; unknown values are 1."""
         source = args[0]
         if func is aten._to_copy.default:
             self.wait("copy to the host")

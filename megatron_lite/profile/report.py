@@ -1,4 +1,4 @@
-"""The profile of a step in words: the numbers, where they come from, and what they assume."""
+"""The profile of a step as text: the numbers, their sources, and their assumptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = {
 
 
 def report(config: Config, processes: int, gpu: Gpu, profile: Profile) -> str:
-    """A table, and the places in the source of what waits and copies."""
+    """A table, and the source lines at which the host waits or copies."""
     parallel, details = config.parallel, profile.details
     dp = parallel.data_parallel_size(processes)
     lines = [

@@ -1,4 +1,4 @@
-"""A smoothed n-gram model: the tokens that follow the last few, counted. The baseline that blanks are compared with.
+"""A smoothed n-gram model of the next token: the baseline for filled blanks.
 
 Source: interpolated Kneser-Ney smoothing, Chen and Goodman 1998. Lower orders count the different tokens before an
 n-gram, not how often it occurs.

@@ -289,7 +289,7 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
 
 
 def generation_config(special: SpecialTokens) -> GenerationConfig:
-    """As scripts/generate.py: greedy, a span ends at eop or eos, and no other special token is written."""
+    """Settings of generation, as in scripts/generate.py: greedy, spans end at eop or eos, no other special tokens."""
     ends = {special.eop, special.eos}
     return GenerationConfig(
         eos_token_id=sorted(ends),

@@ -93,7 +93,7 @@ def import_directory(
 def import_megatron(
     source: Path, output: Path, tree: Mapping[str, Any], **options: Any
 ) -> proof.Proof | None:
-    """The same from the reference's `mp_rank_XX_model_states.pt`.
+    """Make the run directory `output` from the reference's `mp_rank_XX_model_states.pt`.
 
     These do not say how many attention heads there are: `tree` must, and no proof can notice a wrong number.
     """

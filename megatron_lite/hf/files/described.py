@@ -1,4 +1,4 @@
-"""config.json of a stranger: checked before anything is built by it.
+"""Reads config.json files of unknown origin: checked before a model is built from them.
 
 Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
 costs nothing. What would make transformers load another model than the one in the directory is refused.
@@ -49,7 +49,7 @@ class _Every(TypedDict, total=False):
 
 
 class _OwnLayout(TypedDict):
-    """Those of GLM in our layout; a directory that transformers saved again has them, too."""
+    """Fields of GLM in our layout, also in a directory that transformers saved again."""
 
     vocab_size: Size
     hidden_size: Size
@@ -64,7 +64,7 @@ class _OwnLayout(TypedDict):
 
 
 class _ReleasedLayout(TypedDict):
-    """Those that are read of a released GLM's; its tensors say the rest."""
+    """Fields of a released GLM that are read; the other sizes follow from its tensors."""
 
     num_attention_heads: NotRequired[Size]
     embedding_dropout_prob: NotRequired[Rate]

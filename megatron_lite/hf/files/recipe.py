@@ -79,7 +79,7 @@ def recipe_of(config: Config) -> dict[str, Any]:
 
 
 def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Its options without its place, and its fingerprint."""
+    """The tokenizer's options without its path, and its fingerprint."""
     options = to_tree(tokenizer.config)
     return {
         **{key: options[key] for key in _numbers_and_choices(TokenizerConfig)},

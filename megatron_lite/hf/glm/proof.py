@@ -1,4 +1,4 @@
-"""Proof of a conversion: what both models say on the same inputs. One model is in memory at a time.
+"""Proof of a conversion: outputs of both models on the same inputs are compared. One model is in memory at a time.
 
 `ask` functions put questions to the reference, `prove` asks our model the same. The input of `proof_batch`, drawn
 from a fixed seed, has rows of different lengths with padding, a row without spans, and one with two spans.
@@ -167,7 +167,7 @@ def _judged(
 
 
 def _difference(fp32: torch.Tensor, fp64: torch.Tensor) -> float:
-    """0 where they are not of the same rows: another token was written after a tie."""
+    """Difference of two logits; 0 if they are not of the same rows, since another token was written after a tie."""
     return (fp32 - fp64).abs().max().item() if fp32.shape == fp64.shape else 0.0
 
 
@@ -235,7 +235,7 @@ def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.
 
 @torch.no_grad()
 def exported_logits(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same of a Hugging Face directory, loaded as its users load it, computed in `dtype`."""
+    """Logits of a Hugging Face directory, loaded as its users load it, computed in `dtype`."""
     with by_transformers(directory):
         model = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
         return model(**inputs_of(batch), use_cache=False).logits
@@ -251,7 +251,7 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same of a Hugging Face directory."""
+    """Output of a Hugging Face directory's task head for each row's first token, fp32 [B, classes]."""
     with by_transformers(directory):
         model = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
         return model(**inputs_of(batch)).logits
@@ -261,7 +261,7 @@ def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = to
 def released_logits(
     shards: Sequence[Weights], config: ModelConfig, batch: np.ndarray, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The same of weights in the released layout, by the reference's arithmetic."""
+    """Logits of weights in the released layout, by the reference's arithmetic."""
     doc = batch[:, DOC]
     visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
     tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)

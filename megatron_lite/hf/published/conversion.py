@@ -143,7 +143,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
 
 
 def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
-    """Files of all ages: former names, a missing prefix, and both ends of a tie, which must agree.
+    """Tensors of files of all ages under today's names: former names, missing prefixes, duplicates of tied weights.
 
     Args: is_tied: whether `system.ties` hold.
 
@@ -338,7 +338,7 @@ def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) 
 def _require_expressed(
     system: System, config: ModelConfig, described: PretrainedConfig, class_name: str
 ) -> None:
-    """The class has what the model's options say if reading its configuration gives the same options."""
+    """Raise CheckpointError unless reading the class's configuration back gives the model's options."""
     settings: dict[str, Any] = {"system": config.system}
     settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
