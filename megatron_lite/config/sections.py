@@ -30,10 +30,7 @@ class BatchConfig:
         )
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per optimizer step and rank.
-
-        Raises: ConfigError when the world does not fit the batch.
-        """
+        """Micro-batches per optimizer step and rank. Raises: ConfigError when the world does not fit the batch."""
         per_pass = self.micro_batch_size * data_parallel_size
         if self.global_batch_size % per_pass:
             raise ConfigError(

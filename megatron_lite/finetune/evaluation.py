@@ -47,10 +47,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """The samples of one file, made once.
-
-    Args: size: samples of a forward pass and rank.
-    """
+    """The samples of one file, made once. Args: size: samples of a forward pass and rank."""
 
     def __init__(
         self,

@@ -196,10 +196,7 @@ def decoder_rows(
     encoded: torch.Tensor,
     cross: CachedCross,
 ) -> torch.Tensor:
-    """Hidden states [R, N, D] of new tokens in the decoder, before its last norm.
-
-    Args: encoded: of `encoded_rows`.
-    """
+    """Hidden states [R, N, D] of new tokens in the decoder, before its last norm. Args: encoded: of `encoded_rows`."""
     cross.rows, config = len(tokens), model.config
     rows = encoded.flatten(0, 1)
     if cross.is_filled:

@@ -30,7 +30,7 @@ class Members:
 
 
 def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float:
-    """Microseconds of a collective. Args: size: bytes of its largest tensor: the one reduced, or the gathered result."""
+    """Microseconds of a collective. Args: size: bytes of its largest tensor: the one reduced, or the gathered one."""
     name, ranks = func.overloadpacket.__name__, members.ranks
     share = (len(ranks) - 1) / len(ranks)
     if "allreduce" in name or "all_reduce" in name:

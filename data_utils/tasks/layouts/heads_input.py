@@ -40,11 +40,7 @@ _SPECIALS = 2  # tokens of a document beside its texts and what stands between t
 
 @dataclass(frozen=True)
 class HeadDocument:
-    """A document for a head.
-
-    Args:
-        row: the row that stands for all of it. starts: where each text begins.
-    """
+    """A document for a head. Args: row: the row that stands for all of it. starts: first row of each text."""
 
     example: Example
     row: int

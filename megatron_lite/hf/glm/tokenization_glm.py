@@ -103,8 +103,7 @@ class GLMTokenizationMixin:
         return BatchEncoding({name: x.view(len(texts), -1, x.shape[-1]) for name, x in inputs.items()})
 
     def _parts_a(self, encoded: BatchEncoding) -> list[list[int]]:
-        """Token ids of each text without padding; a text to be continued at its final [gMASK] has no end
-        token."""
+        """Token ids of each text without padding; a text to be continued at its final [gMASK] has no end token."""
         rows = [ids.tolist() if isinstance(ids, torch.Tensor) else ids for ids in encoded["input_ids"]]
         masks = encoded.get("attention_mask")
         if rows and isinstance(rows[0], int):
