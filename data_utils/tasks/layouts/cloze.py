@@ -65,7 +65,7 @@ class Cloze:
 
     @property
     def answers(self) -> str:
-        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
+        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
         if self.task == "record":
             return "texts"
         return "classes" if self.words or self.task == "wsc" else "numbers of choices"

@@ -31,7 +31,7 @@ class Kind(Protocol):
 
     @property
     def answers(self) -> str:
-        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
+        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
 
     def check(self) -> None:
         """Raise ConfigError for settings with which no sample can be made."""

@@ -61,7 +61,7 @@ class Renderer:
 
     @property
     def answers(self) -> str:
-        """What predictions are, a key of ANSWERS (metrics_by_task.py)."""
+        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
         return self.kind.answers
 
     @property
