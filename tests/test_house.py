@@ -42,9 +42,9 @@ def test_the_model_knows_nothing_of_data_but_the_base():
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 555,
-    "lines loaded by importing tensor_parallel": 2499,
-    "lines loaded by importing glm": 7144,
-    "files of the trunk that name a system": 12,
+    "lines loaded by importing tensor_parallel": 2504,
+    "lines loaded by importing glm": 7148,
+    "files of the trunk that name a system": 6,
     "lines of the product": 52000,
     "files over 400 lines": 21,
     "sentences that the lint of English refuses": 88,

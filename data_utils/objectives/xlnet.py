@@ -32,7 +32,7 @@ import numpy as np
 from data_utils.base.losses import Loss
 from data_utils.base.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
-from data_utils.base.settings import checked, setting
+from data_utils.base.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import (
     ENDS,
@@ -94,6 +94,24 @@ class XlnetConfig(RowSizes):
         "without loss and gradient (Transformer-XL's recurrence); needs model.relative xlnet; 0 = none",
         at_least=0,
     )
+
+    def check_run(self, config: Any) -> None:
+        """Raise ConfigError unless the rest is as a memory needs it."""
+        if not self.memory_length or config.task is not None:
+            return
+        model, length = config.model, self.memory_length
+        check(
+            2 * length <= config.data.sequence_length,
+            f"xlnet.memory_length is {length}, but only texts of twice as many tokens have a memory and "
+            f"data.sequence_length is {config.data.sequence_length}; set that to {2 * length} or more, or "
+            "memory_length to 0.",
+        )
+        check(
+            model.relative == "xlnet" and model.positions != "learned_blocks",
+            f"xlnet.memory_length is {length} with model.relative {model.relative} and model.positions "
+            f"{model.positions}, but only XLNet's model has a memory; set model.system to xlnet, or memory_length to "
+            "0.",
+        )
 
     @property
     def growth(self) -> float:

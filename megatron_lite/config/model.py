@@ -276,6 +276,11 @@ class ModelConfig:
         return self.task_pool != "token" and self.task_head in ("classes", "values")
 
     @property
+    def has_distance_scores(self) -> bool:
+        """Whether scores have learned terms of distances and segments, and a query stream begins with one vector."""
+        return self.relative == "xlnet"
+
+    @property
     def is_plain(self) -> bool:
         """True for GLM's own layers and heads and no others: only such models can be exported in GLM's format."""
         others = (field for field in fields(self) if field.name not in _OF_GLM)

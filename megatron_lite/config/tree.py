@@ -122,7 +122,6 @@ class Config:
         self._check_layout()
         self._check_decoder()
         self._check_task()
-        self._check_memory()
         self.data.check_decoder(self.decoder_tokenizer is not None)
         self._check_second_stack()
         for choice in self.objective_choices:
@@ -347,24 +346,6 @@ class Config:
     def has_memory(self) -> bool:
         """Whether some tokens are a memory, through which no gradient goes."""
         return self.task is None and any(choice.section.memory_length for choice in self.objective_choices)
-
-    def _check_memory(self) -> None:
-        """Check the settings that XLNet's memory depends on. Raises: ConfigError."""
-        if not self.has_memory:
-            return
-        model = self.model
-        length = max(choice.section.memory_length for choice in self.objective_choices)
-        of_memory = f"xlnet.memory_length is {length}"
-        check(
-            2 * length <= self.data.sequence_length,
-            f"{of_memory}, but only texts of twice as many tokens have a memory and data.sequence_length is "
-            f"{self.data.sequence_length}; set that to {2 * length} or more, or memory_length to 0.",
-        )
-        check(
-            model.relative == "xlnet" and model.positions != "learned_blocks",
-            f"{of_memory} with model.relative {model.relative} and model.positions {model.positions}, but only XLNet's "
-            "model has a memory; set model.system to xlnet, or memory_length to 0.",
-        )
 
     @property
     def row_length(self) -> int:

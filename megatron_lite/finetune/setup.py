@@ -24,6 +24,7 @@ from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import Config
+from megatron_lite.optimus.sections import encoder_alone
 
 # How the heads of tasks are called in the section `model`.
 HEADED = ("classes", "values", "tags", "spans")
@@ -32,7 +33,6 @@ _OF_ANOTHER_RUN = (
     *("task", "finetune", "generation", "checkpoint", "events", "parallel", "timeouts", "run", "trackers"),
     *("profiler", "deepspeed", "schedule"),
 )
-_OF_LATENT = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", "optimus")
 RESULTS = "results.json"  # of a seed, and of all
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
@@ -83,7 +83,7 @@ def load_tree(
     """
     tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
     if tree.get("decoder"):
-        tree = _encoder_alone(tree)
+        tree = encoder_alone(tree)
     if pretrained is not None:
         tree["model"] = {**tree["model"], "task_head": "none", "task_classes": 0}
     for path in model_files:
@@ -98,14 +98,6 @@ def load_tree(
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     return tree
-
-
-def _encoder_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """OPTIMUS's encoder as a model of its own: its rows are BERT's, and heads read what gives the latent vector."""
-    kept = {name: value for name, value in tree.items() if name not in _OF_LATENT}
-    is_pooled = tree["optimus"]["feature"] == "pooler"
-    kept["data"] = {**tree["data"], "train": [], "validation": []}  # their other half was the decoder's
-    return {**kept, "objectives": {"masked_lm": 1}, "model": {**tree["model"], "task_pooler": is_pooled}}
 
 
 def is_export(path: Path) -> bool:

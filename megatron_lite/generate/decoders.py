@@ -190,8 +190,10 @@ class TextDecoder:
         stops: Callable[[list[int]], bool] | None = None,
     ):
         self.model, self.config, self.layout = model, config, layout
-        if model.config.relative == "xlnet":
-            raise ConfigError("model.relative is xlnet, whose positions are not cached; give another run.")
+        if model.config.has_distance_scores:
+            raise ConfigError(
+                f"model.relative is {model.config.relative}, whose positions are not cached; give another run."
+            )
         ends = {token for token in layout.ends if token != NO_TOKEN}
         banned = set(asdict(special).values()) - set(layout.allowed)
         self.search = Search(config, ends, banned, ignored, unseen=len(layout.forced), stops=stops)

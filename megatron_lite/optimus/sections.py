@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
+
+_OF_BOTH_STACKS = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", "optimus")
 
 
 def latent_of(config: Config) -> OptimusConfig:
@@ -17,3 +22,11 @@ def decoder_of(config: Config) -> ModelConfig:
     """The decoder's Transformer, which a configuration with that objective has."""
     assert config.decoder is not None, "the configuration checks it"
     return config.decoder
+
+
+def encoder_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration tree of the encoder alone: its rows are BERT's, and heads read what gives the latent vector."""
+    kept = {name: value for name, value in tree.items() if name not in _OF_BOTH_STACKS}
+    is_pooled = tree["optimus"]["feature"] == "pooler"
+    kept["data"] = {**tree["data"], "train": [], "validation": []}  # their other half was the decoder's
+    return {**kept, "objectives": {"masked_lm": 1}, "model": {**tree["model"], "task_pooler": is_pooled}}

@@ -15,11 +15,11 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.proof import in_rows, our_output, proof_batch, their_output
+from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.segment_memory import read_segment
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5

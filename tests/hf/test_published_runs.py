@@ -25,7 +25,7 @@ from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.published import proof as published_proof
-from megatron_lite.model.trunk.segment_memory import read_segment
+from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.train.engine.plain import make_engine
 
 SENTENCE = "The quick brown fox jumps over the lazy dog."

@@ -42,10 +42,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.described import by_transformers
 from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.published.conversion import load_class, system_of
+from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.segment_memory import read_segment
 
 _XLNET_INPUTS = {"input_ids": TOKENS, "token_type_ids": SEGMENT_IDS}
 _SENTENCE_LOGITS = ("seq_relationship_logits", "sop_logits")

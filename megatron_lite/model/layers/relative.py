@@ -90,7 +90,7 @@ class Distances:
 
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
-        if config.relative != "xlnet":
+        if not config.has_distance_scores:
             return None
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
         # On a GPU the largest position would be waited for.
@@ -105,7 +105,7 @@ class Distances:
         return Distances(positions, segments, longest, sinusoids)
 
 
-class XLNetTerms(NamedTuple):
+class DistanceTerms(NamedTuple):
     """What a layer makes of its queries, of which the biases of its calls are picked."""
 
     content: torch.Tensor  # q + u, [T, H, d]
@@ -126,7 +126,7 @@ class XLNetTerms(NamedTuple):
         return (scores + segments.gather(-1, differ.long()[..., None, :, :].expand(shape))) * size**-0.5
 
 
-class XLNetScores(nn.Module):
+class DistanceScores(nn.Module):
     """The learned part of XLNet's positions and segments in one layer."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
@@ -141,8 +141,8 @@ class XLNetScores(nn.Module):
         self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
         self.segment_keys = of_heads(2, size)
 
-    def forward(self, q: torch.Tensor, distances: Distances) -> XLNetTerms:
+    def forward(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
         """Args: q: queries [T, H, d]."""
         line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
         segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)
-        return XLNetTerms(q + self.content_query, q + self.position_query, line, segments)
+        return DistanceTerms(q + self.content_query, q + self.position_query, line, segments)

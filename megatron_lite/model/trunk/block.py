@@ -28,7 +28,7 @@ from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
 from megatron_lite.model.attention.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
-from megatron_lite.model.layers.relative import Distances, XLNetScores
+from megatron_lite.model.layers.relative import Distances, DistanceScores
 from megatron_lite.model.layers.rotary import Rotary, spread
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
@@ -171,7 +171,7 @@ class PositionEmbeddings(nn.Module):
         self.segment_embeddings = _table(config.segments, config)
         self.task_embeddings = _table(config.task_types, config)
         # What a row begins from that predicts its token without seeing it.
-        has_vector = config.relative == "xlnet"
+        has_vector = config.has_distance_scores
         self.query_vector = nn.Parameter(torch.empty(size)) if has_vector else None
         self.layernorm = self.norm(config, parallel)
         self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
@@ -280,7 +280,7 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
-        self.relative = XLNetScores(config, parallel) if config.relative == "xlnet" else None
+        self.relative = DistanceScores(config, parallel) if config.has_distance_scores else None
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import check, to_tree
+from data_utils.base.settings import to_tree
 from data_utils.objectives import LOSSES, OBJECTIVES
 from megatron_lite.checkpoint.agreement import agreement
 from megatron_lite.checkpoint.manifest import (
@@ -26,8 +26,7 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.systems import FIXED
+from megatron_lite.config.system_class import require_class
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of, model_shapes
@@ -88,16 +87,6 @@ def keep_task_rows(config: Config) -> Config:
     if not former and before.get("task_types"):
         former = range(min(config.model.task_types, len(LOSSES)))  # a run of a former version
     return with_task_rows(config, former)
-
-
-def require_class(model: ModelConfig) -> None:
-    """Raise ConfigError for a new run with an option that its system's class of transformers does not have."""
-    for name, value in FIXED.get(model.system or "", {}).items():
-        check(
-            getattr(model, name) == value,
-            f"model.{name} is {getattr(model, name)} with model.system {model.system}, whose class computes "
-            f"{value} in its head, so that no export could be used; set it to {value}, or choose system bert.",
-        )
 
 
 def checkpoint_directory(config: Config) -> Path:
