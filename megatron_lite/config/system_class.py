@@ -1,4 +1,4 @@
-"""What the class of transformers of a published system asks of a new run of that system."""
+"""The check of a new run's options against the class of transformers that its published system has."""
 
 from __future__ import annotations
 
