@@ -38,5 +38,7 @@ def test_a_batch_passes_the_files_of_the_table(corpus, tmp_path):
     table = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", section, re.M)
     assert len(table) == len(set(table))
     assert (set(traced["files"]) - set(table), set(table) - set(traced["files"])) == (set(), set())
+    drawn = json.loads((ROOT / "docs/pictures/way.json").read_text(encoding="utf-8"))
+    assert set(drawn) == set(traced["files"]), "run: python docs/pictures/draw.py --trace FILE way.png"
     found = figures.of_a_step(traced)
     assert {name: count for name, count in found.items() if count > CEILINGS[name]} == {}
