@@ -1,10 +1,13 @@
 """The guide is true where that can be checked: files, links, settings, options and commands that it names exist."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
+from pathlib import PurePath
 
 import pytest
 from support import house
@@ -134,6 +137,32 @@ def test_scripts_print_their_help():
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
     for name in names:
         assert f"\n{name} 0 False\n" in done.stdout, done.stderr
+
+
+def prose(source):
+    """The comments and docstrings of a file."""
+    found = [
+        t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT
+    ]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return "\n".join([*found, *(ast.get_docstring(node) or "" for node in nodes)])
+
+
+def missing_files(source, files):
+    """The Python files that comments and docstrings name and that are nowhere: loop/step.py may be in any folder."""
+    named = set(re.findall(r"(?<![\w/.{}*-])(?:[\w-]+/)*[\w-]+\.py\b", prose(source)))
+    return sorted(name for name in named if not any(file.match(name) for file in files))
+
+
+def test_files_that_comments_name_exist():
+    folders = ("data_utils", "megatron_lite", "scripts", "tests", "benchmarks", "docs")
+    files = [PurePath("pretrain_glm.py")]
+    files += [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {name: missing_files(text, files) for name, text in sources().items()}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+    source = '"""See gone.py and loop/step.py."""\n# as in old/step.py, not {name}.py\nx = "other.py"\n'
+    assert missing_files(source, files) == ["gone.py", "old/step.py"]
 
 
 def test_the_environment_is_read_in_three_places():

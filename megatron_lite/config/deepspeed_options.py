@@ -46,7 +46,7 @@ REFUSED = {
     "zero_optimization.offload_param": "offloading weights is not supported",
 }
 
-# At ZeRO 1 and 2 train/sharded.py exchanges gradients and weights. What it always does, and DeepSpeed options that it
+# At ZeRO 1 and 2 engine/sharded.py exchanges gradients and weights. What it always does, and DeepSpeed options that it
 # does not have.
 ALWAYS_AT_STAGES_1_AND_2 = (
     "zero_optimization.contiguous_gradients",

@@ -8,7 +8,7 @@ A pattern is a text with fields in braces and one [MASK], the blank. After a col
     exact   the spaces around it are kept
 
 The verbalizers are what fills the blank, by the names of the classes; without them, a record brings its own choices.
-Source: THUDM/GLM, tasks/superglue/pvp.py; Schick and Schuetze, arXiv:2001.07676 and arXiv:2009.07118.
+Source: the patterns of THUDM/GLM, tasks/superglue; Schick and Schuetze, arXiv:2001.07676 and arXiv:2009.07118.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proof of a directory of GLM's own classes: see published_proof.py for those of published systems.
+"""Proof of a directory of GLM's own classes: see published/proof.py for those of published systems.
 
     logits           with both position ids handed over
     default inputs   tokens and a mask alone, padded on the left: positions are the class's own

@@ -6,7 +6,7 @@
 
 The choice depends on nothing but the type of the operands and the size of the call, so all ranks make the same one.
 Operands are bf16 or fp16 only where the CPU multiplies them natively (AMX); elsewhere they have been cast to fp32, for
-which the fused kernel is the fastest, or a draw. `benchmarks/plan.py` measures all three. With dropout, or with a
+which the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures all three. With dropout, or with a
 bias of the scores, attention is written out.
 """
 
