@@ -20,7 +20,7 @@ from megatron_lite.train.guard.lease import LeaseError, acquire, held
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_lite.train import lease
+from megatron_lite.train.guard import lease
 lease.RENEW_SECONDS = 0.1
 try:
     ours = lease.acquire(Path(sys.argv[1]), "trains")
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
 TAKEN = """
 import sys, time
 from pathlib import Path
-from megatron_lite.train import lease
+from megatron_lite.train.guard import lease
 from megatron_lite.train.guard.watchdog import Watchdog
 lease.RENEW_SECONDS = 0.1
 run = Path(sys.argv[1])

@@ -158,7 +158,7 @@ def start(directory, program, limit=1.0, backstop=30.0):
     head = f"""
 import ctypes, os, threading, time
 from pathlib import Path
-from megatron_lite.train import watchdog
+from megatron_lite.train.guard import watchdog
 from megatron_lite.train.guard.watchdog import Section, Watchdog
 watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
 dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
