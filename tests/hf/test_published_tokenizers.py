@@ -198,7 +198,9 @@ def test_an_export_of_any_tokenizer_loads_as_the_runs_own(tmp_path, system, file
     (export / "config.json").write_text(json.dumps({"model_type": system}))
     roles = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
     ids = {n: getattr(tokenizer.special, role) for n, role in roles.items() if role not in tokenizer.lacking}
-    write_tokenizer(export, tokenizer, ids, tmp_path / "none", system)
+    write_tokenizer(
+        export, tokenizer, ids, tmp_path / "none", system, has_segments=system in ("bert", "xlnet")
+    )
     prove_exported(tokenizer, export)
     assert differing(tokenizer, export, mixture(100)) == []
     first, last = ([getattr(tokenizer.special, role) for role in part] for part in (before, after))
@@ -213,7 +215,7 @@ def test_an_export_that_no_class_can_read_is_refused(tmp_path):
     export = tmp_path / "export"
     export.mkdir()
     (export / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
-    write_tokenizer(export, tokenizer, {}, tmp_path / "none", "xlnet")
+    write_tokenizer(export, tokenizer, {}, tmp_path / "none", "xlnet", has_segments=True)
     with pytest.raises(
         CheckpointError, match=r"^tokenizer\.kind sentencepiece gives other ids .*--no-verify"
     ):

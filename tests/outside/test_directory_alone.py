@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.alone import CASES, answers, write_run
+from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.generate.open_run import load_run
@@ -57,8 +57,21 @@ def padded(lists, pad, left=False):
 
 @torch.no_grad()
 def used(directory, case, tensors):
-    model = getattr(transformers, case["auto"]).from_pretrained(directory, dtype=torch.float32).eval()
+    trust = {"trust_remote_code": "blanks" in case}
+    model = getattr(transformers, case["auto"]).from_pretrained(directory, dtype=torch.float32, **trust).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **trust)
     config, found = model.config, {"class": type(model).__name__}
+    if "blanks" in case:
+        fill = transformers.pipeline("blank-infilling", model=directory, max_new_tokens=case["steps"], **trust)
+        return found | {"answers": [fill(text)["span_ids"] for text in case["blanks"]]}
+    found["calls"] = []
+    for number, text in enumerate(case["texts"]):
+        inputs = tokenizer(*text, return_tensors="pt")
+        found["calls"].append({name: tensor[0].tolist() for name, tensor in inputs.items()})
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = torch.tensor([[config.decoder_start_token_id]])
+        out = model(**inputs)
+        tensors[f"call_{number}"] = (out.logits if "logits" in out else out.prediction_logits)[0].contiguous()
     pad = 0 if config.pad_token_id is None else config.pad_token_id
     if "inputs" in case:
         ids, mask = padded(case["inputs"], pad)
@@ -81,7 +94,8 @@ def used(directory, case, tensors):
         found["best"] = fill(case["text"], top_k=1)[0]["token"]
     if "prompts" in case:
         written = []
-        together = config.model_type != "openai-gpt"  # this class counts padding as positions
+        # OpenAI's class counts padding as positions, XLNet's reads it.
+        together = config.model_type not in ("openai-gpt", "xlnet")
         for prompts in [case["prompts"]] if together else [[prompt] for prompt in case["prompts"]]:
             ids, mask = padded(prompts, pad, left=not config.is_encoder_decoder)
             start = 1 + case["unseen"] if config.is_encoder_decoder else ids.shape[1]
@@ -144,12 +158,13 @@ PLANTED = {
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory):
-    """Case or planted mistake -> what was expected and what was found, with the logits of both, and the directories."""
+    """The directories, runs, and case or planted mistake -> what was expected and found, with the logits of both."""
     root = tmp_path_factory.mktemp("alone")
-    references, expected = {}, {}
+    references, expected, runs = {}, {}, {}
     for number, (name, case) in enumerate(CASES.items()):
-        run = write_run(case, root / f"{number}")
+        runs[name] = run = write_run(case, root / f"{number}")
         references[name], expected[name] = answers(case, run)
+        references[name]["texts"] = texts_of(case)
         references[name]["directory"] = f"{number}/export"
         export_run(root / f"{number}/run", root / f"{number}/export", ExportOptions(verify=False))
     for number, (name, (case, plant)) in enumerate(PLANTED.items()):
@@ -158,10 +173,16 @@ def found(tmp_path_factory):
         references[name] = references[case] | {"directory": f"planted_{number}"}
         expected[name] = expected[case]
     results, tensors = use(root, references)
-    return root, {
+    found = {
         name: (reference, results[name], expected[name], tensors.get(f"{name}/logits"))
         for name, reference in references.items()
     }
+    return root, found, runs, tensors
+
+
+def texts_of(case):
+    """Texts for the tokenizer, and two together where a model reads pairs."""
+    return [[text] for text in TEXTS] + ([TEXTS[:2]] if case.auto == "AutoModelForMaskedLM" else [])
 
 
 def require_right(reference, result, expected, logits):
@@ -180,9 +201,40 @@ def test_a_directory_alone_computes_what_was_trained(found, name):
     require_right(*found[1][name])
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.system != "glm"])
+def test_what_the_tokenizer_gives_is_what_the_class_takes(found, name):
+    """`model(**tokenizer(text))`: the ids, and the segments where training had such."""
+    _, cases, runs, tensors = found
+    run, (_, result, _, _) = runs[name], cases[name]
+    assert "error" not in result, result["error"]
+    config = json.loads((found[0] / cases[name][0]["directory"] / "config.json").read_text())
+    for number, inputs in enumerate(result["calls"]):
+        segments = inputs.get("token_type_ids")
+        texts = [run.tokenizer.encode(text) for text in cases[name][0]["texts"][number]]
+        assert sum(map(len, texts)) <= len(inputs["input_ids"]) <= sum(map(len, texts)) + 4
+        if CASES[name].system == "xlnet":
+            assert segments == [0] * (len(segments) - 1) + [2]
+        elif run.config.model.segments > 1:
+            assert max(segments) == len(texts) - 1
+        else:
+            assert segments is None or set(segments) == {0}
+        start = config["decoder_start_token_id"] if config.get("is_encoder_decoder") else None
+        expected = logits_of_inputs(run, inputs["input_ids"], segments, start)
+        difference = (tensors[f"{name}/call_{number}"] - expected).abs().max()
+        assert difference <= TOLERANCE * max(1.0, expected.abs().max())
+
+
+def test_a_system_without_a_class_is_refused(tmp_path):
+    case = Case("unilmv2", wordpiece, "unilmv2")
+    write_run(case, tmp_path / "made")
+    with pytest.raises(CheckpointError, match="of a model with options that GLM's"):
+        export_run(tmp_path / "made/run", tmp_path / "export", ExportOptions(verify=False))
+    assert not (tmp_path / "export").exists()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
-    root, cases = found
+    root, cases, *_ = found
     with pytest.raises(AssertionError):
         require_right(*cases[name])
     reference, case = cases[name][0], PLANTED[name][0]
@@ -203,6 +255,6 @@ def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
 
 def test_unknown_words_are_no_padding(found):
     """GPT's vocabulary has no padding, for which another id stands."""
-    root, cases = found
+    root, cases, *_ = found
     described = json.loads((root / cases["gpt"][0]["directory"] / "config.json").read_text())
     assert described["pad_token_id"] is described["eos_token_id"] is None

@@ -1,7 +1,8 @@
 """Runs of every published system as training makes them, on vocabularies of our own, and what their models answer.
 
 A run is random weights in a checkpoint of a configuration, as if it had just begun. Its answers are those to rows of
-its own objective, with the positions, segments and first tokens of training.
+its own objective, with the positions, segments and first tokens of training. UniLM goes to BERT's class, which fills
+masks and cannot write; UniLMv2, whose biases of distances no class has, cannot be exported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.planes import DOC, OBJECTIVE, ORD, TARGETS, TOKENS, WEIGHTS
+from data_utils.base.planes import DOC, OBJECTIVE, ORD, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import build
 from data_utils.objectives import OBJECTIVES, make_objective
 from data_utils.samples.loader import collate
@@ -26,6 +27,7 @@ from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import decoder_of
+from megatron_lite.generate.filling import BlankFiller, blank_context
 from megatron_lite.generate.open_run import Run, load_run
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
@@ -39,6 +41,8 @@ ENCODER_DECODER = {"decoder_layers": 2}
 TEXTS = ["the quick brown fox jumps over the lazy dog", "dog", "the fox . the dog jumps over"]
 MASKED = "the quick brown {} jumps over"
 ANSWER_LENGTH = 6
+WRITER = "AutoModelForSeq2SeqLM"
+ONE_TEXT = {"two_texts": False}
 
 
 def wordpiece(directory: Path, pad: int = 0) -> dict[str, Any]:
@@ -93,7 +97,7 @@ class Case:
 
 
 def _writer(*arguments: Any, **options: Any) -> Case:
-    return Case(*arguments, auto="AutoModelForSeq2SeqLM", model=ENCODER_DECODER, **options)
+    return Case(*arguments, auto=WRITER, model=ENCODER_DECODER, **options)
 
 
 CASES = {
@@ -113,6 +117,10 @@ CASES = {
         model={"task_types": 3},
         section={"segmenter": "words", "next_sentence": False},
     ),
+    "unilm": Case("unilm", wordpiece, "unilm", rows=False),
+    "unilm, bytes": Case("unilm", byte_bpe, "unilm", rows=False),
+    "xlnet": Case("xlnet", wordpiece, "xlnet", "AutoModelForCausalLM", section=ONE_TEXT, rows=False),
+    "xlnet, bytes": Case("xlnet", byte_bpe, "xlnet", "AutoModelForCausalLM", rows=False),
     "gpt": Case("gpt", gpt, "causal", "AutoModelForCausalLM"),
     "gpt2": Case("gpt2", gpt2, "causal", "AutoModelForCausalLM"),
     "gpt2, bytes": Case("gpt2", byte_bpe, "causal", "AutoModelForCausalLM"),
@@ -125,6 +133,8 @@ CASES = {
     "mass": _writer("mass", wordpiece, "mass", rows=False),
     "t5": _writer("t5", wordpiece, "t5", options={"added_tokens": "t5"}),
     "t5, glm": _writer("t5", byte_bpe, "t5", options={"added_tokens": "glm"}),
+    "glm": Case("glm", wordpiece, "blank_infilling", WRITER, options={"added_tokens": "glm"}, rows=False),
+    "glm, bytes": Case("glm", byte_bpe, "blank_infilling", WRITER, rows=False),
 }
 
 
@@ -195,9 +205,7 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             targets = torch.from_numpy(batch[:, TARGETS].astype(np.int64))
             reference["loss"] = F.cross_entropy(of_model[has_loss], targets[has_loss]).item()
             reference["labels"] = _lists(batch, TARGETS, has_loss.numpy())
-    if (
-        case.auto == "AutoModelForMaskedLM" and case.tokenizer is not byte_bpe
-    ):  # whose files say nothing of CLS and SEP
+    if case.auto == "AutoModelForMaskedLM":
         special = run.tokenizer.special
         before, after = (run.tokenizer.encode(text) for text in MASKED.split("{}"))
         ids = [special.cls, *before, special.mask, *after, special.sep]
@@ -208,7 +216,19 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             "text": MASKED.format(run.tokenizer.token_to_text(special.mask)),
             "best": of_mask.argmax().item(),
         }
-    if case.auto != "AutoModelForMaskedLM":
+    if case.system == "glm":
+        special = run.tokenizer.special
+        filler = BlankFiller(run.model, special, GenerationConfig(max_length=ANSWER_LENGTH))
+        texts = [MASKED.format("[MASK]"), MASKED.format("[sMASK]"), f"{MASKED.format('fox')} [gMASK]"]
+        contexts = [blank_context(run.tokenizer.encode_with_specials(text), special) for text in texts]
+        reference |= {"blanks": texts, "answers": filler.fill_all(contexts), "steps": ANSWER_LENGTH}
+    elif case.system == "xlnet":
+        contexts = [run.tokenizer.encode(text) for text in TEXTS]
+        reference |= {
+            "prompts": contexts, "answers": [[_best_after(run, text)] for text in contexts],
+            "banned": [], "unseen": 0, "steps": 1,
+        }  # fmt: skip
+    elif case.auto != "AutoModelForMaskedLM":
         decoder: Any = decoder_of(run, GenerationConfig(max_length=ANSWER_LENGTH))
         contexts = [decoder.context(run.tokenizer.encode(text)) for text in TEXTS]
         reference |= {
@@ -216,6 +236,28 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             "unseen": len(decoder.layout.forced), "steps": ANSWER_LENGTH,
         }  # fmt: skip
     return reference, logits
+
+
+def _best_after(run: Run, text: list[int]) -> int:
+    """The likeliest token after a text, by a query that sees all of it."""
+    batch = text_rows(run.config.model, [np.array([*text, run.tokenizer.special.mask])])
+    batch[:, ORD, -1] = -1
+    return int(our_output(run.model, batch)[1][0, -1].argmax())
+
+
+@torch.no_grad()
+def logits_of_inputs(run: Run, ids: list[int], segments: list[int] | None, start: int | None) -> torch.Tensor:
+    """What a run's model says of a text, fp32 [rows, V].
+
+    Args: segments: of its tokens. start: what a decoder reads; its one row is what is asked for.
+    """
+    targets = None if start is None else [np.array([start])]
+    batch = text_rows(run.config.model, [np.array(ids)], targets)
+    if segments is not None:
+        batch[0, SEGMENT_IDS, : len(ids)] = segments
+    batch[:, OBJECTIVE] = OBJECTIVES[run.config.objective_choices[0].name].losses[0].number
+    logits = our_output(run.model, batch)[1][0]
+    return logits if start is None else logits[-1:]
 
 
 def _lists(batch: np.ndarray, plane: int, chosen: np.ndarray) -> list[list[int]]:

@@ -288,6 +288,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     present = {name: i for name, i in ids.items() if i is not None}
-    write_tokenizer(directory, stack.tokenizer, present, kept, config.system)
+    has_segments = config.segments > 1 or config.relative == "xlnet"
+    write_tokenizer(directory, stack.tokenizer, present, kept, config.system, has_segments=has_segments)
     write_generation_config(directory, described, system, stack.layout, is_kept=kept.exists())
     return class_name, extra_file if extra else None

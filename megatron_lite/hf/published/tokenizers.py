@@ -121,15 +121,23 @@ def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str
 
 
 def write_tokenizer(
-    directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int], kept: Path, system: str | None
+    directory: Path,
+    tokenizer: Tokenizer,
+    ids: Mapping[str, int],
+    kept: Path,
+    system: str | None,
+    *,
+    has_segments: bool,
 ) -> None:
     """Write files with which the directory's AutoTokenizer gives the run's ids.
 
     Those that were imported, bit for bit, if they do. Else those of the run's tokenizer, if the class that reads them
     also puts the system's tokens around a text. Else a tokenizer.json for the general class, which changes nothing.
 
-    Args: ids: of the special tokens by their names in config.json, which is in the directory. kept: files of the
-            import, if there was one.
+    Args:
+        ids: of the special tokens by their names in config.json, which is in the directory.
+        kept: files of the import, if there was one.
+        has_segments: whether the class is to be given the segment of each token.
     """
     copy_tokenizer_files(kept, directory)
     if has_tokenizer(kept) and _gives_ids_of(directory, tokenizer):
@@ -141,9 +149,11 @@ def write_tokenizer(
     for name in _FILES:
         if name != _GENERATION:
             (directory / name).unlink(missing_ok=True)
-    _write_files(directory, tokenizer, ids)
+    segments = ["token_type_ids"] if has_segments else []
+    inputs = {"model_input_names": ["input_ids", *segments, "attention_mask"]}
+    _write_files(directory, tokenizer, ids, inputs)
     if isinstance(tokenizer, HuggingFaceTokenizer) and not _gives_ids_of(directory, tokenizer, around):
-        _write_general(directory, tokenizer, ids, around)
+        _write_general(directory, tokenizer, ids, around, inputs)
 
 
 def special_id(tokenizer: Tokenizer, role: str) -> int:
@@ -162,36 +172,44 @@ def _gives_ids_of(directory: Path, tokenizer: Tokenizer, around: Around | None =
         return False
 
 
-def _write_files(directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int]) -> None:
+def _write_files(
+    directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int], inputs: Mapping[str, Any]
+) -> None:
     """The files of the run's tokenizer for the class of its system, with what it adds to them."""
     for name, content in read_files(tokenizer.config).items():
         (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
-    options: dict[str, Any] = {}
+    options = dict(inputs)
     if tokenizer.config.kind == "bert_wordpiece":
-        options = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
+        options |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
     if tokenizer.added_names and tokenizer.config.added_tokens != "t5":  # T5's class adds its own
         options["added_tokens_decoder"] = {
             str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
             for i, name in tokenizer.added_names.items()
         }
         options |= _named(tokenizer, ids)
-    if options:
-        _write_json(directory / TOKENIZER_CONFIG, options)
+    _write_json(directory / TOKENIZER_CONFIG, options)
 
 
 def _write_general(
-    directory: Path, tokenizer: HuggingFaceTokenizer, ids: Mapping[str, int], around: Around
+    directory: Path,
+    tokenizer: HuggingFaceTokenizer,
+    ids: Mapping[str, int],
+    around: Around,
+    inputs: Mapping[str, Any],
 ) -> None:
     """A tokenizer.json of the whole pipeline, with special tokens found in a text and put around it.
+
+    The first text has segment 0, a second one segment 1, and CLS segment 2 where it ends a text.
 
     The run's files stay beside it where they have other names, so that an import finds the tokenizer of the corpora.
     """
     named = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
     backend = visible_backend(tokenizer, named)
     before, after = ([named[i] for i in part] for part in around)
+    last = [f"{name}:2" for name in after[1:]]
     backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after[:1], "$B:1", *(f"{name}:1" for name in after)],
+        single=[*before, "$A", *after[:1], *last],
+        pair=[*before, "$A", *after[:1], "$B:1", *(f"{name}:1" for name in after[:1]), *last],
         special_tokens=[(named[i], i) for i in {*around[0], *around[1]}],
     )
     (directory / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
@@ -200,7 +218,7 @@ def _write_general(
         for role in ("cls", "sep", "mask", "unk")
         if role not in tokenizer.lacking
     }
-    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **inputs}
     if tokenizer.config.kind == "bert_wordpiece":
         options["do_lower_case"] = tokenizer.config.lowercase
     options |= {f"{role}_token": named[i] for role, i in roles.items()}
