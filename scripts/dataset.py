@@ -68,11 +68,8 @@ def parse_arguments() -> argparse.Namespace:
         command.add_argument("prefix", type=expanded_path, nargs="+")
 
     for command in (inspect, stats):
-        command.add_argument(
-            "--tokenizer-path",
-            type=expanded_path,
-            help="where its files are now (default: as in the manifest)",
-        )
+        text = "where its files are now (default: as in the manifest)"
+        command.add_argument("--tokenizer-path", type=expanded_path, help=text)
     return parser.parse_args()
 
 

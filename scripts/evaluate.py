@@ -34,20 +34,10 @@ PICTURES = (".png", ".svg", ".pdf")
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="run, checkpoint or export; repeatable",
-    )
-    add(
-        "--task",
-        type=expanded_path,
-        metavar="FILE",
-        help="YAML of the task; without: the task that the run was trained on",
-    )
+    text = "run, checkpoint or export; repeatable"
+    add("--checkpoint", type=Path, action="append", default=[], metavar="PATH", help=text)
+    text = "YAML of the task; without: the task that the run was trained on"
+    add("--task", type=expanded_path, metavar="FILE", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run, not only the newest")
     add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
     add("--batch", type=int, default=16, metavar="SAMPLES", help="samples of a forward pass (default 16)")

@@ -43,33 +43,14 @@ from megatron_lite.train.guard.watchdog import Section, Watchdog
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--config",
-        type=expanded_path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML of the model; repeatable, later ones win",
-    )
-    add(
-        "--task",
-        type=expanded_path,
-        metavar="FILE",
-        help="YAML of the task, with a section task (configs/tasks/)",
-    )
-    add(
-        "--checkpoint",
-        type=Path,
-        metavar="RUN",
-        help="run or checkpoint to begin with; without: initial weights",
-    )
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="where runs, predictions and results.json go",
-    )
+    text = "YAML of the model; repeatable, later ones win"
+    add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
+    text = "YAML of the task, with a section task (configs/tasks/)"
+    add("--task", type=expanded_path, metavar="FILE", help=text)
+    text = "run or checkpoint to begin with; without: initial weights"
+    add("--checkpoint", type=Path, metavar="RUN", help=text)
+    text = "where runs, predictions and results.json go"
+    add("--output", type=Path, required=True, metavar="DIR", help=text)
     add("--local_rank", type=int, help="set by the launcher")
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")

@@ -34,12 +34,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="PATH", required=True, help="run, checkpoint or export")
-    add(
-        "--tasks",
-        required=True,
-        metavar="NAME[,NAME]",
-        help="names of tasks, groups or tags; * stands for any text",
-    )
+    text = "names of tasks, groups or tags; * stands for any text"
+    add("--tasks", required=True, metavar="NAME[,NAME]", help=text)
     add("--include-path", type=Path, metavar="DIR", help="directory with the tasks' YAML files")
     add("--online", action="store_true", help="lm_eval's own tasks too, whose data come from the network")
     add("--json", type=Path, metavar="FILE", help="write the numbers there")
@@ -48,45 +44,24 @@ def parse_arguments() -> argparse.Namespace:
     add("--gen-kwargs", metavar="KEY=VALUE[,...]", help="over the tasks' generation_kwargs")
     add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
     add("--batch", type=int, default=16, metavar="TEXTS", help="texts of a forward pass (default 16)")
-    add(
-        "--form",
-        default="auto",
-        choices=FORMS,
-        help="inputs of which model (default: that of the run's objective)",
-    )
-    add(
-        "--mask",
-        default="auto",
-        choices=MASKS,
-        help="GLM: the blank's token (default: gmask if it was learnt)",
-    )
+    text = "inputs of which model (default: that of the run's objective)"
+    add("--form", default="auto", choices=FORMS, help=text)
+    text = "GLM: the blank's token (default: gmask if it was learnt)"
+    add("--mask", default="auto", choices=MASKS, help=text)
     add("--score-end", action="store_true", help="the end of the text is part of each continuation")
-    add(
-        "--allow-masks",
-        action="store_true",
-        help="[MASK] in a context is the blank that the continuation fills",
-    )
+    text = "[MASK] in a context is the blank that the continuation fills"
+    add("--allow-masks", action="store_true", help=text)
     add(
         "--sequence-length", type=int, metavar="TOKENS", help="longest input (default: the model's positions)"
     )
     add("--stride", type=int, metavar="TOKENS", help="perplexity: between windows (default: half of one)")
     add("--left-to-right", action="store_true", help="perplexity with GLM: the context is not read both ways")
-    add(
-        "--skip-first-token",
-        action="store_true",
-        help="perplexity: as scripts/evaluate.py and published figures",
-    )
-    add(
-        "--no-start",
-        action="store_true",
-        help="causal: contexts without the eos before them, as lm_eval's own models read them",
-    )
-    add(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings of an export that does not have them",
-    )
+    text = "perplexity: as scripts/evaluate.py and published figures"
+    add("--skip-first-token", action="store_true", help=text)
+    text = "causal: contexts without the eos before them, as lm_eval's own models read them"
+    add("--no-start", action="store_true", help=text)
+    text = "settings of an export that does not have them"
+    add("overrides", nargs="*", metavar="section.key=value", help=text)
     arguments = parser.parse_intermixed_args()
     for name in ("batch", "limit", "stride"):
         value = getattr(arguments, name)

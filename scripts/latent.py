@@ -55,12 +55,8 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for name, add_own in OPTIONS.items():
         command = commands.add_parser(name)
         add = command.add_argument
-        add(
-            "--checkpoint",
-            required=True,
-            type=Path,
-            help="run (its newest checkpoint), or one step_... of it",
-        )
+        text = "run (its newest checkpoint), or one step_... of it"
+        add("--checkpoint", required=True, type=Path, help=text)
         add("--tokenizer", type=Path, help="the encoder's tokenizer, if it moved since training")
         add("--decoder-tokenizer", type=Path, help="the decoder's, if it has its own and that moved")
         add("--batch", type=int, default=16, help="sentences of a forward pass (default 16)")
@@ -71,13 +67,8 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def add_picture(add: Callable[..., Any]) -> None:
     add("--picture", type=Path, metavar="FILE", help="draw the latent space (PNG, SVG or PDF)")
-    add(
-        "--axes",
-        type=int,
-        nargs=2,
-        metavar="I",
-        help="of the picture: two components, instead of principal ones",
-    )
+    text = "of the picture: two components, instead of principal ones"
+    add("--axes", type=int, nargs=2, metavar="I", help=text)
 
 
 def add_writing(add: Callable[..., Any]) -> None:
@@ -100,12 +91,8 @@ def options_of_evaluate(add: Callable[..., Any]) -> None:
 
 def options_of_encode(add: Callable[..., Any]) -> None:
     add("--input", required=True, type=Path, help="file with one sentence a line")
-    add(
-        "--output",
-        required=True,
-        type=Path,
-        help="NumPy file (.npz) with mu and logvar, a row for each sentence",
-    )
+    text = "NumPy file (.npz) with mu and logvar, a row for each sentence"
+    add("--output", required=True, type=Path, help=text)
     add_picture(add)
 
 

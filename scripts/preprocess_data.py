@@ -43,20 +43,10 @@ INTERRUPTED = "interrupted before the output was complete; run the command again
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--input",
-        type=expanded_path,
-        dest="inputs",
-        nargs="+",
-        required=True,
-        help="files or globs: .jsonl .txt (each also .gz .zst) .parquet .arrow; directories of save_to_disk",
-    )
-    add(
-        "--output",
-        type=expanded_path,
-        required=True,
-        help="prefix of the files to write, for example data/corpus",
-    )
+    text = "files or globs: .jsonl .txt (each also .gz .zst) .parquet .arrow; directories of save_to_disk"
+    add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
+    text = "prefix of the files to write, for example data/corpus"
+    add("--output", type=expanded_path, required=True, help=text)
     add("--tokenizer-kind", required=True, choices=KINDS)
     add("--tokenizer-path", type=expanded_path, required=True, help="the tokenizer's file or directory")
     text = "tokens after those of the files, as tokenizer.added_tokens of the run (default: glm)"
@@ -80,12 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
     limit = DEFAULT_MAX_BAD_RECORDS
-    add(
-        "--max-bad-records",
-        type=int,
-        default=limit,
-        help=f"with skip: stop beyond this many (default: {limit})",
-    )
+    text = f"with skip: stop beyond this many (default: {limit})"
+    add("--max-bad-records", type=int, default=limit, help=text)
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
         "--decontaminate",
