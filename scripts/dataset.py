@@ -15,10 +15,12 @@ if __name__ == "__main__":
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.base.files import require_named
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import (
     adopt_dataset,
@@ -54,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     stats = commands.add_parser("stats", help="numbers of documents and tokens, document lengths")
     stats.add_argument("prefix", type=expanded_path)
     stats.add_argument(
-        "--histogram", type=expanded_path, metavar="PNG", help="write a picture of the document lengths"
+        "--histogram", type=expanded_path, metavar="FILE", help="draw the document lengths (PNG, SVG or PDF)"
     )
     stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
 
@@ -77,6 +79,8 @@ def main() -> None:
     arguments = parse_arguments()
     if getattr(arguments, "documents", 0) < 0:
         raise ConfigError(f"--documents is {arguments.documents}; it must be 0 or more.")
+    if getattr(arguments, "histogram", None):
+        require_named(Path(arguments.histogram), "--histogram")
     COMMANDS[arguments.command](arguments)
 
 

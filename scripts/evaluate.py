@@ -20,15 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_writable, write_whole
+from data_utils.base.files import require_directory, require_named, require_writable, write_whole
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import Measured
-
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,11 +54,10 @@ def main() -> None:
     arguments = parse_arguments()
     for path in arguments.checkpoint:
         require_directory(path, "give a run, one of its checkpoints, or an exported directory")
-    for option in ("json", "plot"):
-        if getattr(arguments, option) is not None:
-            require_writable(getattr(arguments, option), f"--{option}")
-    if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
-        raise ConfigError(f"--plot is {str(arguments.plot)!r}; its name must end in {', '.join(PICTURES)}.")
+    if arguments.json is not None:
+        require_writable(arguments.json, "--json")
+    if arguments.plot is not None:
+        require_named(arguments.plot, "--plot")
     tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))

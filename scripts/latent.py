@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_directory, require_writable, write_whole
+from data_utils.base.files import PICTURES, require_directory, require_named, require_writable, write_whole
 from data_utils.base.settings import check
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.optimus.inputs import Sampling, read_lines, require_labels
@@ -44,7 +44,6 @@ WRITING = (
     "--strategy", "--max-length", "--min-length", "--temperature", "--top-k", "--top-p", "--num-beams",
     "--length-penalty",
 )  # fmt: skip
-PICTURES = (".png", ".svg", ".pdf")
 # Exact numbers of --text: what each is.
 COUNTS = {"interpolate": (2, "the two ends"), "analogy": (3, "A, B and C")}
 
@@ -181,19 +180,12 @@ def require_sense(arguments: argparse.Namespace) -> None:
         math.isfinite(options.get("scale", 0.0)),
         f"--scale is {options.get('scale')}; it must be a finite number.",
     )
-    for option in ("json", "picture", "output"):
+    if options.get("json") is not None:
+        require_writable(options["json"], "--json")
+    for option, suffixes in (("picture", PICTURES), ("output", (".npz",))):
         if options.get(option) is not None:
-            require_writable(options[option], f"--{option}")
-    require_name(options.get("picture"), "--picture", PICTURES)
-    require_name(options.get("output"), "--output", (".npz",))
+            require_named(options[option], f"--{option}", suffixes)
     require_axes(options.get("axes"), arguments)
-
-
-def require_name(path: Path | None, option: str, suffixes: tuple[str, ...]) -> None:
-    check(
-        path is None or path.suffix in suffixes,
-        f"{option} is {str(path)!r}; its name must end in {', '.join(suffixes)}.",
-    )
 
 
 def require_axes(axes: Sequence[int] | None, arguments: argparse.Namespace) -> None:

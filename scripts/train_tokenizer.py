@@ -43,6 +43,7 @@ from data_utils.text.documents import (
     Piece,
     RecordCounts,
     check_options,
+    check_text_key,
     expand_inputs,
     parse_block,
     read_blocks,
@@ -137,6 +138,7 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
     Raises: DataError for what cannot be read, for bad records as `--on-bad-record` says, and if there is no text.
     """
     paths = expand_inputs(args.input)
+    check_text_key(args.text_key, paths)
     counts = RecordCounts()
     is_empty = True
     total = sum(path.stat().st_size for path in paths)

@@ -11,6 +11,8 @@ from typing import IO
 
 from data_utils.base.errors import ConfigError, DataError
 
+PICTURES = (".png", ".svg", ".pdf")  # endings of files that pictures are written to
+
 
 def require_directory(path: Path, remedy: str) -> None:
     """Raise DataError unless the directory exists. Called before slow libraries are loaded."""
@@ -33,6 +35,13 @@ def require_writable(path: Path, option: str) -> None:
     above = next(directory for directory in path.absolute().parents if directory.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise DataError(f"{option} {path}: {above} is not a writable directory; choose another {option}.")
+
+
+def require_named(path: Path, option: str, suffixes: tuple[str, ...] = PICTURES) -> None:
+    """Raise ConfigError unless the name has one of the endings, and DataError as `require_writable`."""
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{option} is {str(path)!r}; its name must end in {', '.join(suffixes)}.")
+    require_writable(path, option)
 
 
 def require_prefix(output: str) -> None:

@@ -37,7 +37,15 @@ from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
 from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
-from data_utils.text.documents import MAX_EXAMPLES, Place, RecordCounts, expand_inputs, is_whole, plan_pieces
+from data_utils.text.documents import (
+    MAX_EXAMPLES,
+    Place,
+    RecordCounts,
+    check_text_key,
+    expand_inputs,
+    is_whole,
+    plan_pieces,
+)
 from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
@@ -114,6 +122,7 @@ def _start(
     Returns: a report instead of the work, if this build was stopped when only its directory was left to remove.
     """
     paths = expand_inputs(config.inputs)
+    check_text_key(config.text_key, [*paths, *expand_inputs(config.evaluation_inputs)])
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart

@@ -178,7 +178,7 @@ class LengthStatistics:
         ]
 
     def save_histogram(self, path: str | Path, title: str) -> None:
-        """Write a PNG with documents, and tokens, over the length (logarithmic)."""
+        """Write a picture of documents, and tokens, over the length (logarithmic)."""
         from matplotlib.figure import Figure
 
         lengths = np.flatnonzero(self.counts)
@@ -194,7 +194,7 @@ class LengthStatistics:
         axes.set(xscale="log", xlabel="tokens in a document", ylabel="% of all", title=title)
         axes.legend()
         try:
-            figure.savefig(path, format="png", dpi=120)
+            figure.savefig(path, dpi=120)
         except OSError as error:
             raise DataError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
 

@@ -33,6 +33,7 @@ from data_utils.text.stored_files import (
     read_errors,
 )
 
+TEXT_KEY = "text"  # field or column that holds the text where nobody says otherwise
 BLOCK_BYTES = 256 << 10
 MAX_RECORD_BYTES = 256 << 20
 MAX_EXAMPLES = 10  # bad records that the report quotes
@@ -219,6 +220,14 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
         )
     if max_bad_records < 0:
         raise ConfigError(f"max_bad_records is {max_bad_records}; it must be 0 or more.")
+
+
+def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
+    """Raise ConfigError for a key of one's own where no input has fields or columns."""
+    if text_key != TEXT_KEY and all(_layout(path, "") == "" for path in paths):
+        raise ConfigError(
+            f"text_key is {text_key!r}, but all inputs are .txt, which have no fields; leave --text-key out."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.setting_files import printable
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -32,8 +33,8 @@ def failed_together(what: str, failure: str, failed: int, context: ParallelConte
 
 
 def describe_error(error: Exception) -> str:
-    """One line: what went wrong, and with which file."""
+    """One line: what went wrong, and with which file. Foreign names in it are escaped."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
-    text = " ".join(str(error).split())
+        return printable(f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}.")
+    text = printable(" ".join(str(error).split()))
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

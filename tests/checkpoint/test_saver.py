@@ -12,6 +12,7 @@ from support.waiting import wait_until
 
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import write
+from megatron_lite.checkpoint.agreement import describe_error
 from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
@@ -268,3 +269,13 @@ def test_a_copy_that_fails_fails_the_save(tmp_path, caplog):
     saver.save(1, {})
     saver.finish()
     assert saver.saved_step == 0 and "ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(2, "No such file", "a\x1b[2J\u202eb"), ValueError("a\x1b[2J\u202eb is unknown")],
+    ids=["os", "value"],
+)
+def test_a_foreign_name_cannot_write_to_the_terminal(error):
+    described = describe_error(error)
+    assert described.isprintable() and r"a\x1b[2J\u202eb" in described

@@ -33,7 +33,16 @@ def test_verify_merge_and_stats(corpus, tmp_path):
     assert "\n  sources: 2, the first " in done.stdout, done.stdout
     done = run("stats", tmp_path / "all", "--histogram", tmp_path / "h.png", "--tokens")
     assert done.returncode == 0 and "percentiles" in done.stdout and "'word" in done.stdout, done.stderr
-    assert (tmp_path / "h.png").exists()
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    assert run("stats", tmp_path / "all", "--histogram", tmp_path / "h.svg").returncode == 0
+    assert "<svg" in (tmp_path / "h.svg").read_text()
+    for name, message in (
+        ("h.foo", "its name must end in .png, .svg, .pdf"),
+        ("all.bin/h.png", "not a writable"),
+    ):
+        done = run("stats", tmp_path / "all", "--histogram", tmp_path / name)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+        assert message in done.stderr and not (tmp_path / name).exists()
     data = bytearray((tmp_path / "all.bin").read_bytes())
     data[0] ^= 1
     (tmp_path / "all.bin").write_bytes(data)

@@ -25,6 +25,7 @@ def corpus(tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "hello"}\n{"text": \n')
     (tmp_path / "file").write_text("")
+    (tmp_path / "plain.txt").write_text("hello world\n")
     return tmp_path
 
 
@@ -67,6 +68,10 @@ def test_a_corpus_of_the_published_vocabulary(corpus):
         (["--input", "good.jsonl", "--output", "good", "--workers", "0"], "workers is 0"),
         (["--input", "good.jsonl", "--output", "out", "--split", "train=0.5"], "must sum to 1"),
         (["--input", "good.jsonl", "--output", "out", "--vocab-size", "5"], "tokenizer.vocab_size is 5, but"),
+        (
+            ["--input", "plain.txt", "--output", "out", "--text-key", "body"],
+            "text_key is 'body', but all inputs are .txt",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_status_2(corpus, arguments, message):
