@@ -33,12 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     text = "run directory (newest valid checkpoint), or one step_... of it"
     add("--checkpoint", required=True, type=Path, help=text)
-    add(
-        "--text",
-        action="append",
-        default=[],
-        help="a text, with blanks for a run that fills them; may be repeated",
-    )
+    text = "a text, with blanks for a run that fills them; may be repeated"
+    add("--text", action="append", default=[], help=text)
     add("--input", type=Path, help="file with one text per line")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     add("--json", action="store_true", help="one JSON object per text: text, spans, filled; or text, answer")

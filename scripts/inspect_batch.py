@@ -95,25 +95,13 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--config",
-        type=expanded_path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file; may repeat",
-    )
+    text = "YAML file; may repeat"
+    add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")
     add("--task", type=expanded_path, metavar="FILE", help="YAML of a task whose records are shown")
-    add(
-        "--samples",
-        type=_sample_number,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="sample numbers (default 0)",
-    )
+    text = "sample numbers (default 0)"
+    add("--samples", type=_sample_number, nargs="+", default=[0], metavar="N", help=text)
     add("--lines", type=int, default=60, metavar="N", help="tokens shown of a row; 0 = all (default 60)")
     add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")

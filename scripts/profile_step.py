@@ -34,25 +34,15 @@ from megatron_lite.profile.request import (
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--config",
-        type=expanded_path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file; repeatable, later ones win",
-    )
+    text = "YAML file; repeatable, later ones win"
+    add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--processes", type=int, required=True, metavar="N", help="GPUs of the layout, one process each")
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
     add("--json", type=expanded_path, metavar="FILE", help="also write the numbers")
     add("--all-layers", action="store_true", help="trace every layer, not two and three (slower)")
     add("--measure", action="store_true", help="also run the step on this machine's GPU; for one process")
-    add(
-        "--trace",
-        type=expanded_path,
-        metavar="FILE",
-        help="with --measure: write the trace of torch's profiler",
-    )
+    text = "with --measure: write the trace of torch's profiler"
+    add("--trace", type=expanded_path, metavar="FILE", help=text)
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
     if not arguments.config:

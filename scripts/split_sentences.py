@@ -82,29 +82,16 @@ def _write(args: argparse.Namespace, path: Path) -> tuple[int, int]:
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--input",
-        type=expanded_path,
-        required=True,
-        nargs="+",
-        help="files or globs, as scripts/preprocess_data.py takes them",
-    )
-    add(
-        "--output",
-        type=expanded_path,
-        required=True,
-        help="text file to write, for preprocess_data.py --text-split lines",
-    )
+    text = "files or globs, as scripts/preprocess_data.py takes them"
+    add("--input", type=expanded_path, required=True, nargs="+", help=text)
+    text = "text file to write, for preprocess_data.py --text-split lines"
+    add("--output", type=expanded_path, required=True, help=text)
     add("--most-words", type=int, default=64, help="longer sentences are left out (default: 64)")
     add("--text-key", default="text", help="field or column that holds the text (default: text)")
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
-    add(
-        "--max-bad-records",
-        type=int,
-        default=DEFAULT_MAX_BAD_RECORDS,
-        help="with skip: stop beyond this many",
-    )
+    text = "with skip: stop beyond this many"
+    add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS, help=text)
     args = parser.parse_args(arguments)
     if args.most_words < 1:
         raise ConfigError(f"--most-words is {args.most_words}; it must be 1 or more.")

@@ -105,13 +105,8 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--kind", required=True, choices=list(TRAINERS))
-    add(
-        "--input",
-        type=expanded_path,
-        required=True,
-        nargs="+",
-        help="files or globs, as scripts/preprocess_data.py takes them",
-    )
+    text = "files or globs, as scripts/preprocess_data.py takes them"
+    add("--input", type=expanded_path, required=True, nargs="+", help=text)
     add("--text-key", default="text", help="field or column that holds the text (default: text)")
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)

@@ -122,7 +122,8 @@ def _start(
     Returns: a report instead of the work, if this build was stopped when only its directory was left to remove.
     """
     paths = expand_inputs(config.inputs)
-    check_text_key(config.text_key, [*paths, *expand_inputs(config.evaluation_inputs)])
+    others = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
+    check_text_key(config.text_key, [*paths, *others])
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from data_utils.base.errors import DataError
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.layouts.windows import Lambada
 from data_utils.tasks.readers.pairs import sentences_on_lines
 from data_utils.tasks.scores.answers import positive_label, prediction, references, shares
 from data_utils.tasks.scores.metrics import measure
@@ -42,7 +43,7 @@ class Evaluated:
     records: list[Record]
     predictions: list[Any]  # of the records; [] where only losses are measured
     cut: int  # samples of which something was cut off
-    scores: Sequence[Any] = ()  # of the predictions: the share of each class or choice, where there are such
+    beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # more of each prediction, by its name
     skipped: int = 0  # lines that could not be read, with task.skip_bad_lines
 
 
@@ -75,7 +76,7 @@ class Evaluation:
             return self._of_texts(model)
         answers = self._answers(model.answer, self._samples)
         if self._task.kind == "lambada":
-            return self._of_last_words(np.concatenate(answers))
+            return self._of_last_words(np.concatenate(answers), model.write)
         found = [
             prediction(self._renderer, record, sample, given)
             for record, sample, given in zip(self.records, self._samples, answers, strict=True)
@@ -84,9 +85,8 @@ class Evaluation:
             shares(self._renderer, sample, given)
             for sample, given in zip(self._samples, answers, strict=True)
         ]
-        if None in scores:
-            scores = []
-        return Evaluated(self._measured(found), self.records, found, self.cut, scores)
+        beside = {} if None in scores else {"scores": scores}
+        return Evaluated(self._measured(found), self.records, found, self.cut, beside)
 
     def _measured(self, predictions: Sequence[Any]) -> dict[str, float]:
         if any(record.label is None for record in self.records):
@@ -99,12 +99,18 @@ class Evaluation:
             positive=positive_label(self._renderer),
         )
 
-    def _of_last_words(self, answers: np.ndarray) -> Evaluated:
-        """Accuracy and perplexity of LAMBADA's last words. Args: answers: [samples, 2]."""
+    def _of_last_words(self, answers: np.ndarray, write: Write | None) -> Evaluated:
+        """LAMBADA's words, None where nothing writes them, accuracy and perplexity. Args: answers: [samples, 2]."""
         right = [bool(flag) for flag in answers[:, 1]]
         word_perplexity = math.exp(min(-answers[:, 0].mean(), 700.0))
         measured = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
-        return Evaluated(measured, self.records, right, self.cut)
+        words: list[str | None] = [None] * len(right)
+        if write is not None:
+            kind, texts = self._renderer.kind, self._written(write)
+            assert isinstance(kind, Lambada)
+            found = zip(self.records, texts, right, strict=True)
+            words = [kind.predicted(record, text, is_right=flag) for record, text, flag in found]
+        return Evaluated(measured, self.records, words, self.cut, {"right": right})
 
     def _of_texts(self, model: Model) -> Evaluated:
         """Losses and metrics of the kinds whose loss is that of their documents' own targets."""

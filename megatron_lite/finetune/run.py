@@ -104,7 +104,9 @@ def _one_seed(
             metrics = compared_by(task.settings, config.finetune.best)
             if task.settings.writes_text and model.write is None:
                 metrics = Metrics((LOSS,))
-            judge = TaskJudge(validation, metrics, model, context, directory, config.finetune.patience)
+            # The words of LAMBADA are for people: training is judged without them.
+            judging = model if task.settings.writes_text else Model(model.answer)
+            judge = TaskJudge(validation, metrics, judging, context, directory, config.finetune.patience)
         trainer = Trainer(
             config=config,
             context=context,
@@ -144,10 +146,8 @@ def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     """The model of an engine. It writes where every rank holds it whole."""
     config = task.config
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
-        if task.settings.writes_text and context.is_main:
-            log.info(
-                "no rank holds the whole model: losses are measured only; scripts/evaluate.py has it write"
-            )
+        if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:
+            log.info("no rank holds the whole model: it is measured only; scripts/evaluate.py has it write")
         return Model(engine.answers)
     write = writer(engine.model, config, task.tokenizer, config.objective_choices, config.run.directory)
     if write is None:
@@ -223,7 +223,7 @@ def write_file_predictions(
         if stems.count(stem) > 1:  # files of the same name in several directories
             name = f"{number}_{name}"
         indices = [record.index for record in found.records]
-        write_predictions(directory / name, task, indices, found.predictions, option, found.scores)
+        write_predictions(directory / name, task, indices, found.predictions, option, found.beside)
 
 
 def described(found: Evaluated) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
+from data_utils.tasks.layouts.forms import form_of
 from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import BlankDecoder, decoder_for
 from megatron_lite.model.trunk.glm import GLM
 
+log = logging.getLogger(__name__)
+
+MOST_PARTS = 4  # words into which a tokenizer may decode one with marks in it; more follow the last word
 # Contexts -> for each the spans of its blanks.
 Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 
@@ -19,12 +26,14 @@ Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 def writer(
     model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
-    """The function that writes the texts of a task with a model; None for kinds without texts.
+    """The function that writes the texts of a task with a model; None for kinds and runs without texts.
 
     Raises: ConfigError for a run that has not learnt to write.
     """
     task = config.task
     assert task is not None
+    if task.kind == "lambada":
+        return _word_writer(model, config, tokenizer, objectives, run)
     if not task.writes_text:
         return None
     generation = replace(
@@ -38,3 +47,29 @@ def writer(
             f"task.kind is blanks, but {run} writes what follows a text; give a run of blank_infilling."
         )
     return decoder.filler.fill_all
+
+
+def _word_writer(
+    model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
+) -> Write | None:
+    """Greedy words, in the layout that they are scored in. None, which is said once, where nothing writes in it."""
+    task = config.task
+    assert task is not None
+    form = form_of(task.form, config.objective_choices)
+    own = [choice for choice in objectives if choice.name == form.objective]
+    if not own or (form.name == "glm" and (not task.bidirectional or model.config.decoder_layers)):
+        _say_once(f"{run} in the form {form.name}{'' if task.bidirectional else ', left to right,'}")
+        return None
+
+    def stops(answer: list[int]) -> bool:
+        return len(tokenizer.decode(answer, skip_special=True).split()) > MOST_PARTS
+
+    decoder = decoder_for(model, tokenizer, own, GenerationConfig(max_length=task.target_length), run, stops)
+    return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.warning(
+        "%s scores last words and writes none: predictions are right or wrong, without the word.", what
+    )

@@ -14,6 +14,7 @@ from data_utils.base.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
+from scripts import evaluate
 
 SAMPLES = 400  # evaluated
 MODEL = {
@@ -25,6 +26,15 @@ PATTERN = {"template": "{text} is [MASK]", "verbalizers": {"no": "blue", "yes": 
 
 
 def learn(context, directory, name, settings, task):
+    finetune(
+        prepare(load_tree([], write_files(directory, name, settings, task), [])), directory / "out", context
+    )
+    (of_file,) = json.loads((directory / "out/results.json").read_text())["files"].values()
+    return of_file["mean"]
+
+
+def write_files(directory, name, settings, task):
+    """The path of a YAML with all that learning a synthetic task needs, the vocabulary beside it."""
     directory.mkdir(exist_ok=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *synthetic_vocabulary()]
     (directory / "vocab.txt").write_text("\n".join(words) + "\n")
@@ -48,10 +58,9 @@ def learn(context, directory, name, settings, task):
         "finetune": {"epochs": task.pop("epochs", 6)},
     }
     path = directory / "task.yaml"
+    tree["objectives"] = {task.pop("objective", "blank_infilling"): 1}
     path.write_text(yaml.safe_dump(merge(tree, {"task": task})))
-    finetune(prepare(load_tree([], str(path), [])), directory / "out", context)
-    (of_file,) = json.loads((directory / "out/results.json").read_text())["files"].values()
-    return of_file["mean"]
+    return str(path)
 
 
 def within(score, best):
@@ -82,6 +91,41 @@ def test_a_kind_reaches_the_optimum(tmp_path, case):
     (measured,) = run_ranks(learn, 1, tmp_path, name, settings, dict(task))
     whole = 100 if metric == "bleu" else 1
     within(measured[metric] / whole, best / whole)
+
+
+@pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
+def test_a_last_word_is_the_label_where_it_counts_as_right(tmp_path, objective, monkeypatch, caplog):
+    """Of two keys one is learnt soon, so that some words are right and some wrong. Left to right none is written."""
+    task = {"kind": "lambada", "objective": objective, "train": 320, "epochs": 3}
+    (measured,) = run_ranks(learn, 1, tmp_path, "recall", {"pairs": 2}, dict(task))
+    made = prepare(load_tree([], str(tmp_path / "task.yaml"), []))
+    words = [record.label for records in made.validation.values() for record in records]
+    by_training = predictions(tmp_path / "out/seed_1234/predictions/recall.jsonl")
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "--checkpoint", str(tmp_path / "out"),
+        "--predictions", str(tmp_path / "again")])  # fmt: skip
+    evaluate.main()
+    for lines in (by_training, predictions(tmp_path / "again/recall.jsonl")):
+        assert [line["label"] == word for line, word in zip(lines, words, strict=True)] == [
+            line["right"] for line in lines
+        ]
+        assert 0.1 < sum(line["right"] for line in lines) / SAMPLES == measured["accuracy"] < 0.9
+        assert all(line["label"] for line in lines)
+    if objective == "blank_infilling":
+        evaluate_left_to_right = ["task.bidirectional=false", "--predictions", str(tmp_path / "scored")]
+        monkeypatch.setattr(
+            "sys.argv", ["evaluate.py", "--checkpoint", str(tmp_path / "out"), *evaluate_left_to_right]
+        )
+        evaluate.main()
+        scored = predictions(tmp_path / "scored/recall.jsonl")
+        assert {line["label"] for line in scored} == {None} and {line["right"] for line in scored} <= {
+            True,
+            False,
+        }
+        assert len([each for each in caplog.messages if "scores last words and writes none" in each]) == 1
+
+
+def predictions(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow

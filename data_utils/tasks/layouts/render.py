@@ -8,7 +8,7 @@ What a record gives, by kind; `prepare` may make several records of one, and few
     spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
     seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
     language_modelling          tokens     a record for each window (group: the document)
-    lambada                     choices    one part, whose tokens must all be the likeliest
+    lambada                     choices    one part, whose tokens must all be the likeliest; `prompt` and `written` too
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Renderer:
         return self.kind.sample(record, number, epoch)
 
     def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
-        """Token ids that the model reads before it writes the answer of a record (seq2seq and blanks).
+        """Token ids that the model reads before it writes the answer of a record (seq2seq, blanks and lambada).
 
         In GLM's form they are part A, which ends with eos and has a mask for each blank.
         """
@@ -105,6 +105,6 @@ class Renderer:
         """
         return self._writer().written(prompt, answers)
 
-    def _writer(self) -> Seq2Seq | Blanks:
-        assert isinstance(self.kind, (Seq2Seq, Blanks)), f"{self.inputs.config.kind} writes no text"
+    def _writer(self) -> Seq2Seq | Blanks | Lambada:
+        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), f"{self.inputs.config.kind} writes no text"
         return self.kind

@@ -25,6 +25,7 @@ from data_utils.base.planes import Example
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.layouts.examples import after_prefix, blanks_filled, left_to_right, without_loss
 from data_utils.tasks.layouts.inputs import Inputs
+from data_utils.tasks.layouts.sequence import around
 
 FORMS = ("glm", "causal", "prefix")
 _NO_TEXT = {
@@ -126,6 +127,31 @@ class Lambada:
         return list(records)
 
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        kept, answer, cut = self._tokens(record)
+        example = self._example(kept, answer)
+        parts = [part_with_loss(example)]
+        return TaskSample([without_loss(example)], parts, right=0, cut=cut)
+
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+        """What stands before the word where the model writes it; in GLM's layout the context is read both ways."""
+        inputs, context = self.inputs, self._tokens(record)[0]
+        if inputs.form.name == "glm":
+            return inputs.part_a([*context, inputs.mask()[0]])
+        begin, end = around(inputs.form, inputs.special)
+        return [*begin, *context, *end]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
+
+    def predicted(self, record: Record, text: str, *, is_right: bool) -> str:
+        """The first word of what the model writes. A right one ends where the last word does: no end is scored."""
+        tokenizer, known = self.inputs.tokenizer, ""
+        if is_right:
+            known = tokenizer.decode(self._tokens(record)[1], skip_special=True).strip()
+        return known if known and text.startswith(known) else next(iter(text.split()), "")
+
+    def _tokens(self, record: Record) -> tuple[list[int], list[int], int]:
+        """Those of the context, which is cut, and of the last word, and how many were cut off."""
         words = record.needed("text").rsplit(maxsplit=1)
         if len(words) < 2:
             raise DataError(f"{record.place}: the text has one word; it needs a context and a last word.")
@@ -138,10 +164,7 @@ class Lambada:
                 f"{record.place}: the last word has {len(answer)} tokens, which leave no room for a context; set "
                 f"task.sequence_length to {len(answer) + 5} or more."
             )
-        kept = before[-room:]
-        example = self._example(kept, answer)
-        parts = [part_with_loss(example)]
-        return TaskSample([without_loss(example)], parts, right=0, cut=len(before) - len(kept))
+        return before[-room:], answer, max(0, len(before) - room)
 
     def _example(self, context: list[int], answer: list[int]) -> Example:
         inputs = self.inputs

@@ -5,7 +5,8 @@
                 ReCoRD.jsonl     {"idx": {...} as in the file, "label": "the entity"}
     GLUE        CoLA.tsv ...     index and prediction under a line of names; STS-B from 0 to 5 with three places
     SQuAD       NAME.json        {"id": "text", ...}; an empty text says that there is no answer
-    all else    NAME.jsonl       {"idx": 3, "label": ...}, and of classes and choices "scores": the share of each
+    all else    NAME.jsonl       {"idx": 3, "label": ...}, and of classes and choices "scores": the share of each;
+                                 of LAMBADA "right": whether the label, the word that the model writes, is the last one
 
 Source: the sample submissions of gluebenchmark.com and super.gluebenchmark.com, as jiant writes them.
 """
@@ -13,8 +14,9 @@ Source: the sample submissions of gluebenchmark.com and super.gluebenchmark.com,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from data_utils.base.errors import DataError
@@ -44,7 +46,7 @@ def write_predictions(
     indices: Sequence[Any],
     predictions: Sequence[Any],
     option: str = "--output",
-    scores: Sequence[Any] = (),
+    beside: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> None:
     """Write a file of predictions.
 
@@ -52,7 +54,7 @@ def write_predictions(
         indices: `Record.index` of each sample; of MultiRC (passage, question, answer).
         predictions: in the types of `Record.label`: names of classes, numbers, texts, lists of tags.
         option: names the path, for messages.
-        scores: share of each class or choice per sample, for files of your own tasks; servers take none.
+        beside: more of each prediction, by its name, such as the shares of classes; servers take none of it.
     Raises: DataError for unequal counts, predictions that do not fit the task, or if the file cannot be written.
     """
     if len(indices) != len(predictions):
@@ -71,8 +73,8 @@ def write_predictions(
     else:
         is_superglue = task.reader == "superglue"
         lines = [{"idx": i, "label": _superglue(name, p) if is_superglue else p} for i, p in pairs]
-        if scores and not is_superglue:
-            lines = [{**line, "scores": of} for line, of in zip(lines, scores, strict=True)]
+        for key, values in beside.items() if not is_superglue else ():
+            lines = [{**line, key: value} for line, value in zip(lines, values, strict=True)]
         text = _lines(lines)
     write_whole(path, text.encode("utf-8"), option)
 
