@@ -158,13 +158,9 @@ def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
-def one_line(error: BaseException, length: int = 300) -> str:
+def one_line(error: BaseException | str, length: int = 300) -> str:
     """A library's message in one line of bounded length, its kind if it has none; foreign names in it are escaped."""
-    return printable(shorten(" ".join(str(error).split()) or type(error).__name__, length))
-
-
-def printable(text: str) -> str:
-    """The text with its control characters escaped, so that no terminal obeys it."""
+    text = shorten(" ".join(str(error).split()) or type(error).__name__, length)
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 

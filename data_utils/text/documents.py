@@ -223,7 +223,7 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
 
 
 def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
-    """Raise ConfigError for a key of one's own where no input has fields or columns."""
+    """Raise ConfigError for a named key where no input has fields or columns."""
     if text_key != TEXT_KEY and all(_layout(path, "") == "" for path in paths):
         raise ConfigError(
             f"text_key is {text_key!r}, but all inputs are .txt, which have no fields; leave --text-key out."

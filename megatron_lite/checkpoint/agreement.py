@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import printable
+from data_utils.base.errors import MESSAGE_LENGTH, CheckpointError
+from data_utils.base.setting_files import one_line
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -35,6 +35,7 @@ def failed_together(what: str, failure: str, failed: int, context: ParallelConte
 def describe_error(error: Exception) -> str:
     """One line: what went wrong, and with which file. Foreign names in it are escaped."""
     if isinstance(error, OSError) and error.strerror:
-        return printable(f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}.")
-    text = printable(" ".join(str(error).split()))
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+        text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    else:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return one_line(text, MESSAGE_LENGTH)

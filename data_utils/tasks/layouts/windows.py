@@ -133,7 +133,7 @@ class Lambada:
         return TaskSample([without_loss(example)], parts, right=0, cut=cut)
 
     def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
-        """What stands before the word where the model writes it; in GLM's layout the context is read both ways."""
+        """Token ids that the model reads before it writes the word; in GLM's form the context is read both ways."""
         inputs, context = self.inputs, self._tokens(record)[0]
         if inputs.form.name == "glm":
             return inputs.part_a([*context, inputs.mask()[0]])
