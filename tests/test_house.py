@@ -47,7 +47,7 @@ CEILINGS = {
     "files of the trunk that name a system": 6,
     "lines of the product": 52000,
     "files over 400 lines": 21,
-    "sentences that the lint of English refuses": 88,
+    "sentences that the lint of English refuses": 0,
 }
 
 

@@ -119,7 +119,7 @@ def test_what_leaves_the_samples_as_they_are_is_no_change(corpora, tmp_path):
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        ([("b", 0.1), ("a", 0.9)], ["b has another place", "its 20,019 samples may come again"]),
+        ([("b", 0.1), ("a", 0.9)], ["b is at another index", "its 20,019 samples may be repeated"]),
         ([("c", 0.9), ("b", 0.1)], ["c is new and would leave out its first 179,981", "a is gone"]),
         ([("a", 0.9), ("b", 0.1), ("c", 1.0)], ["a (weight 0.9 of 1 -> 0.9 of 2) would read", "c is new"]),
         ([("a", 0.9)], ["a (weight 0.9 of 1 -> 0.9 of 0.9) would leave out 20,019 samples", "b is gone"]),

@@ -70,7 +70,7 @@ class PartsPlan:
     decoder: Any
     cross: CrossPlan
     lengths: tuple[int, int]  # Te, Td
-    order: np.ndarray  # int64 [Te + Td], as of HostPlan
+    order: np.ndarray  # int64 [Te + Td], as for HostPlan
 
     @property
     def _parts(self) -> tuple[Any, Any, Any]:
@@ -98,7 +98,7 @@ def plan_parts(
     """Choose the kernels of a batch for encoder and decoder, and lay out the tokens of both.
 
     Args:
-        kernel, multiple: as of `plan_attention`, for each part.
+        kernel, multiple: as for `plan_attention`, for each part.
         length: Te + Td; None = as many as there are, and padding. At least those of `constant_length`.
         has_cross: whether the decoder attends to the encoder's rows.
     """
@@ -117,7 +117,7 @@ def plan_parts(
 
 
 def constant_length(places: int, multiple: int) -> int:
-    """A number of rows Te + Td for any batch of so many places, each part padded to a multiple and never empty."""
+    """Rows Te + Td that suffice for any batch of `places` tokens, each part padded to a multiple and never empty."""
     return (-(-places // multiple) + 1) * multiple
 
 
@@ -143,7 +143,7 @@ class Rectangle:
 
 
 def rectangles(layout: Layout, queries: np.ndarray, keys: np.ndarray) -> list[Rectangle]:
-    """What the decoder's rows see of the encoder's, in the order of the queries; those that see nothing are left out.
+    """Ranges of encoder keys that ranges of decoder queries see, in the order of the queries; empty ones are left out.
 
     Args: queries, keys: the orders of the parts' plans.
     """
@@ -171,7 +171,7 @@ def _stretches(document: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 class NoCross:
-    """Of two stacks that are joined by something else."""
+    """Placeholder for models of two stacks without cross-attention (OPTIMUS)."""
 
     def arrays(self) -> list[np.ndarray]:
         return []
@@ -231,7 +231,7 @@ class CrossGroup:
         self.keys = PaddedRows(key_start, key_stop - key_start)
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What hides the keys that fill up, [documents, 1, queries, keys]: 0 or -infinity; None: there are none."""
+        """Score bias that hides padding keys, [documents, 1, queries, keys]: 0 or -infinity; None: there are none."""
         is_real = self.keys.is_real
         if is_real.all():
             return None

@@ -16,7 +16,7 @@ from megatron_lite.model.kernels.dropout import AttentionDropout
 
 
 class ScoreBias(Protocol):
-    """What a layer adds to its scores, which are scaled already."""
+    """A layer's bias of attention scores, added after scaling."""
 
     def __call__(self, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """[..., H, Q, K] for the tokens of the plan's call of this number."""
@@ -67,7 +67,7 @@ class DenseMask:
 
 
 def columns_in_place(layout: Layout) -> np.ndarray:
-    """What `may_see` compares, in the order of the batch: int32 [4, B, S]. The device makes the mask of it."""
+    """The columns that `may_see` compares, in batch order: int32 [4, B, S]. The device makes the mask from them."""
     return np.minimum(layout.in_place(), np.iinfo(np.int32).max).astype(np.int32)
 
 

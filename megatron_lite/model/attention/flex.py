@@ -115,7 +115,7 @@ class FlexPlan:
         self.order = padded_order(layout, length)
         self.tokens = len(layout.rows)
         self.lists = block_lists(layout, -(-length // BLOCK))
-        # What `may_see` compares, as int32: padding sees nothing and is not seen.
+        # The columns that `may_see` compares, int32: padding sees nothing and is not seen.
         columns = np.empty((4, length), np.int64)
         columns[:] = np.array([[PADDING_DOC], [_NEVER], [-1], [0]])
         columns[:, : self.tokens] = np.minimum(layout.columns, _NEVER)

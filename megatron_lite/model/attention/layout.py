@@ -45,13 +45,13 @@ from data_utils.base.planes import (
 NEVER = np.int64(1) << 31  # key_time of a query-stream token
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
 
-LENGTHS = 32  # tokens are padded to one of about so many lengths per shape of batches: 1.6 % on average
+LENGTHS = 32  # number of padded lengths per shape of batches, about: padding is 1.6 % on average
 BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512
-KERNEL_KEYS = 512  # torch's CPU kernel skips hidden keys of a causal call in blocks of so many
+KERNEL_KEYS = 512  # block size in which torch's CPU kernel skips the hidden keys of a causal call
 JOINED_ROWS = (
-    64  # up to so many tokens, documents share a unit: more calls would cost more than the pairs they save
+    64  # documents share a unit of at most this many tokens: calls would cost more than the pairs they save
 )
-LEAST_FULL_ROWS = 32  # queries that see the same get a call of their own from so many on
+LEAST_FULL_ROWS = 32  # minimum number of queries with the same keys for a separate call
 
 
 def may_see(
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def columns(self) -> np.ndarray:
-        """What `may_see` compares, int64 [4, T]."""
+        """The columns that `may_see` compares, int64 [4, T]."""
         return np.stack((self.document, self.key_time, self.query_bound, self.grp))
 
     def in_place(self) -> np.ndarray:
@@ -168,13 +168,13 @@ def allowed(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Views:
-    """What each token may see, in positions of the layout: stretches [start, stop) of query stream and content."""
+    """Ranges [start, stop) of the layout, in query stream and content, that hold every key a token may see."""
 
     stream_start: np.ndarray
     stream_stop: np.ndarray
     content_start: np.ndarray
     content_stop: np.ndarray
-    seen: np.ndarray  # number of keys that the token may see; no mask is needed if the stretches hold as many
+    seen: np.ndarray  # number of keys that the token may see; no mask is needed if the ranges hold as many
 
     @property
     def exact(self) -> np.ndarray:

@@ -51,9 +51,9 @@ from megatron_lite.model.kernels.dropout import AttentionDropout
 
 # CUDA: keys that the calls of VarlenPlan may gather, for each token. GLM takes 2, XLNet 5 to 6; UniLMv2 would take 35.
 _MOST_KEYS = 8
-# CPU: units are computed in groups, of lengths that differ by less than SIMILAR_ROWS, up to so many products of query
-# and key: tokens^2 x heads x head size. Measured at 1 to 4 million: 1.1 to 2.8 times as fast as calls for each unit. At
-# 8 to 16 million 0.8 to 0.9 times, since the pairs that are masked cost more than calls.
+# CPU: units whose lengths differ by less than SIMILAR_ROWS are computed in groups of at most SHORT_PRODUCTS products of
+# query and key (tokens^2 x heads x head size). Measured at 1 to 4 million: 1.1 to 2.8 times as fast as one call per
+# unit; at 8 to 16 million 0.8 to 0.9 times as fast, since masked pairs cost more than calls.
 SHORT_PRODUCTS, SIMILAR_ROWS = 1 << 22, 32
 
 
@@ -81,7 +81,7 @@ class BiasedPlan(AttentionPlan, Protocol):
         dropout: AttentionDropout | None,
         bias: ScoreBias | None = None,
     ) -> torch.Tensor:
-        """As of AttentionPlan. Args: bias: of the calls."""
+        """Attention as `AttentionPlan.attend`, with a score bias for each call."""
         ...
 
 
@@ -184,7 +184,7 @@ class CallPlan:
     def bias(
         self, unit: Unit, call: Call, dtype: torch.dtype, *, causal: bool = False
     ) -> torch.Tensor | None:
-        """What a masked call adds to its scores: [queries, keys], 0 or -infinity; None for other calls.
+        """The mask of a call as a score bias: [queries, keys], 0 or -infinity; None for calls without a mask.
 
         Args: causal: also for causal calls.
         """
@@ -268,7 +268,7 @@ class UnitGroup(PaddedRows):
         self._mask: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
     def mask(self, plan: CallPlan, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What is added to the scores, [units, 1, tokens, tokens] or None, and which queries see any key.
+        """The mask as a score bias, [units, 1, tokens, tokens] or None, and which queries see any key.
 
         Made once for all layers: a few numbers for each token, since units are short.
         """

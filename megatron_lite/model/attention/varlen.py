@@ -26,7 +26,7 @@ from megatron_lite.model.kernels.compat import Gradients, varlen_kernel
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.kernels.fused import has_kernels, join_pair_kernel
 
-# Padding is computed as documents of so many tokens, because zeros would need a launch of their own.
+# Padding is computed as documents of this many tokens, because writing zeros would need another launch.
 _PADDING_DOCUMENT = 64
 _HEAD_DIM_MULTIPLE, _LARGEST_HEAD_DIM = 8, 256  # of FlashAttention
 
@@ -83,7 +83,7 @@ class VarlenPlan:
                 self.calls.append(_call(kind == CAUSAL, kind_pieces, moved, first))
                 first = self.calls[-1].queries.stop
 
-        # As of GLM: two calls, the first on a slice of keys, the second on keys each gathered once.
+        # GLM's case: two calls, the first on a slice of keys, the second on keys each gathered once.
         self.is_pair = (
             len(self.calls) == 2 and self.calls[0].keys is not None and len(self.calls[1].place) > 0
         )

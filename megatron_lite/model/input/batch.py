@@ -27,18 +27,18 @@ def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray
 
 
 def scales_beside_last(factor: float, totals: Sequence[float]) -> np.ndarray:
-    """What makes the sum of all losses but the last `factor` times their mean, times the total of the last.
+    """Scales of all losses but the last, fp32 [losses]: their sum becomes factor * their mean * total of the last.
 
-    fp32 [losses]. Divided by that total it stands beside the last one's mean.
+    Divided by that total it is added to the last loss's mean.
     """
     *others, last = totals
     return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
 
 
 class HostParts(Protocol):
-    """What a model reads beside the tokens, as arrays on the host."""
+    """Inputs of a model beside the tokens, as arrays on the host."""
 
-    ARRAYS: int  # how many `arrays` gives
+    ARRAYS: int  # number of arrays that `arrays` returns
 
     def arrays(self) -> list[np.ndarray]:
         """int32, floats by their bits."""
@@ -112,7 +112,7 @@ class Batch:
     def host_parts(
         self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
     ) -> HostParts | None:
-        """What the model reads beside the tokens, in the order of the attention plan; None = nothing.
+        """The model's inputs beside the tokens, in the order of the attention plan; None = there are none.
 
         Args:
             order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding.
@@ -142,5 +142,5 @@ class Samples(Protocol):
         ...
 
     def fingerprint(self) -> list[dict[str, object]]:
-        """What identifies the data, for checkpoints."""
+        """The identity of the data, for checkpoints."""
         ...

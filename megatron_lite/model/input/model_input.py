@@ -153,11 +153,11 @@ def prepare(
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
 ) -> ModelInput:
-    """What the model needs of a batch, on the host.
+    """The model's input for a batch, on the host.
 
     Args:
         device: where it will be sent; decides the kernel.
-        of_decoder: of a model of two stacks, whose tokens with ord > 0 it reads.
+        of_decoder: configuration of the second stack, which reads the tokens with ord > 0.
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
         few_counts: of rows with loss, see `find_loss_rows`.

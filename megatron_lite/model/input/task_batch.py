@@ -141,7 +141,7 @@ class HostTaskParts:
         return np.pad(of_rows, (0, self._fillers))
 
     def loss_rows(self) -> tuple[LossRows, np.ndarray] | None:
-        """Of choices the rows, whose targets are tokens, and these tokens."""
+        """For choices: the rows whose targets are tokens, and these targets. None for other kinds of tasks."""
         if self._head != "choices":
             return None
         none = self._rows[:0]

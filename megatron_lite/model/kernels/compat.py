@@ -1,4 +1,4 @@
-"""What the model uses of torch beyond its documented interface."""
+"""Functions of torch outside its documented interface that the model uses."""
 
 from __future__ import annotations
 

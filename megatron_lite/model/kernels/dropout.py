@@ -69,7 +69,7 @@ def salts(layers: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What layers need to drop elements of a micro-batch."""
+    """Random keys from which layers compute the dropped elements of a micro-batch."""
 
     keys: torch.Tensor  # int32 [T]
     salts: torch.Tensor  # int32 [layers + 1, len(PLACES)]
@@ -78,9 +78,9 @@ class Dropout:
     step: int = 0  # an int32 of the step alone
 
     def distances(self, p: float, distances: torch.Tensor) -> FeatureDropout | None:
-        """Of what layers know of distances [n], int32; None if nothing is dropped.
+        """Dropout of the features of distances [n], int32; None if nothing is dropped.
 
-        The same for all samples of a step: each would need a table of its own, and the product of it in each layer.
+        It is the same for all samples of a step: otherwise each would need its own table and product in each layer.
         """
         if not p:
             return None
@@ -201,7 +201,7 @@ def stays(hashes: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """x >> by, as of uint32."""
+    """x >> by, as uint32."""
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 

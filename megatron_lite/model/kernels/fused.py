@@ -1,9 +1,8 @@
-"""What lies between matrix products, with few passes through memory on a GPU: there each function is one kernel in each
-direction (triton_kernels.py), and one more that ends the sums over tokens. On CPU, and with `training.kernels=torch`,
-they are torch's own operators.
+"""Fused operations between matrix products. On a GPU each is one Triton kernel per direction (triton_kernels.py), and
+one more that ends the sums over tokens. On CPU, and with `training.kernels=torch`, they are torch's operators.
 
-A product leaves its bias to the function that takes its output, where adding it costs nothing, and so does summing its
-gradient. Kernels draw dropout's masks anew in the backward pass instead of keeping them.
+A product's bias is added by the function that takes its output, where the addition and the sum of its gradient cost no
+extra pass through memory. Kernels compute dropout's masks again in the backward pass instead of storing them.
 
 Shapes: T tokens, D width, P programs of a kernel that sum over a part of the tokens each.
 """
@@ -150,7 +149,7 @@ def join_pair(
 def log_sums(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the log of the sum of exponentials, and the target's logit, 0 if it is elsewhere: fp32 [K]."""
+    """Log-sum-exp of each row, and the target's logit, 0 if another rank has it: both fp32 [K]."""
     sums, picked = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     return sums, picked
 
@@ -258,7 +257,7 @@ def add_and_normalize(
 
 
 def gelu(x: Biased, approximate: str) -> torch.Tensor:
-    """gelu(x), [T, D]. Args: approximate: as of torch's."""
+    """gelu(x), [T, D]. Args: approximate: as for torch's."""
     if has_kernels(x.x):
         return _BiasGelu.apply(x.x.contiguous(), x.bias, approximate == "tanh")
     return F.gelu(x.added(), approximate=approximate)

@@ -302,7 +302,7 @@ def _write_gradient(logits, targets, log_sums, grad, first, valid, WIDTH: tl.con
     tl.store(logits + row * WIDTH + column, value.to(logits.dtype.element_ty), mask=inside)
 
 
-# What fused.py calls: the arguments of its operators, then their results, which are written.
+# The functions that fused.py calls: arguments of its operators, then the results to write.
 
 
 def add_norm(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, total, normed, stats):  # type: ignore[no-untyped-def]

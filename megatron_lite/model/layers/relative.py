@@ -1,4 +1,4 @@
-"""What relative positions add to the scores of attention, for pairs of tokens of one call.
+"""Bias of attention scores by relative positions, for the (query, key) pairs of one call.
 
 Buckets (T5, UniLMv2): one number for each head and bucket of the distance between two position ids, the same for all
 layers of a stack, so that a call's bias is made once per forward pass.
@@ -77,7 +77,7 @@ class RelativeBuckets(nn.Module):
 
 @dataclass(frozen=True)
 class Distances:
-    """What XLNet's layers need of a batch's tokens."""
+    """Positions, segments and sinusoids of a batch, which XLNet's layers share."""
 
     positions: torch.Tensor  # int [T]
     segments: torch.Tensor  # int [T]
@@ -106,7 +106,7 @@ class Distances:
 
 
 class DistanceTerms(NamedTuple):
-    """What a layer makes of its queries, of which the biases of its calls are picked."""
+    """Relative terms of the queries of one layer, from which each call selects its score bias."""
 
     content: torch.Tensor  # q + u, [T, H, d]
     position: torch.Tensor  # q + v, [T, H, d]
@@ -114,7 +114,7 @@ class DistanceTerms(NamedTuple):
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
     def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Of a call: [..., H, Q, K]."""
+        """Score bias of one call: [..., H, Q, K]."""
         heads, size = self.content.shape[1:]
         every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
         apart = distances.positions[queries][..., :, None] - distances.positions[keys][..., None, :]

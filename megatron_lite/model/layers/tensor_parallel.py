@@ -112,7 +112,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer needs of tensor parallelism."""
+    """Tensor parallelism as layers see it: the group, and the collectives at the ends of a split region."""
 
     group: Group = SINGLE
     sequence_parallel: bool = False  # tokens are split over the group outside the layers below
@@ -197,7 +197,7 @@ class Partition:
     rows: int | None = None  # along dim 0; those beyond are padding (vocabulary)
 
     def part_rows(self, rows: int) -> list[int]:
-        """Rows of each block of a shard, or of the whole parameter, with so many rows."""
+        """Rows of each block of a parameter, or of a shard of it, that has `rows` rows in all."""
         shares = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         return [rows // sum(shares) * share for share in shares]
 
@@ -234,7 +234,7 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
     Args:
-        parts: blocks of the output, as of Partition.
+        parts: blocks of the output, as for Partition.
         leaves_bias: to the next function, where kernels run.
     """
 
@@ -360,7 +360,7 @@ class RMSNorm(nn.Module):
     def after_sum(
         self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of LayerNorm."""
+        """The sum and its norm, as `LayerNorm.after_sum`."""
         total = hidden if x is None else add(hidden, x, dropout)
         return total, self(total)
 

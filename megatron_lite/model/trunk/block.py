@@ -71,20 +71,20 @@ def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorP
 
 
 def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
-    """What this rank holds of tokens [..., T] outside tensor-parallel layers."""
+    """This rank's part of tokens [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
     if not parallel.sequence_parallel:
         return x
     return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
 
 
 def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
-    """Of how many of the encoder's and the decoder's tokens this rank holds the hidden states."""
+    """Number of encoder and decoder tokens on this rank."""
     size = parallel.group.size if parallel.sequence_parallel else 1
     return [length // size for length in plan.lengths]
 
 
 class Condition(Protocol):
-    """What the texts of a stack depend on beside their tokens."""
+    """A condition on which the texts of a stack depend beside their tokens, such as latent vectors."""
 
     @property
     def added(self) -> torch.Tensor | None:
@@ -98,7 +98,7 @@ class Condition(Protocol):
 
 @dataclass(frozen=True)
 class Flow:
-    """What the layers need of a micro-batch beside the hidden state."""
+    """Inputs of all layers for one micro-batch, beside the hidden state."""
 
     shape: tuple[int, ...]  # of the tokens: [T] in training
     plan: AttentionPlan | PartsPlan
@@ -125,7 +125,7 @@ class Flow:
         return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition)
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
-        """Dropout of this rank's hidden states, None if there is none. Args: as of `Dropout.features`."""
+        """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
         return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
 
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ class Stream(NamedTuple):
 
 
 class OwnEmbedding(Protocol):
-    """What the rows of an encoder and of a decoder have each of their own."""
+    """Parameters of the embedding that encoder and decoder do not share."""
 
     position_embeddings: nn.Embedding | None
     layernorm: LayerNorm | RMSNorm | None
@@ -170,7 +170,7 @@ class PositionEmbeddings(nn.Module):
         self.block_position_embeddings = _table(blocks, config)
         self.segment_embeddings = _table(config.segments, config)
         self.task_embeddings = _table(config.task_types, config)
-        # What a row begins from that predicts its token without seeing it.
+        # Initial embedding of XLNet's query stream.
         has_vector = config.has_distance_scores
         self.query_vector = nn.Parameter(torch.empty(size)) if has_vector else None
         self.layernorm = self.norm(config, parallel)
@@ -254,7 +254,7 @@ class Embedding(PositionEmbeddings):
 
 
 def query_factor(config: ModelConfig) -> float:
-    """What multiplies queries, for kernels that scale scores by 1 / sqrt(head size)."""
+    """Factor of the queries, for kernels that scale scores by 1 / sqrt(head size)."""
     return math.sqrt(config.head_size) if config.unscaled_scores else 1.0
 
 

@@ -54,7 +54,7 @@ class OneTransformer:
         targets: int,
         target_keys: int,
     ) -> float:
-        """FLOPs of a training step. Args: as of `step_flops`."""
+        """FLOPs of a training step. Args: as for `step_flops`."""
         return step_flops(config.model, tokens, loss_rows, visible_keys, targets, target_keys)
 
     def is_unused(self, name: str, config: Config) -> bool:
@@ -83,7 +83,7 @@ class OneTransformer:
 
 
 def kind_of(config: Config) -> OneTransformer:
-    """What kind of model a configuration trains."""
+    """The kind of model that a configuration trains."""
     modules = {choice.section.model_module for choice in config.objective_choices} - {None}
     return importlib.import_module(modules.pop()).KIND if modules else OneTransformer()
 

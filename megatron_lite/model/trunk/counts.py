@@ -1,8 +1,8 @@
-"""What a model costs, counted from the shapes of its parameters: their number, FLOPs, shares of the layers.
+"""Parameters and FLOPs of a model, in all and by layer, counted from the shapes of its parameters.
 
 The parameters are those of the real modules on the device "meta", where they need no memory. So an option of the model
-is counted as soon as it exists, and no formula can contradict the modules. It needs torch, which costs seconds to
-import; nothing that is checked before that asks for a count.
+is counted as soon as it exists, and no formula can contradict the modules. Importing torch takes seconds, so the checks
+of a configuration use no counts.
 """
 
 from __future__ import annotations

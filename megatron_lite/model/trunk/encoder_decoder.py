@@ -41,14 +41,14 @@ from megatron_lite.model.trunk.block import (
 
 @dataclass(frozen=True)
 class DecoderFlow(Flow):
-    """What the decoder's blocks need of a micro-batch: of their own rows, and for cross-attention."""
+    """Inputs of the decoder's blocks for one micro-batch, those of cross-attention included."""
 
     cross: CrossPlan = field(kw_only=True)
     both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
 
 
 def part_flows(flow: Flow, parallel: TensorParallel) -> tuple[Flow, DecoderFlow]:
-    """What encoder and decoder need of a micro-batch, whose plan is a PartsPlan."""
+    """The inputs of encoder and decoder for one micro-batch, whose plan is a PartsPlan."""
     plan, both = flow.plan, flow.dropout
     assert isinstance(plan, PartsPlan)
     encoder, decoder = _split(both, plan.lengths)
@@ -66,7 +66,7 @@ def _split(dropout: Dropout | None, lengths: Sequence[int]) -> list[Dropout | No
 
 
 class DecoderEmbedding(nn.Module):
-    """What the embedding of the decoder's rows does not share with the encoder's. `PositionEmbeddings` adds it."""
+    """Parameters of the decoder's embedding that the encoder does not share. `PositionEmbeddings` adds them."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()

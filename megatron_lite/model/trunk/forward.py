@@ -1,4 +1,4 @@
-"""What a forward pass makes of a micro-batch before its blocks, in a model, a pipeline stage or with a cache."""
+"""Inputs of the blocks for a micro-batch, made alike in a model, in a pipeline stage and with a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flow_of(
     parallel: TensorParallel,
     condition: Condition | None = None,
 ) -> Flow:
-    """What the layers need beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
+    """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
     rotary = Rotary.of(config, ids) if config.positions == "rotary" else None
     distances = None if config.relative == "none" else Distances.of(config, ids, plan, dropout)
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)

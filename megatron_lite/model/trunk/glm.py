@@ -223,9 +223,9 @@ class GLM(TrainedModel):
         return loss, sums_of_task(loss, parts.weight, self.num_losses)
 
     def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of choices: log probability of each part's targets, fp32 [P], and whether none has a likelier token, [P].
+        """Choices: log probability of each part's targets, fp32 [P], and whether each is the likeliest token, bool [P].
 
-        Else the outputs of the task's head, see `task_loss`, and an empty tensor.
+        Other tasks: the outputs of the task's head, see `task_loss`, and an empty tensor.
         """
         parts = batch.parts
         assert parts is not None
@@ -257,7 +257,7 @@ class GLM(TrainedModel):
         return outputs[: len(parts.row_part)]
 
     def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
-        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as of `run`."""
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
         return self._row_losses(hidden, batch, 0.0)
 

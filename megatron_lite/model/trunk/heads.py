@@ -70,7 +70,7 @@ class SentenceHead(nn.Module):
 
 
 class TaskHead(nn.Module):
-    """What fine-tuning adds: one layer on rows, after a pooler where the model has none but needs one."""
+    """The head that fine-tuning adds: one linear layer on rows, after a pooler where the model lacks one it needs."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -198,7 +198,7 @@ class Heads(nn.Module):
         dropout: Dropout | None,
         parts: Parts | None = None,
     ) -> torch.Tensor:
-        """What the task's head says of rows: int [N] -> [N, outputs]; with a pool of the parts, [P, outputs].
+        """Outputs of the task's head for rows int [N]: [N, outputs]; with a pool of the parts, [P, outputs].
 
         Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
         """

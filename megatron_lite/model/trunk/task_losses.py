@@ -34,7 +34,7 @@ def first_places(parts: Parts) -> torch.Tensor:
 
 
 def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Of each part [its first row, the maximum and the mean of all]: [N or more, D] -> [P, 3 D].
+    """First row, maximum and mean of the rows of each part, concatenated: [N or more, D] -> [P, 3 D].
 
     Source: concat pooling, ULMFiT, arXiv:1801.06146, section 3.3.
     """

@@ -1,4 +1,4 @@
-"""What an engine asks of a model while it trains it."""
+"""The interface between an engine and the model that it trains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrainedModel(nn.Module):
 
     @property
     def annealed(self) -> dict[str, float]:
-        """What the loss of the last step was weighted with, by name, for the records."""
+        """Weights that the loss of the last step had, by name, for the records."""
         return {}
 
     def begin_evaluation(self) -> None:
@@ -51,5 +51,5 @@ class TrainedModel(nn.Module):
         """Called after them, in any case."""
 
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
-        """What the last evaluation tells beside its losses. Called by every rank. Args: loss: the mean."""
+        """Measures of the last evaluation beside its losses. Every rank calls this. Args: loss: the mean, nats."""
         return usual_measures(loss)

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class _WithOurOptimizer:
-    """Of two parents: what DeepSpeed calls to make its optimizer."""
+    """Mixin for DeepSpeed's engines: replaces the method that makes the optimizer."""
 
     def _configure_optimizer(self, client_optimizer: Callable[[Any], Any], model_parameters: Any) -> None:
         self.optimizer = self.basic_optimizer = client_optimizer(_loss_scaler(self))

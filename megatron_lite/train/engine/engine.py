@@ -310,12 +310,12 @@ class Engine(ABC):
             self._zero.set_step(step)
 
     def more_measures(self, loss: float) -> dict[str, float]:
-        """Of the last evaluation, beside its losses. Args: loss: their mean over predicted tokens."""
+        """Measures of the last evaluation beside its losses. Args: loss: mean over predicted tokens, nats."""
         return usual_measures(loss)
 
     @property
     def annealed(self) -> dict[str, float]:
-        """What the loss of the last step was weighted with, by name, for the records."""
+        """Weights that the loss of the last step had, by name, for the records."""
         return {}
 
     def _begin_step(self, micro_batches: int, lr: float) -> None:

@@ -63,7 +63,7 @@ def _unusable(setting: str, error: Exception) -> ConfigError:
 def make_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """apex's FusedAdam, which keeps its state as torch's AdamW does: checkpoints of both are the same.
 
-    Args: groups, settings: as of torch.optim.AdamW (lr, betas, eps).
+    Args: groups, settings: as for torch.optim.AdamW (lr, betas, eps).
     Raises: ConfigError if apex has no CUDA kernels, or there is no GPU.
     """
     try:

@@ -10,7 +10,7 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Rate:
-    """Of a parameter."""
+    """Learning rate factor and first trained step of a parameter."""
 
     lr_factor: float = 1.0
     first_step: int = 1  # before it the parameter is frozen; NEVER: it stays as it is

@@ -347,6 +347,6 @@ class PipelineEngine(Engine):
         return self._sums
 
     def _nothing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What DeepSpeed takes for the inputs and labels of each micro-batch: the stages have their own."""
+        """Placeholders for DeepSpeed's inputs and labels of each micro-batch: the stages get theirs elsewhere."""
         nothing = torch.zeros(1, device=self.context.device)
         return itertools.repeat((nothing, nothing))

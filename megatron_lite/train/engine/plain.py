@@ -28,7 +28,7 @@ class PlainEngine(Engine):
         num_losses: int,
         rates: Mapping[str, Rate] | None = None,
     ):
-        """Args: rates: as of `Engine`."""
+        """Args: rates: as for `Engine`."""
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
@@ -80,7 +80,7 @@ class PlainEngine(Engine):
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model answers to a task's parts, without dropout; on all ranks of a replica. See `GLM.forward`."""
+        """The model's answers to a task's parts, without dropout, on all ranks of a replica. See `GLM.forward`."""
         return self._model(self._input(batch, None), answers=True)
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:

@@ -50,7 +50,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Treatment:
-    """What the parameters of a bucket have in common."""
+    """Common properties of the parameters of a bucket."""
 
     weight_decay: float
     counts: bool  # in the gradient norm; False where another rank counts the same gradient
@@ -219,7 +219,7 @@ class Bucket:
 
 
 class Outcome(NamedTuple):
-    """What the ranks agree on about a step."""
+    """Result of a step, equal on all ranks."""
 
     grad_norm: float  # of all gradients before clipping; inf when skipped
     skipped: bool  # non-finite gradients: all ranks left their weights unchanged
@@ -290,7 +290,7 @@ class ShardedOptimizer:
         self.optimizer = make_optimizer(groups)
         allocate_moments(self.optimizer, (bucket.master for bucket in self.buckets))
         self._skipped = torch.zeros((), device=context.device)
-        # Of the last step. Waits for its norm, and adapts the loss scale.
+        # Outcome of the last step. The call waits for the gradient norm, and adapts the loss scale.
         self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
         self.set_step(1)
         self.begin(1)
@@ -455,7 +455,7 @@ class ShardedOptimizer:
 
     @property
     def loss_factor(self) -> float:
-        """What each micro-batch's share of the loss is multiplied by before its backward pass."""
+        """Factor of each micro-batch's loss before its backward pass: the loss scale of fp16, else 1."""
         return float(self.loss_scaler.cur_scale)
 
     def is_skipping(self) -> bool:

@@ -33,7 +33,7 @@ class Zero3:
         self.set_step(1)
 
     def set_step(self, step: int) -> None:
-        """As of `ShardedOptimizer`."""
+        """The number of the next step, as `ShardedOptimizer.set_step`."""
         self._step = step
         frozen = [self._state(p) for p, rate in self._late.items() if not rate.is_trained(step)]
         self._frozen = list({id(state): state for state in frozen}.values())
@@ -68,7 +68,7 @@ class Zero3:
 
     @property
     def outcome(self) -> Callable[[], Outcome]:
-        """Of the last step, which DeepSpeed has waited for."""
+        """Outcome of the last step, which DeepSpeed has waited for."""
         skipped = bool(self._deepspeed.overflow)
         norm = math.inf if skipped else float(self._deepspeed._global_grad_norm)
         outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
@@ -101,7 +101,7 @@ class Zero3:
             self._deepspeed.persistent_parameters[0].all_gather(self._deepspeed.persistent_parameters)
 
     def step_count(self, parameter: Any) -> torch.Tensor:
-        """As of `ShardedOptimizer`."""
+        """Adam's count of a parameter's steps, as `ShardedOptimizer.step_count`."""
         return self._state(parameter)["step"]
 
     def _state(self, parameter: Any) -> dict[str, torch.Tensor]:

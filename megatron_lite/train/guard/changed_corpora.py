@@ -1,8 +1,8 @@
-"""What another `data.train` makes of a run's samples, told before it happens.
+"""Effects of a changed `data.train` on a run's samples, reported before training continues.
 
-A sample's place in its corpus follows from its number and the weights of now (data_utils/samples/mixture.py), as if
-they had always held. So after a change of weights a corpus goes on before or after the place that it had reached: it
-reads samples again, or leaves some out. Its place in the list is the key of its order.
+A sample's position in its corpus follows from its number and the current weights (data_utils/samples/mixture.py), as if
+they had held from the start. So after a change of weights a corpus continues before or after the position that it had
+reached: samples are repeated or left out. A corpus's index in the list is the key of its random order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
 
 
 def changed_corpora(config: Config, state: TrainerState) -> str | None:
-    """What differs between the corpora of a checkpoint and those of `config`, and its effect; None: the same samples.
+    """Differences of the corpora of a checkpoint and of `config`, with their effect; None: the samples are the same.
 
     Raises: DataError for a corpus without a manifest.
     """
@@ -65,7 +65,7 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
         elif new[place] in old:
             count = f"{read[old.index(new[place])]:,}"
             changes.append(
-                f"{name} has another place, which orders it anew: its {count} samples may come again"
+                f"{name} is at another index of data.train and gets a new order: its {count} samples may be repeated"
             )
         else:
             changes.append(f"{name} is new and would leave out its first {start:,} samples")

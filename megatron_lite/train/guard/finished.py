@@ -120,7 +120,7 @@ def _absolute(path: Any) -> Any:
 
 
 def _contents(config: Config) -> list[tuple[Any, Any]] | None:
-    """What identifies the corpora's contents; None where one cannot be read."""
+    """Identities of the corpora's contents; None if one cannot be read."""
     try:
         return [
             (_identity(corpus.prefix), corpus.decoder_prefix and _identity(corpus.decoder_prefix))

@@ -67,7 +67,7 @@ def heartbeat_directory(run_directory: Path) -> Path:
 
 
 def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
-    """What the ranks last wrote, by rank. Left out: unreadable files, and those written before `earliest` (Unix)."""
+    """The last heartbeat of each rank, by rank, without unreadable ones and those before `earliest` (Unix seconds)."""
     heartbeats = []
     for path in directory.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError):

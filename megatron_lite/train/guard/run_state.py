@@ -40,7 +40,7 @@ class Condition(StrEnum):
 
 
 class Start(StrEnum):
-    """What the same command does."""
+    """The effect of starting the same command again."""
 
     AT_BEGINNING = "begins at step 0, or with `checkpoint.initialize_from`"
     CONTINUES = "continues from the newest checkpoint"
@@ -138,7 +138,7 @@ def state_of(run: Path) -> RunState:
 
 
 def _blocked(checkpoints: Path) -> tuple[Condition, str] | None:
-    """What keeps a directory from being there or being made, if anything. Raises OSError."""
+    """The reason why a directory neither exists nor can be made; None if there is none. Raises OSError."""
     for path in (checkpoints, *checkpoints.absolute().parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):

@@ -42,7 +42,7 @@ EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpr
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
 DEATH_SECONDS = 5.0  # from a broken connection until the process at its other end is seen to be dead
 OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
-# What gloo, NCCL and torch's store say of a broken connection.
+# Messages of gloo, NCCL and torch's store about a broken connection.
 _CONNECTION = re.compile(
     r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
 )
@@ -95,7 +95,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
-        """Begin a section, whose time starts anew. All ranks call this in the same order."""
+        """Begin a section and restart its clock. All ranks call this in the same order."""
         here = self._here
         step = here.step if step is None else step
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
@@ -139,7 +139,7 @@ class Watchdog:
                 # The interpreter stops this thread before it ends; the timer continues.
                 faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
                 return
-            # Every tick sets the timer anew, so it only fires if the ticks stop.
+            # Every tick restarts the timer, so it only fires if the ticks stop.
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
 
     def _keep_lease(self) -> None:

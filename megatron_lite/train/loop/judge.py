@@ -1,4 +1,4 @@
-"""What evaluates a run by something else than the loss on validation data."""
+"""The interface of judges, which evaluate a run by other scores than the validation loss."""
 
 from __future__ import annotations
 

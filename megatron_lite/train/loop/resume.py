@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was loaded into the engine."""
+    """The state that was loaded into the engine."""
 
     state: TrainerState | None  # where training goes on; None: at step 0
     is_own: bool = False  # the state is of the run's own checkpoint
@@ -198,7 +198,7 @@ def _load(
 
 
 def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> list[str]:
-    """What `scripts/checkpoints.py rewind` has done, as events; without the known ones."""
+    """Events for each `scripts/checkpoints.py rewind` of the run, without the known ones."""
     events = [
         f"went back from step {last}, whose checkpoint is in {path.name}"
         for path, last in (rewinds(directory) if context.is_main else ())

@@ -128,11 +128,11 @@ def same_passes(data: Samples, count: int, size: int, context: ParallelContext) 
 
 
 class LossShares:
-    """What each loss of a step is divided by, and weighted with.
+    """Divisor and weight of each loss of a step.
 
     Args:
-    names: of the losses.
-    language_weight: step -> weight of the mean of all losses but the last, the task's, beside the mean of that one.
+        names: of the losses.
+        language_weight: step -> weight of the language-model loss relative to the task's loss, which is the last.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class LossShares:
         ]
 
     def _scales(self, loss_weights: Sequence[float], step: int) -> np.ndarray | None:
-        """What multiplies the weights of each loss."""
+        """Factor of the token weights of each loss, fp32 [losses]; None = 1."""
         if self.factors is not None:
             return mean_scales(self.factors, loss_weights)
         if self._language_weight is not None:

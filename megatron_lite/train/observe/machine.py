@@ -1,4 +1,4 @@
-"""What a run's rate is compared with: a GPU's data sheet, the rate that the user gave, or what this machine reaches.
+"""The rate that a run is compared with: a GPU's data sheet, the user's number, or a measurement of this machine.
 
 A share of the first two is model FLOPs utilisation (MFU). Without them, above all on CPUs, products of matrices are
 timed with the project's own linear layer. Virtual CPUs change their speed by a factor of three within seconds, so one

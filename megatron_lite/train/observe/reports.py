@@ -1,4 +1,4 @@
-"""What a run reports: its configuration, a line at the start and one per interval, and the arithmetic behind them."""
+"""Reports of a run: its configuration, a log line at the start and one per interval, and the arithmetic behind them."""
 
 from __future__ import annotations
 

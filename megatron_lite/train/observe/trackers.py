@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0  # longest wait for a service at the end of a run
 MAX_KEPT = 100_000  # records kept for a service that fails; beyond that the oldest are lost
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # section -> what pip installs
-# What the packages would report to their makers; a user who has set them decides.
+# Turns off telemetry of the packages to their makers, unless the user has set these variables.
 SILENCED = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
