@@ -121,9 +121,9 @@ GRADIENTS = (
     Plant(
         "loss of fp16 not scaled up, but its gradients scaled down",
         SHARDED,
-        '        """What each micro-batch\'s share of the loss is multiplied by before its backward pass."""\n'
+        '        """Factor of each micro-batch\'s loss before its backward pass: the loss scale of fp16, else 1."""\n'
         "        return float(self.loss_scaler.cur_scale)",
-        '        """What each micro-batch\'s share of the loss is multiplied by before its backward pass."""\n'
+        '        """Factor of each micro-batch\'s loss before its backward pass: the loss scale of fp16, else 1."""\n'
         "        return 1.0",
         (f"{FURTHER}[1x1x2-zero1-none-accumulation4-fp16]",),
     ),
