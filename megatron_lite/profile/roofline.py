@@ -29,23 +29,45 @@ class Members:
     ranks: tuple[int, ...]  # global
 
 
-def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float:
-    """Microseconds of a collective. Args: size: bytes of its largest tensor: the one reduced, or the gathered one."""
-    name, ranks = func.overloadpacket.__name__, members.ranks
-    share = (len(ranks) - 1) / len(ranks)
-    if "allreduce" in name or "all_reduce" in name:
-        moved = 2 * share * size
-    else:
-        moved = size if name in ("send", "recv_", "broadcast_") else share * size
+def kernel_micros(size: float, flops: float, gpu: Gpu) -> float:
+    """Microseconds of a kernel that passes over `size` bytes, or of a product with its FLOPs."""
+    return max(gpu.least_us, size / gpu.bandwidth_tbs / 1e6, flops / gpu.matmul_tflops / 1e6)
+
+
+def attention_micros(forward_flops: float, backward: bool, gpu: Gpu) -> float:
+    """Microseconds of a call. Args: forward_flops: two products of its pairs."""
+    if backward:
+        return max(gpu.least_attention_us[1], 2.5 * forward_flops / gpu.flash_backward_tflops / 1e6)
+    return max(gpu.least_attention_us[0], forward_flops / gpu.flash_forward_tflops / 1e6)
+
+
+def ring_micros(kind: str, size: float, members: Members, gpu: Gpu) -> float:
+    """Microseconds of a collective.
+
+    Args:
+        kind: all_reduce, gather, scatter (the sums of a reduction), or send (to one rank, or from one to all).
+        size: bytes of the largest tensor: what is reduced, or what is there after a gather.
+    """
+    ranks = members.ranks
+    share = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}.get(kind, 0.0) * (len(ranks) - 1) / len(ranks)
+    moved = size if kind == "send" else share * size
     of_nodes = Counter(rank // GPUS_OF_A_NODE for rank in ranks)
     return gpu.least_us + moved / gpu.ring_gbs(min(of_nodes.values()), len(of_nodes) > 1) / 1e3
+
+
+def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float:
+    """Microseconds of a collective of c10d. Args: size: as in `ring_micros`."""
+    name = func.overloadpacket.__name__
+    kind = "send" if name in ("send", "recv_", "broadcast_") else "gather"
+    kind = "all_reduce" if "allreduce" in name or "all_reduce" in name else kind
+    return ring_micros(kind, size, members, gpu)
 
 
 def cost_of(
     func: Any, name: str, args: Any, kwargs: Any, out: Any, gpu: Gpu, phase: str
 ) -> tuple[str, float]:
     """Kind of kernel and microseconds on a device."""
-    micros = max(gpu.least_us, _bytes(func, name, args, kwargs, out) / gpu.bandwidth_tbs / 1e6)
+    micros = kernel_micros(_bytes(func, name, args, kwargs, out), 0.0, gpu)
     if "attention" in name:
         return "attention", max(_attention_micros(name, args, gpu), 0.0 if _pairs(name, args) else micros)
     flops = _matmul_flops(name, args)
@@ -100,9 +122,7 @@ def _attention_micros(name: str, args: Any, gpu: Gpu) -> float:
     else:  # variable lengths: [T, H, D]
         heads, head_dim = query.shape[1], query.shape[2]
     flops = 4.0 * heads * head_dim * pairs
-    if "backward" in name:
-        return max(gpu.least_attention_us[1], 2.5 * flops / gpu.flash_backward_tflops / 1e6)
-    return max(gpu.least_attention_us[0], flops / gpu.flash_forward_tflops / 1e6)
+    return attention_micros(flops, "backward" in name, gpu)
 
 
 def _pairs(name: str, args: Any) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
 
@@ -58,15 +60,20 @@ def stages(config: Config) -> list[Stage]:
 
 def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
     """Blocks of each stage, and whether it begins with the embedding and ends with the head."""
-    layers, size = config.model.total_layers, config.parallel.pipeline_parallel_size
+    return list(_shares(config.model, config.loss_share, config.parallel.pipeline_parallel_size))
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(model: ModelConfig, loss_share: float, size: int) -> tuple[tuple[int, bool, bool], ...]:
+    layers = model.total_layers
     if size == 1:
-        return [(layers, True, True)]
+        return ((layers, True, True),)
     from megatron_lite.model.trunk.counts import layer_costs
     from megatron_lite.train.engine.pipeline import stage_bounds  # imports DeepSpeed
 
-    bounds = stage_bounds(layer_costs(config.model, config.loss_share), size)
+    bounds = stage_bounds(layer_costs(model, loss_share), size)
     # Layers: words, positions, the blocks, final norm, words again.
-    return [
+    return tuple(
         (max(0, min(end, 2 + layers) - max(first, 2)), first == 0, end == layers + 4)
         for first, end in itertools.pairwise(bounds)
-    ]
+    )

@@ -1,0 +1,353 @@
+"""The kernels of a block, forward and backward, with the bytes that each reads and writes.
+
+The list follows block.py and fused_block.py, kernel by kernel; tests compare it with traces of the blocks themselves.
+`e` is the bytes of a number, `t` the tokens of this rank outside tensor-parallel layers, T those within.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.profile.sizes import Sizes
+from megatron_lite.profile.tally import Tally
+
+_NORM_PROGRAMS, _GELU_PROGRAMS = 256, 64  # that sum over tokens, fused.py; 4 bytes a sum
+# torch's RMSNorm in fp32, kernel by kernel: launches that pass over all numbers, those over one number a token, and
+# bytes of each number of bf16.
+_RMS_FORWARD, _RMS_BACKWARD = (6, 2, 40), (16, 2, 116)
+
+
+class BlockCosts:
+    """One block of a stack. Args: is_decoder: with cross-attention."""
+
+    def __init__(self, sizes: Sizes, is_decoder: bool = False):
+        self.s, self.is_decoder = sizes, is_decoder
+        self.model = sizes.config.model
+        self.T = sizes.tokens(is_decoder)
+        self.t = self.T / sizes.share
+        self.e = sizes.element
+        self.has_kernels = sizes.config.training.kernels == "fused"
+        self.dropout = self.model.output_dropout > 0
+
+    # The parts of a forward pass
+
+    def forward(self, tally: Tally, again: bool = False) -> None:
+        """Args: again: in the backward pass, where it ends with the last tensor that is saved."""
+        model, s = self.model, self.s
+        recompute = s.config.training.recompute == "full"
+        ends_early = again and model.norm == "pre" and not self.dropout and not model.has_bias("mlp")
+        if model.norm == "pre":
+            self._norm(tally, not (recompute or self.is_decoder))
+        self._attention_layer(tally)
+        self._norm(tally, True)
+        if self.is_decoder:
+            self._cross_layer(tally)
+            self._norm(tally, True)
+        self._mlp(tally, ends_early)
+        if ends_early:
+            return
+        if model.norm != "pre":
+            self._norm(tally, True)
+        elif recompute or self.is_decoder or self._is_joined:
+            self._add(tally)
+        self._others(tally, 1.0)
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether a block ends with the sum: at ZeRO 3."""
+        return self.s.config.parallel.zero_stage == 3
+
+    def _norm(self, tally: Tally, has_x: bool) -> None:
+        """hidden + dropout(x), and its norm."""
+        size = self.t * self.s.width * self.e
+        if self.model.rms_norm or not self.has_kernels:
+            if has_x:
+                self._add(tally)
+            self._plain_norm(tally, self.t)
+        else:
+            tally.kernel((4 if has_x else 2) * size + self.t * (8 + 4 * (self.dropout and has_x)))
+
+    def _plain_norm(self, tally: Tally, tokens: float) -> None:
+        numbers = tokens * self.s.width
+        if not self.model.rms_norm:
+            tally.kernel(2 * numbers * self.e)
+            return
+        passes, short, size = _RMS_FORWARD
+        tally.kernel(size / passes * numbers * self.e / 2, passes)
+        tally.small(short)
+
+    def _add(self, tally: Tally) -> None:
+        size = self.t * self.s.width * self.e
+        if self.has_kernels:
+            tally.kernel(3 * size + 4 * self.t * self.dropout)
+        else:
+            tally.kernel(2 * size, 2)  # the bias, and the sum
+            if self.dropout:
+                tally.kernel(2 * size, 9)  # a hash of each number
+
+    def _enter(self, tally: Tally, tokens: float) -> None:
+        """Before a product whose columns are split."""
+        if self.s.share > 1:
+            tally.collective("gather", tokens * self.s.width * self.e, self.s.tp_group)
+
+    def _leave(self, tally: Tally, tokens: float) -> None:
+        """After a product whose rows are split."""
+        if self.s.tp == 1:
+            return
+        size = tokens * self.s.width * self.e
+        if self.s.share > 1:
+            tally.collective("scatter", size, self.s.tp_group)
+        else:
+            tally.kernel(2 * size)
+            tally.collective("all_reduce", size, self.s.tp_group)
+
+    def _attention_layer(self, tally: Tally) -> None:
+        s = self.s
+        self._enter(tally, self.T)
+        tally.product(self.T, s.width, s.qkv, self.e)
+        self._attend(tally)
+        tally.product(self.T, s.attended, s.width, self.e)
+        self._leave(tally, self.T)
+
+    def calls(self) -> list[tuple[float, float, float, float]]:
+        """(queries, gathered keys, keys, pairs) of each call; padding is 64 tokens that see each other."""
+        stack, micro = self.s.stack(self.is_decoder), self.s.config.batch.micro_batch_size
+        found = [
+            (call.queries * micro, call.gathered * micro, call.keys * micro, call.pairs * micro)
+            for call in stack.calls
+        ]
+        if stack.kernel == "varlen" and found:
+            queries, gathered, keys, pairs = found[0]
+            padding = max(0.0, self.T - sum(call[0] for call in found))
+            found[0] = queries + padding, gathered, keys + padding, pairs + padding * 64
+        return found
+
+    def _attend(self, tally: Tally) -> None:
+        """What recomputation of attention repeats."""
+        s, kernel = self.s, self.s.stack(self.is_decoder).kernel
+        whole = self.T * s.attended * self.e
+        self._turn(tally)
+        if self.model.unscaled_scores:  # queries times a factor, and put together with keys and values
+            tally.kernel(2 * whole)
+            tally.kernel(6 * whole)
+        calls = self.calls()
+        for _, gathered, _, pairs in calls:
+            if gathered:
+                tally.kernel(4 * gathered * s.attended * self.e)
+            if kernel == "dense":
+                self._masked(tally, pairs)
+            tally.attention(pairs, s.heads, self.model.head_size, backward=False)
+        if kernel == "dense":
+            tally.kernel(2 * whole)  # zeros for what sees nothing
+        elif kernel == "flex":
+            if self.model.attention_dropout > 0:  # once more, for the sums of the weights that stay
+                tally.attention(calls[0][3], s.heads, self.model.head_size, backward=False)
+                tally.small(6)
+                tally.kernel(3 * whole)
+        elif len(calls) > 1:
+            tally.kernel(2 * whole)
+
+    def _masked(self, tally: Tally, pairs: float) -> None:
+        """The bias of all pairs under the mask."""
+        tally.kernel(2 * pairs)
+        if self.model.relative == "none":
+            tally.kernel((1 + self.e) * pairs)
+        else:
+            tally.kernel(2 * pairs * self.s.heads * self.e)
+
+    def _unmasked(self, tally: Tally, pairs: float) -> None:
+        """The gradient of the bias, which the layers add up."""
+        if self.model.relative != "none":
+            tally.kernel(2 * pairs * self.s.heads * self.e)
+            tally.kernel(3 * pairs * self.s.heads * self.e)
+
+    def _turn(self, tally: Tally) -> None:
+        """Rotary positions, and keys that several heads share."""
+        if self.model.positions == "rotary":
+            numbers = self.T * self.s.attended
+            tally.kernel(1.06 * numbers * self.e, 10)
+            tally.kernel(6 * numbers * self.e)
+
+    def _cross_layer(self, tally: Tally) -> None:
+        s, encoded = self.s, self.s.tokens()
+        self._enter(tally, self.T)
+        self._enter(tally, encoded)
+        tally.product(self.T, s.width, s.attended, self.e)
+        tally.product(encoded, s.width, 2 * s.attended, self.e)
+        whole, is_dense = self.T * s.attended * self.e, s.stack(True).kernel == "dense"
+        if self.model.unscaled_scores:
+            tally.kernel(2 * whole)
+        if is_dense:
+            tally.small(2)
+            tally.kernel((1 + self.e) * self._cross_pairs())
+        tally.attention(self._cross_pairs(), s.heads, self.model.head_size, backward=False)
+        if is_dense:
+            tally.kernel(2 * whole)
+        tally.product(self.T, s.attended, s.width, self.e)
+        self._leave(tally, self.T)
+
+    def _cross_pairs(self) -> float:
+        assert self.s.rows.cross is not None
+        return self.s.rows.cross.pairs * self.s.config.batch.micro_batch_size
+
+    def _mlp(self, tally: Tally, ends_early: bool) -> None:
+        s = self.s
+        self._enter(tally, self.T)
+        tally.product(self.T, s.width, s.expanded, self.e)
+        self._activation(tally)
+        tally.product(self.T, s.inner, s.width, self.e)
+        if not ends_early:
+            self._leave(tally, self.T)
+
+    def _activation(self, tally: Tally) -> None:
+        size = self.T * self.s.inner * self.e
+        tally.kernel(2 * size)
+        if not self.has_kernels or not self.model.activation.startswith("gelu"):
+            if self.model.has_bias("mlp"):
+                tally.kernel(2 * size)
+        if self.model.ffn == "gated":
+            tally.kernel(3 * size)
+        if self.model.activation_dropout > 0:
+            tally.kernel(2 * size)
+
+    def _others(self, tally: Tally, times: float) -> None:
+        """Norms of a sandwich, the residual's factor, adapters."""
+        size, model = self.t * self.s.width * self.e, self.model
+        if model.sandwich_norm:
+            self._plain_norm(tally, 2 * self.t)
+        if model.norm == "deepnorm":
+            tally.kernel(2 * size, 2 * times)
+        if model.adapter_size:
+            tally.kernel(3 * size, 8 * times)
+
+    # The backward pass
+
+    def backward(self, tally: Tally) -> None:
+        """With what is recomputed before it."""
+        recompute = self.s.config.training.recompute
+        if recompute == "full":
+            self.forward(tally, again=True)
+        elif recompute == "selective":
+            self._attend(tally)
+        pre = self.model.norm == "pre"
+        if not pre or recompute == "full" or self.is_decoder or self._is_joined:
+            (self._add_backward if pre else self._norm_backward)(tally)
+        self._mlp_backward(tally)
+        self._norm_backward(tally)
+        if self.is_decoder:
+            self._cross_backward(tally)
+            self._norm_backward(tally)
+        self._attention_backward(tally)
+        if pre:
+            self._norm_backward(tally, has_x=not (recompute == "full" or self.is_decoder))
+        else:  # two paths lead to the sums that norms begin with
+            tally.kernel(3 * self.t * self.s.width * self.e, 2)
+        if self.s.is_fused:
+            self._finish(tally, 1)
+        self._others(tally, 2.0)
+
+    def _finish(self, tally: Tally, count: int = 0) -> None:
+        """The ends of sums over tokens: one kernel for each, or one for the block."""
+        if not self.s.is_fused or count:
+            tally.small(count or 1)
+
+    def _norm_backward(self, tally: Tally, has_x: bool = True) -> None:
+        s = self.s
+        size, sums = self.t * s.width * self.e, _NORM_PROGRAMS * s.width * 4 * (3 if has_x else 2)
+        if self.model.rms_norm:
+            passes, short, bytes_each = _RMS_BACKWARD
+            tally.kernel(bytes_each / passes * self.t * s.width * self.e / 2, passes)
+            tally.small(short)
+            if has_x and self.dropout:
+                tally.kernel(2 * size)
+        elif not self.has_kernels:
+            tally.kernel(4 * size, 2)
+            if has_x and self.dropout:
+                tally.kernel(2 * size, 9)
+        else:
+            tally.kernel((4 + (has_x and self.dropout)) * size + sums + 8 * self.t)
+            self._finish(tally)
+
+    def _add_backward(self, tally: Tally) -> None:
+        if self.dropout or self.model.has_bias("mlp"):
+            tally.kernel(2 * self.t * self.s.width * self.e + _NORM_PROGRAMS * self.s.width * 4)
+        if self.model.has_bias("mlp"):
+            tally.small(1)
+
+    def _products_backward(
+        self, tally: Tally, rows: float, inner: int, columns: int, is_column: bool, has_bias: bool
+    ) -> None:
+        """Gradients of the input and the weight of a product [rows, inner] x [inner, columns]."""
+        s = self.s
+        size = rows * s.width * self.e
+        if s.share > 1:  # the gathered side: the input of a column-parallel layer, the gradient of the other kind
+            tally.collective("gather", size, s.tp_group)
+        tally.product(rows, columns, inner, self.e)
+        if is_column and s.tp > 1:
+            tally.collective("scatter" if s.share > 1 else "all_reduce", size, s.tp_group)
+        tally.product(columns, rows, inner, self.e, self._sum_bytes)
+        if has_bias and not s.is_fused:
+            tally.kernel(rows * columns * self.e)
+
+    @property
+    def _sum_bytes(self) -> int:
+        """Bytes of a number of a weight's gradient: it goes to a sum in fp32 that is read and written."""
+        return self.e if self._is_joined or self.model.share_layers else 8
+
+    def _mlp_backward(self, tally: Tally) -> None:
+        s, size = self.s, self.T * self.s.inner * self.e
+        self._products_backward(tally, self.T, s.inner, s.width, False, False)
+        has_bias = self.model.has_bias("mlp")
+        if self.model.ffn == "gated":
+            tally.kernel(3 * size, 2)  # of the product
+            tally.kernel(2.2 * size, 7)  # of the activation, and its halves put together
+            tally.kernel(4 * size)
+        else:
+            tally.kernel(3 * size + _GELU_PROGRAMS * s.inner * 4)
+            if has_bias:
+                self._finish(tally)
+        if self.model.activation_dropout > 0:
+            tally.kernel(2 * size)
+        self._products_backward(tally, self.T, s.width, s.expanded, True, False)
+
+    def _attention_backward(self, tally: Tally) -> None:
+        s, kernel = self.s, self.s.stack(self.is_decoder).kernel
+        self._products_backward(tally, self.T, s.attended, s.width, False, False)
+        calls = self.calls()
+        for *_, pairs in calls:
+            tally.attention(pairs, s.heads, self.model.head_size, backward=True)
+        whole = self.T * s.attended * self.e
+        if kernel == "dense":
+            tally.kernel(2 * whole)
+            self._unmasked(tally, calls[0][3])
+            tally.kernel(6 * whole)
+        elif kernel == "flex":
+            if self.model.attention_dropout > 0:
+                tally.attention(calls[0][3], s.heads, self.model.head_size, backward=True)
+                tally.kernel(3 * whole, 5)
+        elif len(calls) > 1:
+            keys = sum(call[2] for call in calls)
+            read = sum(call[0] for call in calls) + 2 * keys
+            tally.kernel((read + 3 * self.T) * s.attended * self.e + _NORM_PROGRAMS * 3 * s.attended * 4)
+        else:
+            tally.kernel(2 * whole)
+            tally.kernel(4 * whole)
+        self._turn(tally)
+        if self.model.unscaled_scores:
+            tally.kernel(2 * whole)
+            tally.kernel(6 * whole)
+        has_bias = self.model.has_bias("qkv")
+        self._products_backward(tally, self.T, s.width, s.qkv, True, has_bias)
+
+    def _cross_backward(self, tally: Tally) -> None:
+        s, encoded = self.s, self.s.tokens()
+        has_bias = self.model.has_bias("qkv")
+        self._products_backward(tally, self.T, s.attended, s.width, False, False)
+        whole = self.T * s.attended * self.e
+        if self.model.unscaled_scores:
+            tally.kernel(2 * whole)
+        if s.stack(True).kernel == "dense":
+            tally.kernel(2 * whole)
+        tally.attention(self._cross_pairs(), s.heads, self.model.head_size, backward=True)
+        tally.kernel(4 * encoded * s.attended * self.e)
+        self._products_backward(tally, encoded, s.width, 2 * s.attended, True, has_bias)
+        self._products_backward(tally, self.T, s.width, s.attended, True, has_bias)
+        tally.kernel(3 * encoded * s.width * self.e)  # sums of the encoder's gradients

@@ -1,0 +1,114 @@
+"""A training step of a layout by counts and formulas: memory, kernels, times by the roofline, communication.
+
+Nothing runs: the sizes of the configuration's own batches and the shapes of its parameters are counted, and each kernel
+and collective of a step costs what the roofline gives it. Tests compare the figures with traces of the step itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.tree import Config
+from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.memory import Peak, peak
+from megatron_lite.profile.parameters import Stage, stages
+from megatron_lite.profile.rows import Rows
+from megatron_lite.profile.sizes import Sizes
+from megatron_lite.profile.step_costs import stage_tally
+from megatron_lite.profile.tally import Tally
+
+# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and CUDA's launch.
+LAUNCH_US = 10.0
+RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training step, of a pipeline on the rank that has most. Times are milliseconds of a step."""
+
+    peak: Peak
+    launches: float
+    kinds: dict[str, float]  # kind of kernel -> ms on the slowest rank
+    collectives: dict[str, float]  # group -> calls
+    collective_mb: dict[str, float]  # group -> the largest tensor of each call
+    communication_ms: dict[str, float]  # group -> ms, if nothing overlaps
+    host_ms: float
+    roofline_ms: float
+    bubble: float  # factor of both times: a pipeline's fill and drain
+    rank_parameters: int  # of the fullest rank
+    tokens: float  # of all ranks, without padding
+    flops: float  # of the model on one rank, without recomputation
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak.total / 2**30
+
+    @property
+    def busy_ms(self) -> float:
+        """If all communication overlaps."""
+        return max(self.host_ms, self.roofline_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """If no communication overlaps."""
+        moved = self.communication_ms
+        within = sum(moved.get(group, 0.0) for group in ("tp", "pp"))
+        return self.busy_ms + self.bubble * within + sum(moved.values()) - within
+
+    def mfu(self, gpu: Gpu) -> float:
+        """Of the time without communication."""
+        return self.flops / self.busy_ms / gpu.peak_tflops / 1e9
+
+    def fits(self, gpu: Gpu) -> bool:
+        return self.peak_gib + RESERVED_GIB <= gpu.memory_gib
+
+
+def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
+    """Args: rows: as of `average_rows`. Raises ConfigError if the processes do not fit the layout or the batch."""
+    sizes = Sizes(config, processes, rows)
+    config.deepspeed_options(sizes.dp)
+    every = stages(sizes)
+    chosen = _counted_stages(every)
+    tallies = [stage_tally(every[place], sizes, gpu) for place in chosen]
+    bubble = 1 + (sizes.pp - 1) / sizes.micro_batches
+    slowest = max(tallies, key=_micros)
+    micro_batches, batch = sizes.micro_batches, config.batch
+    samples = batch.micro_batch_size * micro_batches
+    work = (rows.tokens, rows.loss_rows, rows.visible_keys, rows.targets, rows.target_keys)
+    flops = step_flops(config.model, *(int(each * samples) for each in work)) * sizes.dp / processes
+    return Estimate(
+        peak=max((peak(every[place], place, sizes) for place in chosen), key=lambda found: found.total),
+        launches=max(_launches(tally) for tally in tallies),
+        kinds={kind: micros / 1e3 for kind, micros in slowest.micros.items()},
+        collectives=_most(tallies, "calls", 1.0),
+        collective_mb=_most(tallies, "bytes", 1e6),
+        communication_ms=_most(tallies, "ring_micros", 1e3),
+        host_ms=max(_launches(tally) for tally in tallies) * LAUNCH_US / 1e3 * bubble,
+        roofline_ms=_micros(slowest) / 1e3 * bubble,
+        bubble=bubble,
+        rank_parameters=max(stage.numbers for stage in every),
+        tokens=rows.tokens * samples * sizes.dp,
+        flops=flops,
+    )
+
+
+def _counted_stages(every: list[Stage]) -> list[int]:
+    """The first, the fullest inner and the last stage."""
+    inner = range(1, len(every) - 1)
+    fullest = [max(inner, key=lambda place: (every[place].blocks, -place))] if inner else []
+    return sorted({0, *fullest, len(every) - 1})
+
+
+def _micros(tally: Tally) -> float:
+    return sum(tally.micros.values())
+
+
+def _launches(tally: Tally) -> float:
+    return tally.launches + sum(tally.calls.values())
+
+
+def _most(tallies: list[Tally], name: str, unit: float) -> dict[str, float]:
+    """Numbers by group, each of the rank that has most of it."""
+    groups = sorted({group for tally in tallies for group in getattr(tally, name)})
+    return {group: max(getattr(tally, name)[group] for tally in tallies) / unit for group in groups}

@@ -1,0 +1,160 @@
+"""Bytes of GPU memory at the peak of a step: what lies there all the time, and the largest of a few moments.
+
+Activations are those that a block's functions save, see block.py and fused_block.py. Workspaces of libraries and
+fragmentation are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.profile.block_costs import BlockCosts
+from megatron_lite.profile.parameters import Stage, buckets
+from megatron_lite.profile.sizes import Sizes
+from megatron_lite.profile.step_costs import LIVE_PARAMETERS
+
+_STAGE_3_BUCKET = 500_000_000  # numbers of DeepSpeed's buffer for gradients, unless reduce_bucket_size says else
+_SUMS = 64 * 4  # bytes of GELU's sums for each feature
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on the first rank of a stage."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float  # of all micro-batches under way, at the peak
+    rest: float  # logits, gradients of activations and of the vocabulary, buckets under way
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.rest
+
+
+def peak(stage: Stage, place: int, sizes: Sizes) -> Peak:
+    """Args: place: the stage's number."""
+    s = sizes
+    weights, gradients, optimizer = _state(stage, s)
+    of_blocks, of_words = _in_exchange(stage, s)
+    kept = sum(_kept(s, is_decoder) * count for is_decoder, count in _blocks(stage, s))
+    micro_batches = min(s.pp - place, s.micro_batches) if s.pp > 1 else 1
+    # What waits between the stages: a hidden state received and one sent.
+    between = s.all_tokens / s.share * s.width * s.element
+    kept = kept * micro_batches + (between * (micro_batches + 1) if s.pp > 1 else 0.0)
+    moments = [_backward(s, is_decoder) + of_blocks for is_decoder, _ in _blocks(stage, s)]
+    vocabulary, is_tied = s.vocabulary * s.embedding * s.element, s.config.model.tie_word_embeddings
+    if stage.is_last:
+        # A tied embedding's first gradient waits for the second one; another matrix's goes into its bucket.
+        moments = [moment + (vocabulary if is_tied else of_words) for moment in moments]
+        moments.append(_head(s) + (0.0 if is_tied else of_words))
+    rest = max(moments)
+    both = 3 * vocabulary if is_tied and stage.is_last else vocabulary
+    end = max(both, vocabulary + of_words) + of_blocks / 2 + 2 * s.all_tokens * s.embedding * s.element
+    if stage.is_first and kept + rest < end:
+        kept, rest = 0.0, end
+    return Peak(weights, gradients, optimizer, kept, rest)
+
+
+def _blocks(stage: Stage, s: Sizes) -> list[tuple[bool, int]]:
+    """(is a decoder's, number) of the stage's blocks."""
+    encoders = max(0, min(stage.first_block + stage.blocks, s.config.model.num_layers) - stage.first_block)
+    counts = ((False, encoders), (True, stage.blocks - encoders))
+    return [(is_decoder, count) for is_decoder, count in counts if count]
+
+
+def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of this rank."""
+    zero, e = s.config.parallel.zero_stage, s.element
+    on_device = 0.0 if s.config.parallel.offload_optimizer else 1.0
+    if zero == 3:
+        own = stage.numbers / s.dp
+        live = min(stage.numbers, LIVE_PARAMETERS) * e
+        return own * e + live, own * 4 + _STAGE_3_BUCKET * 4, own * 12 * on_device
+    numbers = sum(bucket.numbers for bucket in buckets(stage, s))
+    own = numbers / s.dp
+    gradients = numbers if zero == 1 else own if s.micro_batches > 1 else 0.0
+    return numbers * e, gradients * 4, own * 12 * on_device
+
+
+def _in_exchange(stage: Stage, s: Sizes) -> tuple[float, float]:
+    """ZeRO 2: bytes of the blocks' buckets that are being filled or exchanged, and of that of the vocabulary."""
+    if s.config.parallel.zero_stage != 2:
+        return 0.0, 0.0
+    found = buckets(stage, s)
+    words = s.vocabulary * s.embedding
+    largest = sorted((b.numbers for b in found if b.numbers < words), reverse=True)
+    at_once = 1 if s.config.training.recompute == "none" else 2
+    return 4.0 * sum(largest[:at_once]), 4.0 * words
+
+
+def _kept(s: Sizes, is_decoder: bool) -> float:
+    """Bytes that a block keeps for its backward pass."""
+    model, e = s.config.model, s.element
+    T = s.tokens(is_decoder)
+    t, recompute = T / s.share, s.config.training.recompute
+    if recompute == "full":
+        return t * s.width * e * (1 if not is_decoder else 1)
+    return _inside(s, is_decoder) + (t * s.width * e if model.norm == "pre" else 0.0)
+
+
+def _inside(s: Sizes, is_decoder: bool) -> float:
+    """The same without the input."""
+    model, e = s.config.model, s.element
+    T = s.tokens(is_decoder)
+    t, is_kernel = T / s.share, s.config.training.kernels == "fused"
+    hidden, attended, inner = t * s.width * e, T * s.attended * e, T * s.inner * e
+    total = 3 * hidden + 16 * t  # the sum after attention, and both norms
+    if model.rms_norm:
+        total += 2 * (2 * hidden + t * s.width * 4 * 2)
+    elif not is_kernel:
+        total += 2 * hidden
+    total += T * s.qkv * e + attended
+    if s.config.training.recompute != "selective":
+        total += _attention_state(s, is_decoder)
+    if model.positions == "rotary":
+        total += 3 * attended
+    if model.norm != "pre":
+        total += hidden
+    if is_decoder:
+        encoded = s.tokens()
+        total += 2 * hidden + 2 * attended + 2 * encoded * s.attended * e
+    total += T * s.expanded * e + inner
+    if model.ffn == "gated":
+        total += 2 * inner
+    return total
+
+
+def _attention_state(s: Sizes, is_decoder: bool) -> float:
+    model, e = s.config.model, s.element
+    calls = BlockCosts(s, is_decoder).calls()
+    total = 2 * sum(call[1] for call in calls) * s.attended * e
+    total += sum(call[0] for call in calls) * s.heads * 4
+    if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
+        total += calls[0][3] * (1 + (s.heads * e if model.relative != "none" else e))
+        total += s.tokens(is_decoder) * s.attended * e
+    return total
+
+
+def _backward(s: Sizes, is_decoder: bool) -> float:
+    """Most bytes within a block's backward pass, beside what was kept: at the gradients of the FFN's products."""
+    e, T = s.element, s.tokens(is_decoder)
+    hidden, inner = T / s.share * s.width * e, T * s.inner * e
+    if s.is_fused:
+        moment = 2 * hidden + 2 * inner + s.inner * _SUMS
+    else:
+        whole = T * s.width * e if s.share > 1 else 0.0
+        moment = 2 * hidden + whole + T * s.expanded * e
+    if s.config.training.recompute == "full":
+        moment += _inside(s, is_decoder)
+    return moment
+
+
+def _head(s: Sizes) -> float:
+    """At the gradient of the logits."""
+    e, micro = s.element, s.config.batch.micro_batch_size
+    rows = s.predicted + s.rows.borders * micro
+    logits = rows * s.vocabulary * e
+    weights = s.vocabulary * s.embedding * e
+    more = logits if s.config.training.kernels != "fused" else 0.0
+    return 3 * rows * s.width * e + logits + weights + more

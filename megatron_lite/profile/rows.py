@@ -1,0 +1,171 @@
+"""What an average row of a configuration's batches gives a step to do: tokens, rows with loss, attention's calls.
+
+The rows are those of the configuration's own objectives over random documents. Everything is counted on the host, by
+the plans that training makes for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.base.planes import OBJECTIVE
+from megatron_lite.config.tree import Config
+from megatron_lite.model.attention.cross_attention import rectangles
+from megatron_lite.model.attention.dense import DensePlan
+from megatron_lite.model.attention.flex import BLOCK, FlexPlan
+from megatron_lite.model.attention.layout import Layout
+from megatron_lite.model.attention.plan import plan_attention
+from megatron_lite.model.attention.varlen import VarlenCall, VarlenPlan
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.loss_rows import find_loss_rows
+from megatron_lite.model.input.model_input import dense_reason, few_lengths
+from megatron_lite.profile.batches import random_batches
+
+SAMPLED_ROWS = 32  # at least; enough for means within about 2 %
+_CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention kernel, per row."""
+
+    queries: float
+    gathered: float  # keys that are gathered for it; 0 = its keys are a slice
+    keys: float
+    pairs: float  # of query and key that it computes
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What one stack of blocks computes, per row."""
+
+    kernel: str  # varlen, flex or dense
+    calls: tuple[Call, ...]
+    counts: np.ndarray  # tokens of each sampled row
+
+    def tokens(self, rows: int, multiple: int) -> float:
+        """Tokens of a micro-batch of so many rows, padded to a multiple, on average; dense attention knows no such padding."""
+        if self.kernel == "dense":
+            return float(self.counts.mean() * rows)
+        used = len(self.counts) // rows * rows
+        if not used:
+            return _padded(self.counts.mean() * rows, multiple)
+        sums = self.counts[:used].reshape(-1, rows).sum(1)
+        return float(np.mean([_padded(count, multiple) for count in sums]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Means over the sampled rows."""
+
+    length: int  # S of a row, padding included
+    stack: Stack  # the only one, or the encoder
+    decoder: Stack | None
+    cross: Call | None  # of the decoder's cross-attention
+    tokens: float  # without padding
+    loss_rows: float
+    borders: float  # of the rows with loss, those that SpanBERT's head predicts as well
+    sentences: float  # rows with a class of a sentence
+    visible_keys: float
+    targets: float
+    target_keys: float
+
+    def multiple(self, rows: int) -> int:
+        """What tokens of a micro-batch of so many rows are padded to a multiple of."""
+        return few_lengths(rows * self.length, _CUDA, torch.bfloat16)
+
+
+def _padded(count: float, multiple: int) -> float:
+    return max(1.0, -(-count // multiple)) * multiple
+
+
+def average_rows(config: Config) -> Rows:
+    """Raises ConfigError as the objectives do."""
+    micro = config.batch.micro_batch_size
+    if micro * 2 < SAMPLED_ROWS:
+        config = replace(config, batch=replace(config.batch, micro_batch_size=SAMPLED_ROWS // 2))
+    batches = random_batches(config, 2)
+    rows = sum(len(batch.planes) for batch in batches)
+    found = [_one(config, batch) for batch in batches]
+    first = found[0]
+    means: dict[str, Any] = {
+        name: sum(getattr(of_batch, name) for of_batch in found) / rows
+        for name in ("tokens", "loss_rows", "borders", "sentences", "visible_keys", "targets", "target_keys")
+    }
+    stack = _mean([of_batch.stack for of_batch in found], rows)
+    decoder = cross = None
+    if first.decoder is not None:
+        decoder = _mean([of_batch.decoder for of_batch in found if of_batch.decoder is not None], rows)
+        cross = _mean_call([of_batch.cross for of_batch in found if of_batch.cross is not None], rows)
+    return Rows(first.length, stack, decoder, cross, **means)
+
+
+def _mean(stacks: list[Stack], rows: int) -> Stack:
+    most = max((stack.calls for stack in stacks), key=len)
+    calls = tuple(
+        _mean_call([stack.calls[i] for stack in stacks if i < len(stack.calls)], rows)
+        for i in range(len(most))
+    )
+    return Stack(stacks[0].kernel, calls, np.concatenate([stack.counts for stack in stacks]))
+
+
+def _mean_call(calls: list[Call], rows: int) -> Call:
+    return Call(
+        *(
+            sum(getattr(call, name) for call in calls) / rows
+            for name in ("queries", "gathered", "keys", "pairs")
+        )
+    )
+
+
+def _one(config: Config, batch: Batch) -> Rows:
+    """Sums over a batch."""
+    model, layout = config.model, batch.layout
+    kernel = "auto" if dense_reason(model, _CUDA) is None else "dense"
+    stack, *others = [
+        _stack(plan_attention(part, _CUDA, kernel), part, batch)
+        for part in (layout.parts if model.decoder_layers else [layout])
+    ]
+    cross = _cross(layout, kernel) if others else None
+    weights, objectives = batch.weights.reshape(-1), batch.planes[:, OBJECTIVE].reshape(-1)
+    loss_rows, _ = find_loss_rows(weights, objectives, model)
+    return Rows(
+        batch.planes.shape[2], stack, others[0] if others else None, cross, batch.tokens,
+        len(loss_rows.tokens), len(loss_rows.borders), len(loss_rows.sentences),
+        batch.visible_keys, batch.targets, batch.target_keys,
+    )  # fmt: skip
+
+
+def _stack(plan: Any, layout: Layout, batch: Batch) -> Stack:
+    rows, length = len(batch.planes), batch.planes.shape[2]
+    counts = np.bincount(layout.rows // length, minlength=rows).astype(float)
+    if isinstance(plan, DensePlan):  # every place of a row, padding too
+        whole = float(rows * length)
+        return Stack("dense", (Call(whole, 0, whole, whole * length),), np.full(rows, float(length)))
+    if isinstance(plan, FlexPlan):
+        blocks = int(plan.lists.partial_counts.sum() + plan.lists.full_counts.sum())
+        return Stack("flex", (Call(plan.length, 0, plan.length, blocks * BLOCK**2),), counts)
+    assert isinstance(plan, VarlenPlan)
+    return Stack("varlen", tuple(_call(call) for call in plan.calls), counts)
+
+
+def _call(call: VarlenCall) -> Call:
+    queries, keys = (np.diff(ends).astype(float) for ends in (call.query_ends, call.key_ends))
+    pairs = queries * keys - (queries * (queries - 1) / 2 if call.causal else 0)
+    return Call(queries.sum(), len(call.gathered), keys.sum(), pairs.clip(min=0).sum())
+
+
+def _cross(layout: Layout, kernel: str) -> Call:
+    """The call of cross-attention, over all tokens where it is dense."""
+    if kernel == "dense":
+        whole = float(layout.shape[0] * layout.shape[1])
+        return Call(whole, 0, whole, whole * layout.shape[1])
+    orders = [plan_attention(part, _CUDA, kernel).order for part in layout.parts]
+    found = rectangles(layout, orders[1], orders[0])
+    keys = sum(each.key_stop - each.key_start for each in found)
+    pairs = sum((each.stop - each.start) * (each.key_stop - each.key_start) for each in found)
+    return Call(len(orders[1]), keys, keys, pairs)

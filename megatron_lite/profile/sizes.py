@@ -1,0 +1,161 @@
+"""The sizes of one rank's part of a layout: tokens, widths, groups of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_lite.config.model import padded_vocab_size
+from megatron_lite.config.tree import Config
+from megatron_lite.model.attention.cross_attention import constant_length
+from megatron_lite.profile.roofline import Members
+from megatron_lite.profile.rows import Rows, Stack
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a micro-batch on the first rank of a layout. Widths are those of this rank's part."""
+
+    config: Config
+    processes: int
+    rows: Rows
+
+    @cached_property
+    def dp(self) -> int:
+        return self.config.parallel.data_parallel_size(self.processes)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.batch.accumulation_steps(self.dp)
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a number in training precision."""
+        return _BYTES[self.config.training.precision]
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallel.pipeline_parallel_size
+
+    @cached_property
+    def share(self) -> int:
+        """Ranks over which tokens are split outside the tensor-parallel layers."""
+        return self.tp if self.config.parallel.sequence_parallel else 1
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a block is one function of autograd, see `Block.may_fuse`."""
+        model, training = self.config.model, self.config.training
+        is_known = model.is_plain and not model.activation_dropout
+        chosen = training.recompute == "none" and training.kernels == "fused"
+        is_whole = self.tp == 1 and self.config.parallel.zero_stage < 3
+        return is_known and chosen and is_whole and self.rows.stack.kernel == "varlen"
+
+    # Tokens
+
+    def stack(self, is_decoder: bool = False) -> Stack:
+        if is_decoder:
+            assert self.rows.decoder is not None
+            return self.rows.decoder
+        return self.rows.stack
+
+    def tokens(self, is_decoder: bool = False) -> float:
+        """T of a stack: with pipeline stages always the same number."""
+        micro = self.config.batch.micro_batch_size
+        places = micro * self.rows.length
+        multiple = self.rows.multiple(micro)
+        if self.pp > 1:
+            if self.rows.decoder is None:
+                return places
+            both = constant_length(places, multiple)
+            encoder = self.rows.stack.tokens(micro, multiple)
+            return both - encoder if is_decoder else encoder
+        if self.share > 1 and multiple % self.share:
+            multiple *= self.share
+        return self.stack(is_decoder).tokens(micro, multiple)
+
+    @cached_property
+    def all_tokens(self) -> float:
+        """Tokens of both stacks."""
+        return self.tokens() + (self.tokens(True) if self.rows.decoder is not None else 0.0)
+
+    @cached_property
+    def predicted(self) -> float:
+        """Rows with loss of a micro-batch, which predict a token."""
+        return self.rows.loss_rows * self.config.batch.micro_batch_size
+
+    # Widths
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.config.model.hidden_size
+
+    @property
+    def embedding(self) -> int:
+        """Width of the embeddings."""
+        return self.config.model.embedding_size or self.width
+
+    @cached_property
+    def heads(self) -> int:
+        return self.config.model.num_attention_heads // self.tp
+
+    @cached_property
+    def attended(self) -> int:
+        """Width of this rank's queries."""
+        return self.heads * self.config.model.head_size
+
+    @cached_property
+    def qkv(self) -> int:
+        """Width of queries, keys and values together."""
+        model = self.config.model
+        return (self.heads + 2 * (model.key_value_heads // self.tp)) * model.head_size
+
+    @cached_property
+    def inner(self) -> int:
+        return self.config.model.inner_size // self.tp
+
+    @cached_property
+    def expanded(self) -> int:
+        """Width of the FFN's first product: gate and up together where it has both."""
+        return self.inner * (2 if self.config.model.ffn == "gated" else 1)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        assert self.config.model.vocab_size is not None
+        return padded_vocab_size(self.config.model.vocab_size, self.tp) // self.tp
+
+    # Groups
+
+    @cached_property
+    def tp_group(self) -> Members:
+        return Members("tp", tuple(range(self.tp)))
+
+    @cached_property
+    def dp_group(self) -> Members:
+        return Members("dp", tuple(range(0, self.dp * self.tp, self.tp)))
+
+    @cached_property
+    def neighbours(self) -> Members:
+        """Two pipeline stages."""
+        return Members("pp", (0, self.processes // self.pp))
+
+    @cached_property
+    def ends(self) -> Members:
+        """The stages that hold a tied word embedding."""
+        ranks = (0, self.processes // self.pp * (self.pp - 1))
+        return Members("pp" if self.pp == 2 else "other", ranks)
+
+    @cached_property
+    def world(self) -> Members:
+        """All ranks, under the name of the group that they are."""
+        names = {self.tp: "tp", self.dp: "dp", self.pp: "pp"}
+        return Members(names.get(self.processes, "world"), tuple(range(self.processes)))

@@ -1,0 +1,233 @@
+"""The kernels and collectives of a step beside its blocks: embedding, heads, gradients, the update, pipeline stages."""
+
+from __future__ import annotations
+
+from megatron_lite.profile.block_costs import BlockCosts
+from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.parameters import Bucket, Stage, buckets, is_small, moves
+from megatron_lite.profile.sizes import Sizes
+from megatron_lite.profile.tally import Tally
+
+# Kernels on single numbers, or one for each row with loss.
+_LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 10, 4, 5
+_STEP, _CLIPPING, _PER_GROUP = 20, 4, 3
+# Numbers that ZeRO 3 keeps gathered for their next use, unless zero_optimization.stage3_max_live_parameters says else.
+LIVE_PARAMETERS = 1_000_000_000
+
+
+def stage_tally(stage: Stage, sizes: Sizes, gpu: Gpu) -> Tally:
+    """A whole step on the first rank of a stage."""
+    pass_, total = Tally(gpu), Tally(gpu)
+    _blocks(pass_, stage, sizes)
+    if stage.is_first:
+        _embedding(pass_, sizes)
+        _pairs_once(pass_, sizes)
+    if stage.is_last:
+        _head(pass_, sizes)
+    _Pipe(stage, sizes).exchange(pass_)
+    total.add(pass_, sizes.micro_batches)
+    if sizes.config.parallel.zero_stage == 3:
+        _stage_3(total, stage, sizes)
+    else:
+        _gradients(total, buckets(stage, sizes), sizes)
+    return total
+
+
+def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
+    model = s.config.model
+    encoders = max(0, min(stage.first_block + stage.blocks, model.num_layers) - stage.first_block)
+    for count, is_decoder in ((encoders, False), (stage.blocks - encoders, True)):
+        if count:
+            one, costs = Tally(tally.gpu), BlockCosts(s, is_decoder)
+            costs.forward(one)
+            costs.backward(one)
+            tally.add(one, count)
+    ends_with_sum = s.config.training.recompute != "full" and s.config.parallel.zero_stage < 3
+    if model.norm == "pre" and not model.decoder_layers and ends_with_sum:
+        # The first block's input is no sum; the last one's output is: kernels that a block between does not have.
+        size = s.tokens() / s.share * s.width * s.element
+        tally.kernel(3 * size)
+        tally.micros["elementwise"] -= 2 * size / tally.gpu.bandwidth_tbs / 1e6  # type: ignore[assignment]
+        tally.kernel(2 * size)
+        tally.small(1)
+        tally.micros["elementwise"] -= size / tally.gpu.bandwidth_tbs / 1e6  # type: ignore[assignment]
+
+
+def _embedding(tally: Tally, s: Sizes) -> None:
+    model, e = s.config.model, s.element
+    T, t = s.all_tokens, s.all_tokens / s.share
+    size, own = T * s.embedding * e, t * s.embedding * e
+    words = s.vocabulary * s.embedding * e
+    tables = (model.positions.startswith("learned")) + (model.positions == "learned_blocks")
+    tables += (model.segments > 0) + (model.task_types > 0)
+    tally.kernel(2 * size)
+    tally.kernel(2 * own, tables)
+    tally.kernel(3 * own, tables)
+    if s.tp > 1:
+        tally.kernel(8 * T, 5)
+        tally.kernel(2 * size, 2)  # what other ranks hold is zero, and so is its gradient
+        if s.share > 1:
+            tally.collective("scatter", size, s.tp_group)
+            tally.collective("gather", size, s.tp_group)
+        else:
+            tally.kernel(2 * size)
+            tally.collective("all_reduce", size, s.tp_group)
+    kernels = (model.embedding_norm, model.embedding_dropout > 0)
+    tally.kernel(2 * own, sum(kernels))
+    tally.kernel(3 * own if model.embedding_norm else 2 * own, sum(kernels))
+    if model.embedding_norm:
+        tally.small(1)
+    if model.embedding_size is not None:
+        tally.product(t, s.embedding, s.width, e)
+        tally.product(t, s.width, s.embedding, e)
+        tally.product(s.embedding, t, s.width, e)
+    tally.kernel(own, tables)  # gradients of the tables
+    tally.kernel(size + words)
+    if model.tie_word_embeddings and s.pp == 1:
+        tally.kernel(3 * words)
+
+
+def _pairs_once(tally: Tally, s: Sizes) -> None:
+    """What dense attention makes of all pairs once for all layers: the mask, and the bias by distances."""
+    model, micro = s.config.model, s.config.batch.micro_batch_size
+    for stack in (s.rows.stack, s.rows.decoder):
+        if stack is None or stack.kernel != "dense":
+            continue
+        pairs = stack.calls[0].pairs * micro
+        tally.kernel(3 * pairs, 7)
+        if model.relative != "none":
+            bias = pairs * s.heads * s.element
+            tally.kernel(7.7 * pairs, 18)
+            tally.kernel(2 * bias + 8 * pairs)
+            tally.kernel(bias + 8 * pairs)  # the gradient of the table
+
+
+def _head(tally: Tally, s: Sizes) -> None:
+    model, e, rows = s.config.model, s.element, s.predicted
+    micro = s.config.batch.micro_batch_size
+    T = s.tokens(s.rows.decoder is not None)
+    t, size = T / s.share, rows * s.width * e
+    if s.share > 1:
+        tally.collective("gather", T * s.width * e, s.tp_group)
+        tally.kernel(0.0)  # this rank's part of the gradient
+    tally.kernel(2 * size)
+    tally.kernel(T * s.width * e)  # the gradient of all tokens
+    tally.kernel(2 * T * s.width * e + size)
+    if model.norm == "pre":
+        tally.kernel(2 * size)
+        tally.kernel(3 * size)
+    if model.head_transform or model.embedding_size is not None:
+        tally.product(rows, s.width, s.embedding, e)
+        tally.product(rows, s.embedding, s.width, e)
+        tally.product(s.width, rows, s.embedding, e)
+        tally.kernel(3 * size, 7)
+    borders = s.rows.borders * micro
+    if borders:
+        tally.product(borders, 2 * s.width, s.width, e)
+        tally.product(borders, s.width, 2 * s.width, e)
+        tally.product(2 * s.width, borders, s.width, e)
+        tally.kernel(3 * borders * s.width * e, 20)
+    if s.rows.sentences:
+        tally.kernel(T * s.width * e, 3)
+        tally.small(28)
+    rows += borders
+    tally.product(rows, s.embedding, s.vocabulary, e)
+    logits = rows * s.vocabulary * e
+    tally.kernel(logits)
+    tally.kernel(2 * logits)
+    if model.head_bias:
+        tally.kernel(logits)
+    tally.product(s.vocabulary, rows, s.embedding, e)
+    tally.product(rows, s.vocabulary, s.embedding, e)
+    if s.config.training.kernels != "fused":
+        tally.kernel(2 * logits, 6)
+    if s.config.training.label_smoothing:
+        tally.kernel(logits)
+        tally.kernel(2 * logits, 2)
+    if s.tp > 1:
+        tally.small(_PARALLEL_LOSS)
+        tally.collective("all_reduce", 4 * rows, s.tp_group, 3)
+        tally.kernel(2 * rows * s.embedding * e)
+        tally.collective("all_reduce", rows * s.embedding * e, s.tp_group)
+    tally.kernel(size)
+    tally.small(_LOSS_FORWARD + _LOSS_BACKWARD + 3)
+
+
+class _Pipe:
+    """What a stage sends and receives in a micro-batch."""
+
+    def __init__(self, stage: Stage, sizes: Sizes):
+        self.stage, self.s = stage, sizes
+
+    def exchange(self, tally: Tally) -> None:
+        s = self.s
+        if s.pp == 1:
+            return
+        size = s.all_tokens / s.share * s.width * s.element
+        neighbours = 2 - self.stage.is_first - self.stage.is_last
+        tally.collective("send", size, s.neighbours, 2 * neighbours)
+        tally.small(1 + (not self.stage.is_first) + self.stage.is_last)
+
+
+def _gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
+    """Sums of a step's gradients, their exchange, and the update at ZeRO 1 and 2."""
+    each, later = Tally(tally.gpu), Tally(tally.gpu)
+    at_2 = s.config.parallel.zero_stage == 2
+    for bucket in found:
+        for waiting in moves(bucket):
+            numbers = sum(p.numbers for p in waiting)
+            each.kernel(numbers * (8 + s.element))
+            small = [p for p in waiting if is_small(p)]
+            if small:
+                numbers = sum(p.numbers for p in small)
+                later.kernel(numbers * (8 + s.element))
+                later.kernel(numbers * 12)
+            for p in waiting:
+                if not is_small(p):
+                    later.kernel(p.numbers * (8 + s.element))
+        if at_2:
+            each.kernel(4 * bucket.numbers)
+            each.kernel(12 * bucket.numbers / s.dp)
+    passes = s.micro_batches
+    tally.add(each, passes if at_2 else 1)
+    tally.add(later, 0 if at_2 else passes - 1)
+    own = sum(bucket.numbers for bucket in found) / s.dp
+    for bucket in found:
+        tally.collective("scatter", 4 * bucket.numbers, s.dp_group, passes if at_2 else 1)
+        tally.collective("gather", s.element * bucket.numbers, s.dp_group)
+        if bucket.is_summed:
+            group = s.tp_group if bucket.parameters[0].is_partial else s.ends
+            tally.collective("all_reduce", 4 * bucket.numbers / s.dp, group)
+        tally.kernel((4 + 2 * s.element) * bucket.numbers / s.dp, 1, "optimizer")
+    tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0) - 3, "optimizer")
+    tally.kernel(4 * own, 1, "optimizer")
+    tally.kernel(8 * own, 1, "optimizer")
+    groups = {bucket.decays for bucket in found}
+    for decays in groups:
+        numbers = sum(bucket.numbers for bucket in found if bucket.decays == decays) / s.dp
+        if not s.config.parallel.offload_optimizer:
+            tally.kernel(32 * numbers, 1, "optimizer")
+            tally.small(_PER_GROUP - 1, "optimizer")
+    tally.collective("all_reduce", 8, s.world)
+    tally.small(1 + passes)
+
+
+def _stage_3(tally: Tally, stage: Stage, s: Sizes) -> None:
+    """DeepSpeed's own ZeRO 3: weights are gathered before their use, gradients exchanged in every micro-batch."""
+    numbers, count, e = stage.numbers, len(stage.parameters), s.element
+    gathers = 1 if numbers <= LIVE_PARAMETERS else 2
+    one = Tally(tally.gpu)
+    one.kernel(2 * numbers * e / max(1, count // 3) * gathers, count // 3)
+    one.kernel(numbers / count * (4 + 2 * e), count)  # gradients to fp32
+    one.kernel(8 * numbers, 2)
+    one.kernel(12 * numbers / s.dp / count, count)
+    for bucket in range(max(1, round(numbers / 500e6))):
+        _ = bucket
+        one.collective("scatter", 4 * numbers / max(1, round(numbers / 500e6)), s.dp_group)
+    one.collective("gather", e * numbers / max(1, stage.blocks), s.dp_group, gathers * max(1, stage.blocks))
+    tally.add(one, s.micro_batches)
+    own = numbers / s.dp
+    tally.kernel(8 * own / count, 2 * count, "optimizer")
+    tally.kernel((8 + 8 + 32 + 8) * own / 8, 8, "optimizer")
+    tally.small(60, "optimizer")
+    tally.collective("all_reduce", 8, s.world, 2)
