@@ -11,6 +11,7 @@ import data_utils.base.entry  # noqa: F401
 import argparse
 import difflib
 import logging
+import os
 import re
 import sys
 import textwrap
@@ -125,9 +126,11 @@ def main() -> ExitStatus:
 def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would say that it found no GPU
     from megatron_lite.profile.advice import advise, dry_run_report
+    from megatron_lite.profile.estimate import estimate, require_one_transformer
     from megatron_lite.profile.gpus import gpu_named
-    from megatron_lite.profile.request import Request, profile, require_one_transformer
+    from megatron_lite.profile.rows import average_rows
 
     require_one_transformer(config)
     if config.model.vocab_size is None:
@@ -135,27 +138,21 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
-
-    def say(text: str) -> None:
-        print(f"{text} ...", file=sys.stderr, flush=True)
-
-    request = Request.of(config, processes, gpu)
-    say("tracing a step of the given layout on fake devices, which takes up to a minute")
-    given = profile(request)
+    config.deepspeed_options(config.parallel.data_parallel_size(processes))
+    rows = average_rows(config)
+    given = estimate(config, processes, gpu, rows)
     print(dry_run_report(config, processes, gpu, given))
     batch_size = config.batch.global_batch_size
     samples = config.training.steps * batch_size
     for line in extent_if_here(config.data, config.training.seed, samples, batch_size):
         print(f"text              {line}", flush=True)
-    advised = advise(config, processes, gpu, given, say)
+    advised = advise(config, processes, gpu, rows, given)
     if advised is None:
-        print(
-            f"\nadvice            none of the layouts that were traced fits {processes} x {gpu.name}; use more GPUs."
-        )
+        print(f"\nadvice            no layout fits {processes} x {gpu.name}; use more GPUs.")
         return
     layout, found = advised
     if layout is None:
-        print("\nadvice            keep this layout: none of those that were traced is faster and fits.")
+        print("\nadvice            keep this layout: no other one that fits is faster.")
         return
     print(f"\nadvice            {layout.settings()}\n")
     print(dry_run_report(layout.applied(config), processes, gpu, found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.profile.gpus import Gpu
@@ -18,9 +19,19 @@ from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.step_costs import stage_tally
 from megatron_lite.profile.tally import Tally
 
-# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and CUDA's launch.
-LAUNCH_US = 10.0
+# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and 2.5 for CUDA's launch. Measured
+# with small blocks on server CPUs: 21 where idle, 50 where crowded. scripts/profile_step.py measures its own.
+LAUNCH_US = 20.0
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
+
+
+def require_one_transformer(config: Config) -> None:
+    """Raise ConfigError for a configuration of two."""
+    if config.decoder is not None:
+        raise ConfigError(
+            "decoder is set, but a profile is of one Transformer; profile the encoder (decoder=null "
+            "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,6 @@ class Estimate:
 def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     """Args: rows: as of `average_rows`. Raises ConfigError if the processes do not fit the layout or the batch."""
     sizes = Sizes(config, processes, rows)
-    config.deepspeed_options(sizes.dp)
     every = stages(sizes)
     chosen = _counted_stages(every)
     tallies = [stage_tally(every[place], sizes, gpu) for place in chosen]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, is_partial
 from megatron_lite.model.trunk.counts import WORDS
@@ -33,7 +32,7 @@ class Counted:
         return not (self.name.endswith("bias") or "layernorm" in self.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """One pipeline stage."""
 
@@ -43,18 +42,23 @@ class Stage:
     is_last: bool
     parameters: tuple[Counted, ...]  # in the model's order
 
-    @property
+    @cached_property
     def numbers(self) -> int:
         return sum(parameter.numbers for parameter in self.parameters)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Bucket:
+    """Parameters whose gradients are exchanged together."""
+
     parameters: list[Counted]
-    decays: bool
     is_summed: bool  # over other ranks than the data-parallel ones
 
     @property
+    def decays(self) -> bool:
+        return self.parameters[0].decays
+
+    @cached_property
     def numbers(self) -> int:
         return sum(-(-p.numbers // ALIGNMENT) * ALIGNMENT for p in self.parameters)
 
@@ -74,10 +78,19 @@ def _counted(model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool) ->
 
 def stages(sizes: Sizes) -> list[Stage]:
     """The pipeline stages of a layout, in order, with the parameters of the first rank of each."""
-    config, model = sizes.config, sizes.config.model
-    every = _counted(model, sizes.tp, sizes.share > 1, config.parallel.zero_stage == 3)
+    config = sizes.config
+    of_stage_3 = config.parallel.zero_stage == 3
+    shares = tuple(stage_shares(config))
+    return _stages(config.model, shares, sizes.tp, sizes.share > 1, of_stage_3)
+
+
+@functools.lru_cache(maxsize=256)
+def _stages(
+    model: ModelConfig, shares: tuple[tuple[int, bool, bool], ...], tp: int, is_split: bool, of_stage_3: bool
+) -> list[Stage]:
+    every = _counted(model, tp, is_split, of_stage_3)
     found, begin = [], 0
-    for blocks, is_first, is_last in stage_shares(config):
+    for blocks, is_first, is_last in shares:
         within = range(begin, begin + blocks)
         own = [p for p in every if _is_within(p.name, within, is_first, is_last, model)]
         found.append(Stage(begin, blocks, is_first, is_last, tuple(own)))
@@ -100,38 +113,40 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
 
 def buckets(stage: Stage, sizes: Sizes) -> list[Bucket]:
     """As `assign` of the optimizer fills them: in the reverse order of the parameters."""
-    options = sizes.config.deepspeed_options(sizes.dp)["zero_optimization"]
-    limit = options.get("reduce_bucket_size", default_bucket_size(sizes.dp))
     is_tied = sizes.pp > 1 and sizes.config.model.tie_word_embeddings
+    return _buckets(stage, sizes.bucket_size, is_tied)
+
+
+@functools.lru_cache(maxsize=1024)
+def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
     filling: dict[tuple[bool, bool, bool], Bucket] = {}
+    filled: dict[tuple[bool, bool, bool], int] = {}
     full = []
     for parameter in reversed(stage.parameters):
         copied = is_tied and parameter.name == WORDS
         key = parameter.decays, parameter.is_partial, copied
-        bucket = filling.get(key)
-        if bucket is None or bucket.parameters and _sum(bucket.parameters) + parameter.numbers > limit:
-            if bucket is not None:
-                full.append(bucket)
-            bucket = filling[key] = Bucket([], parameter.decays, parameter.is_partial or copied)
-        bucket.parameters.append(parameter)
+        if key not in filling or filled[key] + parameter.numbers > limit:
+            full += [filling[key]] if key in filling else []
+            filling[key], filled[key] = Bucket([], parameter.is_partial or copied), 0
+        filling[key].parameters.append(parameter)
+        filled[key] += parameter.numbers
     return [*full, *filling.values()]
 
 
-def _sum(parameters: Sequence[Counted]) -> int:
-    return sum(parameter.numbers for parameter in parameters)
-
-
+@functools.lru_cache(maxsize=8192)
 def moves(bucket: Bucket) -> list[list[Counted]]:
     """The groups in which gradients that no product's kernel adds up move into the sums, in a backward pass."""
     groups: list[list[Counted]] = []
     waiting: list[Counted] = []
+    elements = 0
     for parameter in bucket.parameters:
         if parameter.is_matrix:
             continue
         waiting.append(parameter)
-        if _sum(waiting) >= MOVED_AT_ONCE:
+        elements += parameter.numbers
+        if elements >= MOVED_AT_ONCE:
             groups.append(waiting)
-            waiting = []
+            waiting, elements = [], 0
     return [*groups, waiting] if waiting else groups
 
 

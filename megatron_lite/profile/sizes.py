@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.cross_attention import constant_length
@@ -30,6 +31,12 @@ class Sizes:
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
         return self.config.batch.accumulation_steps(self.dp)
+
+    @cached_property
+    def bucket_size(self) -> int:
+        """Numbers of a bucket of gradients at ZeRO 1 and 2. Raises ConfigError as `deepspeed_options`."""
+        options = self.config.deepspeed_options(self.dp)["zero_optimization"]
+        return int(options.get("reduce_bucket_size", default_bucket_size(self.dp)))
 
     @cached_property
     def element(self) -> int:
