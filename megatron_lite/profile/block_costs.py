@@ -133,6 +133,7 @@ class BlockCosts:
             if gathered:
                 tally.kernel(4 * gathered * s.attended * self.e)
             if kernel == "dense":
+                self._distances(tally, pairs)
                 self._masked(tally, pairs)
             tally.attention(pairs, s.heads, self.model.head_size, backward=False)
         if kernel == "dense":
@@ -144,6 +145,30 @@ class BlockCosts:
                 tally.kernel(3 * whole)
         elif len(calls) > 1:
             tally.kernel(2 * whole)
+
+    def _distances(self, tally: Tally, pairs: float, backward: bool = False) -> None:
+        """XLNet's terms of the scores, by distance and segment."""
+        if self.model.relative != "xlnet":
+            return
+        s, numbers = self.s, pairs * self.s.heads
+        whole, scores = self.T * s.attended * self.e, self.T * s.heads * s.distances * self.e
+        tally.product(s.distances, s.width, s.attended, self.e)
+        tally.kernel(2 * whole, 4)
+        tally.kernel(6 * whole)
+        tally.kernel(scores + whole, 2 if backward else 1, "matmul")
+        tally.small(2)
+        if backward:
+            tally.kernel(6.5 * numbers, 2)
+            tally.kernel((8 + 2 * self.e) * numbers)
+            tally.kernel(2 * self.e * numbers)
+            tally.kernel(2 * scores)
+            tally.small(8)
+        else:
+            tally.kernel((8 + 2 * self.e) * numbers, 2)
+            tally.kernel(3 * self.e * numbers)
+            tally.kernel(2 * self.e * numbers)
+            tally.kernel(8 * pairs, 4)
+            tally.small(9)
 
     def _masked(self, tally: Tally, pairs: float) -> None:
         """The bias of all pairs under the mask."""
@@ -157,6 +182,7 @@ class BlockCosts:
         """The gradient of the bias, which the layers add up."""
         if self.model.relative != "none":
             tally.kernel(2 * pairs * self.s.heads * self.e)
+        if self.model.relative == "buckets":
             tally.kernel(3 * pairs * self.s.heads * self.e)
 
     def _turn(self, tally: Tally) -> None:
@@ -318,6 +344,7 @@ class BlockCosts:
         if kernel == "dense":
             tally.kernel(2 * whole)
             self._unmasked(tally, calls[0][3])
+            self._distances(tally, calls[0][3], backward=True)
             tally.kernel(6 * whole)
         elif kernel == "flex":
             if self.model.attention_dropout > 0:

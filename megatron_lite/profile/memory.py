@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.parameters import Stage, buckets
 from megatron_lite.profile.sizes import Sizes
-from megatron_lite.profile.step_costs import LIVE_PARAMETERS
+from megatron_lite.profile.step_costs import LIVE_PARAMETERS, STAGE_3_BUCKET
 
-_STAGE_3_BUCKET = 500_000_000  # numbers of DeepSpeed's buffer for gradients, unless reduce_bucket_size says else
 _SUMS = 64 * 4  # bytes of GELU's sums for each feature
 
 
@@ -70,7 +69,7 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     if zero == 3:
         own = stage.numbers / s.dp
         live = min(stage.numbers, LIVE_PARAMETERS) * e
-        return own * e + live, own * 4 + _STAGE_3_BUCKET * 4, own * 12 * on_device
+        return own * e + live, own * 4 + STAGE_3_BUCKET * 4, own * 12 * on_device
     numbers = sum(bucket.numbers for bucket in buckets(stage, s))
     own = numbers / s.dp
     gradients = numbers if zero == 1 else own if s.micro_batches > 1 else 0.0
@@ -94,7 +93,7 @@ def _kept(s: Sizes, is_decoder: bool) -> float:
     T = s.tokens(is_decoder)
     t, recompute = T / s.share, s.config.training.recompute
     if recompute == "full":
-        return t * s.width * e * (1 if not is_decoder else 1)
+        return t * s.width * e
     return _inside(s, is_decoder) + (t * s.width * e if model.norm == "pre" else 0.0)
 
 
@@ -105,8 +104,8 @@ def _inside(s: Sizes, is_decoder: bool) -> float:
     t, is_kernel = T / s.share, s.config.training.kernels == "fused"
     hidden, attended, inner = t * s.width * e, T * s.attended * e, T * s.inner * e
     total = 3 * hidden + 16 * t  # the sum after attention, and both norms
-    if model.rms_norm:
-        total += 2 * (2 * hidden + t * s.width * 4 * 2)
+    if model.rms_norm:  # the input and the normed one in fp32
+        total += (3 if is_decoder else 2) * 8 * t * s.width
     elif not is_kernel:
         total += 2 * hidden
     total += T * s.qkv * e + attended
@@ -133,6 +132,8 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
         total += calls[0][3] * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
+    if model.relative == "xlnet":  # queries with both biases, scores of all distances, and which of them a pair has
+        total += 3 * s.tokens() * s.attended * e + s.tokens() * s.heads * s.distances * e + 16 * calls[0][3]
     return total
 
 

@@ -87,7 +87,9 @@ def average_rows(config: Config) -> Rows:
     """Raises ConfigError as the objectives do."""
     micro = config.batch.micro_batch_size
     if micro * 2 < SAMPLED_ROWS:
-        config = replace(config, batch=replace(config.batch, micro_batch_size=SAMPLED_ROWS // 2))
+        micro *= -(-SAMPLED_ROWS // 2 // micro)
+        batch = replace(config.batch, micro_batch_size=micro, global_batch_size=micro)
+        config = replace(config, batch=batch)
     batches = random_batches(config, 2)
     rows = sum(len(batch.planes) for batch in batches)
     found = [_one(config, batch) for batch in batches]
@@ -116,7 +118,7 @@ def _mean(stacks: list[Stack], rows: int) -> Stack:
 def _mean_call(calls: list[Call], rows: int) -> Call:
     return Call(
         *(
-            sum(getattr(call, name) for call in calls) / rows
+            float(sum(getattr(call, name) for call in calls) / rows)
             for name in ("queries", "gathered", "keys", "pairs")
         )
     )

@@ -140,6 +140,11 @@ class Sizes:
         assert self.config.model.vocab_size is not None
         return padded_vocab_size(self.config.model.vocab_size, self.tp) // self.tp
 
+    @property
+    def distances(self) -> int:
+        """Distances between the tokens of a row, in both directions: XLNet's."""
+        return 2 * self.rows.length + 1
+
     # Groups
 
     @cached_property

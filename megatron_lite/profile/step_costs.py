@@ -13,6 +13,7 @@ _LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 10, 4, 5
 _STEP, _CLIPPING, _PER_GROUP = 20, 4, 3
 # Numbers that ZeRO 3 keeps gathered for their next use, unless zero_optimization.stage3_max_live_parameters says else.
 LIVE_PARAMETERS = 1_000_000_000
+STAGE_3_BUCKET = 500_000_000  # numbers of its buffer for gradients, unless reduce_bucket_size says else
 
 
 def stage_tally(stage: Stage, sizes: Sizes, gpu: Gpu) -> Tally:
@@ -95,7 +96,7 @@ def _pairs_once(tally: Tally, s: Sizes) -> None:
             continue
         pairs = stack.calls[0].pairs * micro
         tally.kernel(3 * pairs, 7)
-        if model.relative != "none":
+        if model.relative == "buckets":
             bias = pairs * s.heads * s.element
             tally.kernel(7.7 * pairs, 18)
             tally.kernel(2 * bias + 8 * pairs)
@@ -198,7 +199,8 @@ def _gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
         if bucket.is_summed:
             group = s.tp_group if bucket.parameters[0].is_partial else s.ends
             tally.collective("all_reduce", 4 * bucket.numbers / s.dp, group)
-        tally.kernel((4 + 2 * s.element) * bucket.numbers / s.dp, 1, "optimizer")
+        if not s.config.parallel.offload_optimizer:
+            tally.kernel((4 + 2 * s.element) * bucket.numbers / s.dp, 1, "optimizer")
     tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0) - 3, "optimizer")
     tally.kernel(4 * own, 1, "optimizer")
     tally.kernel(8 * own, 1, "optimizer")
@@ -221,9 +223,8 @@ def _stage_3(tally: Tally, stage: Stage, s: Sizes) -> None:
     one.kernel(numbers / count * (4 + 2 * e), count)  # gradients to fp32
     one.kernel(8 * numbers, 2)
     one.kernel(12 * numbers / s.dp / count, count)
-    for bucket in range(max(1, round(numbers / 500e6))):
-        _ = bucket
-        one.collective("scatter", 4 * numbers / max(1, round(numbers / 500e6)), s.dp_group)
+    exchanges = -(-numbers // STAGE_3_BUCKET)
+    one.collective("scatter", 4 * numbers / exchanges, s.dp_group, exchanges)
     one.collective("gather", e * numbers / max(1, stage.blocks), s.dp_group, gathers * max(1, stage.blocks))
     tally.add(one, s.micro_batches)
     own = numbers / s.dp

@@ -1,4 +1,4 @@
-"""Profiles for the tests, all traced in one process: `python tests/support/traced.py` writes a line of JSON for each.
+"""Profiles for the tests, traced in one process: `python tests/support/traced.py NAME ...` writes a line of JSON each.
 
 A plant is a mistake that is made in the product before the step is traced, or a task whose samples are learnt.
 """
@@ -27,34 +27,66 @@ TASKS = {
     "spans": ("model.task_head=spans",),
 }
 
+SP = (TP, "parallel.sequence_parallel=true")
+GLM_2B, GLM_10B = ("configs/glm-2b.yaml",), ("configs/glm-10b.yaml",)
+TP4 = ("parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true")
+TWO = ("parallel.pipeline_parallel_size=2", "parallel.zero_stage=1")
+
 # name -> (configuration, ranks, micro-batches, settings, plant, traced layers)
-CASES = {
+FEW = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
     "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
+    "bert": (BERT, 64, 2, (), None, 1),
+    "task, choices": (PAPER, 64, 1, (TASK,), "choices", 1),
+    "bert, an item()": (BERT, 64, 1, (), "wait", 1),
+}
+MORE = {
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, (), None, 1),
-    "bert": (BERT, 64, 2, (), None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
-    **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items()},
-    "bert, an item()": (BERT, 64, 1, (), "wait", 1),
+    **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items() if more},
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
     "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
     "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),
 }
+# What formulas are compared with, beside the cases above: four blocks of each model, all traced.
+FOUR = "model.num_layers=4"
+LAYOUTS = {
+    "335M, ZeRO 1": (PAPER, 64, 2, (FOUR,), None, 0),
+    "335M, ZeRO 2": (PAPER, 8, 2, (FOUR, "parallel.zero_stage=2"), None, 0),
+    "335M, ZeRO 3": (PAPER, 8, 2, (FOUR, "parallel.zero_stage=3"), None, 0),
+    "335M, full": (PAPER, 8, 2, (FOUR, "training.recompute=full"), None, 0),
+    "335M, selective": (PAPER, 8, 2, (FOUR, "training.recompute=selective"), None, 0),
+    "335M, TP 2 and SP": (PAPER, 4, 2, (FOUR, *SP), None, 0),
+    "335M, PP 4": (PAPER, 4, 4, (FOUR, "parallel.pipeline_parallel_size=4"), None, 0),
+    "2B, ZeRO 3": (GLM_2B, 16, 2, (FOUR, "parallel.zero_stage=3"), None, 0),
+    "2B, offload": (GLM_2B, 16, 2, (FOUR, "parallel.offload_optimizer=true"), None, 0),
+    "2B, TP 4 and SP, ZeRO 2, selective": (
+        GLM_2B, 16, 2, (FOUR, *TP4, "parallel.zero_stage=2", "training.recompute=selective"), None, 0,
+    ),
+    "10B, ZeRO 2, full": (GLM_10B, 64, 2, (FOUR,), None, 0),
+    "10B, TP 4 and SP, PP 2, full": (GLM_10B, 64, 4, (FOUR, *TP4, *TWO), None, 0),
+}  # fmt: skip
+CASES = {**FEW, **MORE, **LAYOUTS}
 
 
-def request_of(files, processes, micro_batches, settings, layers):
+def config_of(files, processes, micro_batches, settings):
     from megatron_lite.config.tree import load_config
-    from megatron_lite.profile.gpus import GPUS
-    from megatron_lite.profile.request import Request
 
     config = load_config([ROOT / file for file in files], settings)
     dp = config.parallel.data_parallel_size(processes)
     samples = config.batch.micro_batch_size * dp * micro_batches
-    settings = (f"batch.global_batch_size={samples}", *settings)
-    return Request.of(load_config([ROOT / file for file in files], settings), processes, GPUS["h100"], layers)
+    return load_config([ROOT / file for file in files], (f"batch.global_batch_size={samples}", *settings))
+
+
+def request_of(files, processes, micro_batches, settings, layers):
+    from megatron_lite.profile.gpus import GPUS
+    from megatron_lite.profile.request import Request
+
+    config = config_of(files, processes, micro_batches, settings)
+    return Request.of(config, processes, GPUS["h100"], layers)
 
 
 def plant(kind):
@@ -97,7 +129,7 @@ def main():
             plant(kind)
         return run_case(case)
 
-    for files, processes, micro_batches, settings, kind, layers in CASES.values():
+    for files, processes, micro_batches, settings, kind, layers in map(CASES.get, sys.argv[1:]):
         request = request_of(files, processes, micro_batches, settings, layers)
         trace = functools.partial(run, kind)
         print(
@@ -106,16 +138,16 @@ def main():
         )
 
 
-def all_profiles():
-    """name -> Profile, of all cases."""
+def traced_profiles(names):
+    """name -> Profile, of these cases."""
     from megatron_lite.profile.request import read_answer
 
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__]
+    command = [sys.executable, __file__, *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return dict(zip(CASES, map(read_answer, answers), strict=True))
+    return dict(zip(names, map(read_answer, answers), strict=True))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     return sum(map(math.prod, (with_padding if padded else without).values()))
 
 
+@functools.lru_cache(maxsize=4096)
 def _products(model: ModelConfig, prefix: str) -> int:
     """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""
     return sum(
