@@ -126,7 +126,9 @@ def main() -> ExitStatus:
 def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would say that it found no GPU
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # it is asked for its stages, and would say that it found no GPU
     from megatron_lite.profile.advice import advise, dry_run_report
     from megatron_lite.profile.estimate import estimate, require_one_transformer
     from megatron_lite.profile.gpus import gpu_named

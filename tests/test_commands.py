@@ -74,7 +74,7 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/optimus-tiny.yaml", SLOW),
     Row(
         "python pretrain_glm.py --config configs/glm-10b.yaml",
-        "tests/profile: minutes, here its settings are read",
+        "tests/profile: here its settings are read",
     ),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),

@@ -130,6 +130,7 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
 def _speed(config: Config, gpu: Gpu, found: Estimate) -> str:
     """Tokens/s and MFU if all communication overlaps, and if none does."""
     least, mfu = found.step_ms, found.mfu(gpu)
+    slow, fast = (found.tokens / ms * 1e3 for ms in (least, found.busy_ms))
     hours = config.training.steps * least / 3600e3
     duration = (
         f"{hours / 24:.3g} days"
@@ -139,7 +140,7 @@ def _speed(config: Config, gpu: Gpu, found: Estimate) -> str:
         else f"{hours * 60:.3g} minutes"
     )
     return (
-        f"speed             {found.tokens / least * 1e3:,.0f} to {found.tokens / found.busy_ms * 1e3:,.0f} tokens/s, MFU "
+        f"speed             {slow:,.0f} to {fast:,.0f} tokens/s, MFU "
         f"{mfu * found.busy_ms / least:.1%} to {mfu:.1%}, if no communication overlaps or all; "
         f"{config.training.steps:,} steps take {duration} at most"
     )

@@ -226,19 +226,19 @@ class BlockCosts:
     def _activation(self, tally: Tally) -> None:
         size = self.T * self.s.inner * self.e
         tally.kernel(2 * size)
-        if not self.has_kernels or not self.model.activation.startswith("gelu"):
-            if self.model.has_bias("mlp"):
-                tally.kernel(2 * size)
+        is_kernel = self.has_kernels and self.model.activation.startswith("gelu")
+        if self.model.has_bias("mlp") and not is_kernel:
+            tally.kernel(2 * size)
         if self.model.ffn == "gated":
             tally.kernel(3 * size)
         if self.model.activation_dropout > 0:
             tally.kernel(2 * size)
 
     def _others(self, tally: Tally, times: float) -> None:
-        """Norms of a sandwich, the residual's factor, adapters."""
+        """Norms of a sandwich, the residual's factor, adapters; in the backward pass twice as many kernels."""
         size, model = self.t * self.s.width * self.e, self.model
         if model.sandwich_norm:
-            self._plain_norm(tally, 2 * self.t)
+            self._plain_norm(tally, 2 * times * self.t)
         if model.norm == "deepnorm":
             tally.kernel(2 * size, 2 * times)
         if model.adapter_size:
@@ -267,13 +267,13 @@ class BlockCosts:
         else:  # two paths lead to the sums that norms begin with
             tally.kernel(3 * self.t * self.s.width * self.e, 2)
         if self.s.is_fused:
-            self._finish(tally, 1)
+            tally.small(1)  # the ends of all sums over tokens
         self._others(tally, 2.0)
 
-    def _finish(self, tally: Tally, count: int = 0) -> None:
-        """The ends of sums over tokens: one kernel for each, or one for the block."""
-        if not self.s.is_fused or count:
-            tally.small(count or 1)
+    def _finish(self, tally: Tally) -> None:
+        """The end of a kernel's sums over tokens, where the block has none for all."""
+        if not self.s.is_fused:
+            tally.small(1)
 
     def _norm_backward(self, tally: Tally, has_x: bool = True) -> None:
         s = self.s
@@ -304,7 +304,9 @@ class BlockCosts:
         """Gradients of the input and the weight of a product [rows, inner] x [inner, columns]."""
         s = self.s
         size = rows * s.width * self.e
-        if s.share > 1:  # the gathered side: the input of a column-parallel layer, the gradient of the other kind
+        if (
+            s.share > 1
+        ):  # the gathered side: the input of a column-parallel layer, the gradient of the other kind
             tally.collective("gather", size, s.tp_group)
         tally.product(rows, columns, inner, self.e)
         if is_column and s.tp > 1:

@@ -19,8 +19,8 @@ from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.step_costs import stage_tally
 from megatron_lite.profile.tally import Tally
 
-# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and 2.5 for CUDA's launch. Measured
-# with small blocks on server CPUs: 21 where idle, 50 where crowded. scripts/profile_step.py measures its own.
+# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and 2.5 for CUDA's launch.
+# Measured with small blocks on server CPUs: 21 where idle, 50 where crowded. scripts/profile_step.py measures its own.
 LAUNCH_US = 20.0
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
 

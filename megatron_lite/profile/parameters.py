@@ -104,6 +104,8 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
         return model.share_layers or int(place[1]) in blocks
     if name == WORDS and model.tie_word_embeddings:
         return is_first or is_last
+    if place[0].endswith("relative_bias"):
+        return True
     if place[0] == "encoder_layernorm":
         return model.num_layers in blocks
     if place[0] in ("final_layernorm", "heads"):

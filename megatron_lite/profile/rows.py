@@ -48,7 +48,7 @@ class Stack:
     counts: np.ndarray  # tokens of each sampled row
 
     def tokens(self, rows: int, multiple: int) -> float:
-        """Tokens of a micro-batch of so many rows, padded to a multiple, on average; dense attention knows no such padding."""
+        """Tokens of a micro-batch of `rows` rows on average, padded to a multiple where attention is not dense."""
         if self.kernel == "dense":
             return float(self.counts.mean() * rows)
         used = len(self.counts) // rows * rows

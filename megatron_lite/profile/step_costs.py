@@ -10,7 +10,7 @@ from megatron_lite.profile.tally import Tally
 
 # Kernels on single numbers, or one for each row with loss.
 _LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 10, 4, 5
-_STEP, _CLIPPING, _PER_GROUP = 20, 4, 3
+_STEP, _CLIPPING, _PER_GROUP = 17, 4, 3
 # Numbers that ZeRO 3 keeps gathered for their next use, unless zero_optimization.stage3_max_live_parameters says else.
 LIVE_PARAMETERS = 1_000_000_000
 STAGE_3_BUCKET = 500_000_000  # numbers of its buffer for gradients, unless reduce_bucket_size says else
@@ -107,7 +107,7 @@ def _head(tally: Tally, s: Sizes) -> None:
     model, e, rows = s.config.model, s.element, s.predicted
     micro = s.config.batch.micro_batch_size
     T = s.tokens(s.rows.decoder is not None)
-    t, size = T / s.share, rows * s.width * e
+    size = rows * s.width * e
     if s.share > 1:
         tally.collective("gather", T * s.width * e, s.tp_group)
         tally.kernel(0.0)  # this rank's part of the gradient
@@ -201,14 +201,14 @@ def _gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
             tally.collective("all_reduce", 4 * bucket.numbers / s.dp, group)
         if not s.config.parallel.offload_optimizer:
             tally.kernel((4 + 2 * s.element) * bucket.numbers / s.dp, 1, "optimizer")
-    tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0) - 3, "optimizer")
+    tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0), "optimizer")
     tally.kernel(4 * own, 1, "optimizer")
     tally.kernel(8 * own, 1, "optimizer")
     groups = {bucket.decays for bucket in found}
     for decays in groups:
-        numbers = sum(bucket.numbers for bucket in found if bucket.decays == decays) / s.dp
+        updated = sum(bucket.numbers for bucket in found if bucket.decays == decays) / s.dp
         if not s.config.parallel.offload_optimizer:
-            tally.kernel(32 * numbers, 1, "optimizer")
+            tally.kernel(32 * updated, 1, "optimizer")
             tally.small(_PER_GROUP - 1, "optimizer")
     tally.collective("all_reduce", 8, s.world)
     tally.small(1 + passes)

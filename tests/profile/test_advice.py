@@ -84,7 +84,9 @@ def drawn(random_):
     processes = tp * pp * random_.choice([1, 2, 8])
     micro = random_.choice([1, 2, 6, 8])
     dp = processes // (tp * pp)
-    system = random_.choice([[], [], ["model.system=bert", "objectives={masked_lm: 1}"], ["model.system=glm4"]])
+    system = random_.choice(
+        [[], [], ["model.system=bert", "objectives={masked_lm: 1}"], ["model.system=glm4"]]
+    )
     settings = [
         "model.vocab_size=3000", "tokenizer=null", f"model.num_attention_heads={heads}", "training.precision=bf16",
         f"model.hidden_size={heads * random_.choice([64, 128, 256])}", f"model.num_layers={random_.randint(2, 9)}",

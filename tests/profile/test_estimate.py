@@ -55,7 +55,9 @@ def assert_near(name, traced):
     assert found.rank_parameters == traced.details.rank_parameters or "ZeRO 3" in name
 
 
-@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"])
+@pytest.mark.parametrize(
+    "name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"]
+)
 def test_formulas_are_near_the_trace(profile_of, name):
     assert_near(name, profile_of(name))
 
@@ -79,7 +81,9 @@ def assert_counts_of_a_block(name, traced):
     assert len(costs.calls()) == expected.attention_calls_per_layer
 
 
-@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"])
+@pytest.mark.parametrize(
+    "name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"]
+)
 def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
     assert_counts_of_a_block(name, profile_of(name))
 
