@@ -89,7 +89,7 @@ def drawn(random_):
     )
     settings = [
         "model.vocab_size=3000", "tokenizer=null", f"model.num_attention_heads={heads}", "training.precision=bf16",
-        f"model.hidden_size={heads * random_.choice([64, 128, 256])}", f"model.num_layers={random_.randint(2, 9)}",
+        f"model.hidden_size={heads * random_.choice([64, 128, 256])}", f"model.num_layers={random_.randint(2, 5)}",
         f"parallel.tensor_parallel_size={tp}", f"parallel.pipeline_parallel_size={pp}",
         f"parallel.zero_stage={random_.choice([1, 1, 2, 3])}",
         f"parallel.sequence_parallel={random_.choice(['true', 'false'])}",

@@ -7,7 +7,7 @@ gradients; waits, copies, copies that wait and unaligned matmuls of a micro-batc
 from __future__ import annotations
 
 import pytest
-from support.traced import TASKS
+from support.traced import FEW, TASKS
 
 COLUMNS = (
     "attention",
@@ -69,24 +69,30 @@ def grown(profile, ceilings):
     return lines
 
 
-@pytest.mark.parametrize("name", CEILINGS)
-def test_no_count_grows(profiles, name):
-    assert grown(profiles[name], CEILINGS[name]) == []
+def few_or_slow(names):
+    """Cases of which those outside of the few are slow."""
+    return [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", ["label smoothing", *(f"task, {head}" for head in TASKS)])
-def test_losses_of_tasks_wait_for_nothing(profiles, name):
+@pytest.mark.parametrize("name", few_or_slow(CEILINGS))
+def test_no_count_grows(profile_of, name):
+    assert grown(profile_of(name), CEILINGS[name]) == []
+
+
+@pytest.mark.parametrize("name", few_or_slow(["label smoothing", *(f"task, {head}" for head in TASKS)]))
+def test_losses_of_tasks_wait_for_nothing(profile_of, name):
     """As in pretraining: one asynchronous copy for each micro-batch, and one wait for each step."""
-    profile = profiles[name]
+    profile = profile_of(name)
     _, _, _, _, waits, copies, pageable, _, step_waits = counts(profile)
     assert (waits, copies, pageable, step_waits) == (0, 1, 0, 1), profile.details.places
     if name == "label smoothing":  # it passes over the logits three times more, whatever their size
-        forward = profiles["data parallel"].expected.launches_per_layer_forward
+        forward = profile_of("data parallel").expected.launches_per_layer_forward
         assert profile.expected.launches_per_layer_forward == forward
 
 
-@pytest.mark.parametrize(("plant", "column"), [("an item()", "waits"), ("an attention call", "attention")])
-def test_the_ceiling_finds_what_is_planted(profiles, plant, column):
-    lines = grown(profiles[f"bert, {plant}"], CEILINGS["bert"])
+@pytest.mark.parametrize("name", few_or_slow(["bert, an item()", "bert, an attention call"]))
+def test_the_ceiling_finds_what_is_planted(profile_of, name):
+    lines = grown(profile_of(name), CEILINGS["bert"])
+    column = {"bert, an item()": "waits", "bert, an attention call": "attention"}[name]
     found = [line for line in lines if line.startswith(f"{column} ")]
     assert len(found) == 1 and "tests/support/traced.py:" in found[0], lines

@@ -21,9 +21,10 @@ from megatron_lite.profile.roofline import Members, collective_micros
 from megatron_lite.train.observe.machine import GPU_PEAK_TFLOPS
 
 
-def test_extended_layers_are_those_of_a_whole_trace(profiles):
+@pytest.mark.slow
+def test_extended_layers_are_those_of_a_whole_trace(profile_of):
     """Two and three layers, extended to five, against five."""
-    some, every = (profiles[f"bert of 5 layers, {kind}"] for kind in ("extended", "all traced"))
+    some, every = (profile_of(f"bert of 5 layers, {kind}") for kind in ("extended", "all traced"))
     for field in dataclasses.fields(Expected):
         found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
         # Buckets of gradients fill up in steps, not layer by layer; in five layers one bucket is 3 % of the launches.
