@@ -12,23 +12,31 @@ from __future__ import annotations
 if __name__ == "__main__":
     import entry  # noqa: F401
 
+import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_writable
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.report import report
-from megatron_lite.profile.request import (
-    TRACED_LAYERS,
-    Profile,
-    Request,
-    profile,
-    require_one_transformer,
-    run_module,
-)
+
+if TYPE_CHECKING:
+    from benchmarks.step_trace.request import Profile, Request
+
+
+def require_checkout() -> None:
+    """Raise ConfigError in an installed package, which leaves the trace out."""
+    if (
+        importlib.util.find_spec("benchmarks") is None
+        or importlib.util.find_spec("benchmarks.step_trace") is None
+    ):
+        raise ConfigError(
+            "the trace of a step is in benchmarks/step_trace, which is not installed; run python "
+            "scripts/profile_step.py in a checkout. pretrain_glm.py --dry-run needs no trace."
+        )
 
 
 def main() -> None:
@@ -53,6 +61,10 @@ def main() -> None:
         require_writable(Path(arguments.trace), "--trace")
     if arguments.json:
         require_writable(Path(arguments.json), "--json")
+    require_checkout()
+    from benchmarks.step_trace.report import report
+    from benchmarks.step_trace.request import TRACED_LAYERS, Request, profile
+
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
     gpu = gpu_named(arguments.gpu)
     layers = 0 if arguments.all_layers else TRACED_LAYERS
@@ -75,14 +87,17 @@ def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
     if request.processes != 1:
         raise ConfigError(f"--measure runs one process, but --processes is {request.processes}; set it to 1.")
     asked = json.dumps({"request": asdict(request), "trace": trace})
-    from megatron_lite.profile.measure import Measured, beside
+    from benchmarks.step_trace.measure import Measured, beside
+    from benchmarks.step_trace.request import run_module
 
-    line = run_module("megatron_lite.profile.measure", asked)[-1]
+    line = run_module("benchmarks.step_trace.measure", asked)[-1]
     return beside(asdict(found.expected), Measured(**json.loads(line)))
 
 
 def with_vocabulary(config: Config) -> Config:
     """The configuration with the size of its vocabulary, the tokenizer's if it has none."""
+    from megatron_lite.profile.estimate import require_one_transformer
+
     require_one_transformer(config)
     if config.model.vocab_size is not None:
         return config

@@ -22,7 +22,7 @@ MOST_MICRO_BATCH = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """What a search may change of a configuration."""
+    """The settings of a configuration that a search may change."""
 
     tensor: int
     pipeline: int

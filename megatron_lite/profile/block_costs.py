@@ -121,7 +121,7 @@ class BlockCosts:
         return found
 
     def _attend(self, tally: Tally) -> None:
-        """What recomputation of attention repeats."""
+        """Attention without its products: the part that selective recomputation repeats."""
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
         whole = self.T * s.attended * self.e
         self._turn(tally)
@@ -147,8 +147,8 @@ class BlockCosts:
             tally.kernel(2 * whole)
 
     def _distances(self, tally: Tally, pairs: float, backward: bool = False) -> None:
-        """XLNet's terms of the scores, by distance and segment."""
-        if self.model.relative != "xlnet":
+        """Learned terms of the scores by distance and segment, where relative positions are no buckets."""
+        if self.model.relative in ("none", "buckets"):
             return
         s, numbers = self.s, pairs * self.s.heads
         whole, scores = self.T * s.attended * self.e, self.T * s.heads * s.distances * self.e

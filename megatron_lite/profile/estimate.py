@@ -68,7 +68,7 @@ class Estimate:
         return self.busy_ms + self.bubble * within + sum(moved.values()) - within
 
     def mfu(self, gpu: Gpu) -> float:
-        """Of the time without communication."""
+        """Share of the peak that the model's FLOPs reach in the time without communication."""
         return self.flops / self.busy_ms / gpu.peak_tflops / 1e9
 
     def fits(self, gpu: Gpu) -> bool:

@@ -132,8 +132,9 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
         total += calls[0][3] * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
-    if (
-        model.relative == "xlnet"
+    if model.relative not in (
+        "none",
+        "buckets",
     ):  # queries with both biases, scores of all distances, and which of them a pair has
         total += 3 * s.tokens() * s.attended * e + s.tokens() * s.heads * s.distances * e + 16 * calls[0][3]
     return total

@@ -1,4 +1,4 @@
-"""What an average row of a configuration's batches gives a step to do: tokens, rows with loss, attention's calls.
+"""The work of an average row of a configuration's batches: tokens, rows with loss, attention's calls.
 
 The rows are those of the configuration's own objectives over random documents. Everything is counted on the host, by
 the plans that training makes for a GPU.
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Stack:
-    """What one stack of blocks computes, per row."""
+    """The tokens and calls of one stack of blocks, per row."""
 
     kernel: str  # varlen, flex or dense
     calls: tuple[Call, ...]
@@ -75,7 +75,7 @@ class Rows:
     target_keys: float
 
     def multiple(self, rows: int) -> int:
-        """What tokens of a micro-batch of so many rows are padded to a multiple of."""
+        """The multiple to which the tokens of a micro-batch of `rows` rows are padded."""
         return few_lengths(rows * self.length, _CUDA, torch.bfloat16)
 
 

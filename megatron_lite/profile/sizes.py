@@ -17,7 +17,7 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a micro-batch on the first rank of a layout. Widths are those of this rank's part."""
+    """Sizes of a micro-batch on the first rank of a layout. Widths are those of this rank's part."""
 
     config: Config
     processes: int

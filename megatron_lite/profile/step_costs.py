@@ -89,7 +89,7 @@ def _embedding(tally: Tally, s: Sizes) -> None:
 
 
 def _pairs_once(tally: Tally, s: Sizes) -> None:
-    """What dense attention makes of all pairs once for all layers: the mask, and the bias by distances."""
+    """The mask of dense attention and the bias by distances, made once for all layers."""
     model, micro = s.config.model, s.config.batch.micro_batch_size
     for stack in (s.rows.stack, s.rows.decoder):
         if stack is None or stack.kernel != "dense":
@@ -155,7 +155,7 @@ def _head(tally: Tally, s: Sizes) -> None:
 
 
 class _Pipe:
-    """What a stage sends and receives in a micro-batch."""
+    """The hidden states that a stage sends and receives in a micro-batch."""
 
     def __init__(self, stage: Stage, sizes: Sizes):
         self.stage, self.s = stage, sizes

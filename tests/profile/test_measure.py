@@ -9,10 +9,10 @@ import sys
 
 from support.project import ROOT
 
+from benchmarks.step_trace.measure import Measured, beside
+from benchmarks.step_trace.request import Request
 from megatron_lite.config.tree import load_config
 from megatron_lite.profile.gpus import GPUS
-from megatron_lite.profile.measure import Measured, beside
-from megatron_lite.profile.request import Request
 
 
 def test_a_step_is_measured_on_the_device_that_is_there(tmp_path):
@@ -23,7 +23,7 @@ def test_a_step_is_measured_on_the_device_that_is_there(tmp_path):
         "trace": str(tmp_path / "trace.json"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_lite.profile.measure"],
+        [sys.executable, "-m", "benchmarks.step_trace.measure"],
         input=json.dumps(asked), cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -10,15 +10,17 @@ import torch
 from support.commands import assert_refused, python
 from support.project import ROOT
 
+from benchmarks.step_trace import guards
+from benchmarks.step_trace.counts import Counts, difference, extended
+from benchmarks.step_trace.operations import collective_micros
+from benchmarks.step_trace.request import Expected, run_module
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import load_config
-from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
-from megatron_lite.profile.counts import Counts, difference, extended
 from megatron_lite.profile.gpus import GPUS
-from megatron_lite.profile.request import Expected, run_module
-from megatron_lite.profile.roofline import Members, collective_micros
+from megatron_lite.profile.roofline import Members
 from megatron_lite.train.observe.machine import GPU_PEAK_TFLOPS
+from scripts import profile_step
 
 
 @pytest.mark.slow
@@ -111,7 +113,7 @@ def test_peaks_are_those_of_reports():
     ],
 )
 def test_the_unknown_is_refused_in_one_line(monkeypatch, name, value, message):
-    monkeypatch.setattr(f"megatron_lite.profile.guards.{name}", value)
+    monkeypatch.setattr(f"benchmarks.step_trace.guards.{name}", value)
     with pytest.raises(ConfigError, match=message) as refused:
         guards.install()
     assert "\n" not in str(refused.value)
@@ -142,6 +144,13 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     found = json.loads(out.read_text())
     assert list(found) == [field.name for field in dataclasses.fields(Expected)]
     assert "a100: peak 312 TFLOP/s" in done.stdout and all(name in done.stdout for name in found)
+
+
+def test_an_installed_package_says_where_the_trace_is(monkeypatch):
+    monkeypatch.setattr(profile_step.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="which is not installed; run python") as refused:
+        profile_step.require_checkout()
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def resources(compiled):
     """Registers of a thread and spilled bytes, by NVIDIA's assembler."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    from megatron_lite.profile.without_gpu import COMPUTE_CAPABILITY
+    from benchmarks.step_trace.without_gpu import COMPUTE_CAPABILITY
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
@@ -52,7 +52,7 @@ def resources(compiled):
 def main():
     import torch
 
-    from megatron_lite.profile.without_gpu import compile_only
+    from benchmarks.step_trace.without_gpu import compile_only
 
     found = []
     compile_only(found)

@@ -22,8 +22,8 @@ def main():
     import torch
     import triton
 
+    from benchmarks.step_trace.without_gpu import compile_only
     from megatron_lite.model.kernels import fused
-    from megatron_lite.profile.without_gpu import compile_only
 
     asked, launched = [], []
     compile_only(asked, lambda *arguments: launched.append(arguments))

@@ -82,8 +82,8 @@ def config_of(files, processes, micro_batches, settings):
 
 
 def request_of(files, processes, micro_batches, settings, layers):
+    from benchmarks.step_trace.request import Request
     from megatron_lite.profile.gpus import GPUS
-    from megatron_lite.profile.request import Request
 
     config = config_of(files, processes, micro_batches, settings)
     return Request.of(config, processes, GPUS["h100"], layers)
@@ -93,8 +93,8 @@ def plant(kind):
     """Let every block of the model wait for the device, or call an attention kernel once more; or learn a task."""
     import torch.nn.functional as F
 
+    from benchmarks.step_trace import trace
     from megatron_lite.model.trunk.block import Block
-    from megatron_lite.profile import trace
     from support.task_batches import task_batch
 
     if kind in TASKS:
@@ -118,9 +118,9 @@ def plant(kind):
 
 
 def main():
-    from megatron_lite.profile.expected import expect
-    from megatron_lite.profile.trace import run_case
-    from megatron_lite.profile.worker import forked, load_libraries
+    from benchmarks.step_trace.expected import expect
+    from benchmarks.step_trace.trace import run_case
+    from benchmarks.step_trace.worker import forked, load_libraries
 
     load_libraries()
 
@@ -140,7 +140,7 @@ def main():
 
 def traced_profiles(names):
     """name -> Profile, of these cases."""
-    from megatron_lite.profile.request import read_answer
+    from benchmarks.step_trace.request import read_answer
 
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, *names]

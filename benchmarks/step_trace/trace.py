@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.step_trace import guards
+from benchmarks.step_trace.fake_cuda import patch
+from benchmarks.step_trace.pipes import Sent, connect_stages
+from benchmarks.step_trace.record import Recorder
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
@@ -25,12 +29,8 @@ from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.trunk import glm
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.profile import guards
 from megatron_lite.profile.batches import random_batches
-from megatron_lite.profile.fake_cuda import patch
 from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.pipes import Sent, connect_stages
-from megatron_lite.profile.record import Recorder
 from megatron_lite.profile.roofline import Members
 from megatron_lite.train.engine import plain
 from megatron_lite.train.engine.engine import Engine

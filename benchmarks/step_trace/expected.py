@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.step_trace.counts import difference, extended, scaled
+from benchmarks.step_trace.request import Details, Expected, Request
+from benchmarks.step_trace.trace import Case
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.profile.counts import difference, extended, scaled
 from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.request import Details, Expected, Request
-from megatron_lite.profile.trace import Case
 from megatron_lite.train.engine.stage_counts import stage_shares
 
 TRACED_MICRO_BATCHES = 2

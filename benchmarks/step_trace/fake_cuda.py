@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_lite.profile import flex_kernel
+from benchmarks.step_trace import flex_kernel
+from benchmarks.step_trace.record import Recorder
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.record import Recorder
 
 
 class _Stub:

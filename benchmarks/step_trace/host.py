@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.step_trace import without_gpu
+from benchmarks.step_trace.request import CUDA_LAUNCH_US
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import varlen
 from megatron_lite.model.attention.layout import make_layout
@@ -33,8 +35,6 @@ from megatron_lite.model.layers.tensor_parallel import (
 )
 from megatron_lite.model.trunk.block import Block, Flow, Stream
 from megatron_lite.parallel.collectives import SINGLE
-from megatron_lite.profile import without_gpu
-from megatron_lite.profile.request import CUDA_LAUNCH_US
 from megatron_lite.train.engine.sharded import Bucket, Treatment
 
 _ROUNDS, _LAYERS = 25, 8

@@ -19,9 +19,10 @@ from torch.distributed._tools.fake_collectives import collective_ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_lite.profile.counts import PHASES, Counts
+from benchmarks.step_trace.counts import PHASES, Counts
+from benchmarks.step_trace.operations import collective_micros, cost_of
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import Members, collective_micros, cost_of
+from megatron_lite.profile.roofline import Members
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device
@@ -61,7 +62,7 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)) and "/profile/" not in path and "site-packages" not in path:
+        if path.startswith(str(ROOT)) and "/step_trace/" not in path and "site-packages" not in path:
             return f"{path.removeprefix(str(ROOT)).lstrip('/')}:{frame.f_lineno}"
         if "/deepspeed/" in path and "/accelerator/" not in path:
             return f"deepspeed/{path.rpartition('/deepspeed/')[2]}:{frame.f_lineno}"

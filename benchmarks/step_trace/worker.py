@@ -1,7 +1,7 @@
 """The process that traces: reads requests from stdin as JSON, and writes a line of JSON for each to stdout.
 
 It loads the libraries once and forks for each traced rank, so that one that fails or dies takes no other with it.
-`python -m megatron_lite.profile.worker`
+`python -m benchmarks.step_trace.worker`
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.step_trace import guards
+from benchmarks.step_trace.expected import expect
+from benchmarks.step_trace.host import launch_us
+from benchmarks.step_trace.request import Request
+from benchmarks.step_trace.trace import Case, run_case
 from data_utils.base.errors import UserError, run_command
-from megatron_lite.profile import guards
-from megatron_lite.profile.expected import expect
-from megatron_lite.profile.host import launch_us
-from megatron_lite.profile.request import Request
-from megatron_lite.profile.trace import Case, run_case
 
 
 def load_libraries() -> None:

@@ -1,6 +1,6 @@
 """The step of a profile on the device that is there: times by events, memory, launches, and a trace for the profiler.
 
-`python -m megatron_lite.profile.measure` reads a request as JSON from stdin and writes the numbers as a line of JSON.
+`python -m benchmarks.step_trace.measure` reads a request as JSON from stdin and writes the numbers as a line of JSON.
 It runs one process: layouts of several are measured by a run (its log has tokens/s and MFU).
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.step_trace.request import Request
 from data_utils.base.errors import run_command
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
@@ -24,7 +25,6 @@ from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile.batches import random_batches
-from megatron_lite.profile.request import Request
 from megatron_lite.train.engine.plain import make_engine
 
 WARM_UP, STEPS = 3, 5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from benchmarks.step_trace.request import CUDA_LAUNCH_US, Profile
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.request import CUDA_LAUNCH_US, Profile
 
 SHOWN_PLACES = 12  # of each kind
 _TITLES = {

@@ -1,4 +1,4 @@
-"""Request and result of a profile, which is traced in a separate process. Imports no torch."""
+"""Request and result of a profile, which is traced in a separate process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ from typing import Any
 from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import to_tree
 from megatron_lite.config.tree import Config
+from megatron_lite.profile.estimate import require_one_transformer
 from megatron_lite.profile.gpus import Gpu
 
 # Assumed: microseconds that cudaLaunchKernel and the caching allocator take beyond an operation on the CPU.
 CUDA_LAUNCH_US = 2.5
 TRACED_LAYERS = 2  # and one more: equal layers cost the same
-
-
-def require_one_transformer(config: Config) -> None:
-    """Raise ConfigError for a configuration of two."""
-    if config.decoder is not None:
-        raise ConfigError(
-            "decoder is set, but a trace is of one Transformer; trace the encoder (decoder=null "
-            "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
-        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ def profiles(requests: Sequence[Request]) -> list[Profile | str]:
     """
     text = json.dumps([asdict(request) for request in requests])
     fake = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    answers = [json.loads(line) for line in run_module("megatron_lite.profile.worker", text, fake)]
+    answers = [json.loads(line) for line in run_module("benchmarks.step_trace.worker", text, fake)]
     return [read_answer(answer) for answer in answers]
 
 
