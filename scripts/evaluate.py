@@ -23,6 +23,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expan
 from data_utils.base.files import require_directory, require_named, require_writable, write_whole
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
+from megatron_lite.finetune.setup import is_export
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import Measured
@@ -58,8 +59,19 @@ def main() -> None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:
         require_named(arguments.plot, "--plot")
+    if arguments.predictions is not None:
+        require_writable(arguments.predictions / "file", "--predictions")
     tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
+    if arguments.task is not None and "task" not in tree:
+        raise ConfigError(
+            f"--task {arguments.task} has no section task; give a file like those of configs/tasks/."
+        )
     for override in arguments.overrides:
+        runs = [path for path in arguments.checkpoint if not is_export(path)]
+        if runs and override.startswith("model."):
+            raise ConfigError(
+                f"{override} is given, but {runs[0]} is a run, which has its own model; leave it out."
+            )
         tree = merge(tree, parse_override(override))
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import evaluate, of_seeds, steps_of
@@ -139,6 +151,9 @@ def plot(path: Path, measured: Sequence[Measured]) -> None:
                 lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.measured[metric]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    if not lines:
+        plt.close(figure)
+        raise DataError(f"--plot {path}: no file has labels, so there is nothing to draw; leave it out.")
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
     axes.legend()

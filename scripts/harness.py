@@ -63,10 +63,11 @@ def parse_arguments() -> argparse.Namespace:
     text = "settings of an export that does not have them"
     add("overrides", nargs="*", metavar="section.key=value", help=text)
     arguments = parser.parse_intermixed_args()
-    for name in ("batch", "limit", "stride"):
+    least = {"batch": 1, "limit": 1, "stride": 1, "sequence_length": 1, "num_fewshot": 0}
+    for name, lowest in least.items():
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+        if value is not None and value < lowest:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
     return arguments
 
 

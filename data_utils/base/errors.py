@@ -77,7 +77,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self.register("type", Path, lambda text: Path(expanded_path(text)))  # what `type=Path` does
+        self.register("type", Path, lambda text: Path(expanded_path(text or self.error("a path is empty"))))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import shown
 from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
@@ -75,7 +76,7 @@ def evaluate(
     Raises: ConfigError; DataError; CheckpointError.
     """
     with opened(path, tokenizer, tree) as run:
-        task = _task_of(run, tree)
+        task = _task_of(run, tree, path)
         context = ParallelContext.alone()
         evaluations = {
             file: Evaluation(task.settings, task.renderer, records, context, size)
@@ -88,18 +89,21 @@ def evaluate(
         return Measured(str(path), run.checkpoint.step, task, found)
 
 
-def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
+def _task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
+    """The task that a run is measured on. Args: name: of the run or export in messages."""
     if run.config.decoder is not None:
         raise ConfigError(
-            f"{run.checkpoint.path} joins two Transformers by a latent vector, which has no answers to a task; tune "
+            f"{name} joins two Transformers by a latent vector, which has no answers to a task; tune "
             "its encoder with scripts/finetune.py first, or measure its latent space with scripts/latent.py."
         )
     own = to_tree(run.config)
+    if not isinstance(tree.get("task", {}), Mapping):
+        raise ConfigError(f"task is {shown(tree['task'])}; it must be a section (see configs/tasks/).")
     if "name" in tree.get("task", {}):
         own["task"] = None  # another task: not a mixture of two
     together = merge(merge(own, tree), {"task": {"train": None}})
     if "name" not in together["task"]:
-        raise ConfigError(f"{run.checkpoint.path} was not trained on a task; give one with --task FILE.")
+        raise ConfigError(f"{name} was not trained on a task; give one with --task FILE.")
     together["model"] = {**together["model"], "task_head": "none", "task_classes": 0}
     task = prepare(together)
     needed, has = task.config.model, run.config.model
@@ -108,7 +112,7 @@ def _task_of(run: OpenRun, tree: Mapping[str, Any]) -> Task:
         has.task_classes,
     ):
         raise ConfigError(
-            f"{run.checkpoint.path} has the head {has.task_head} ({has.task_classes} classes), but the task needs "
+            f"{name} has the head {has.task_head} ({has.task_classes} classes), but the task needs "
             f"{needed.task_head} ({needed.task_classes}); give a checkpoint that was fine-tuned on this task."
         )
     if not task.validation and not task.test:

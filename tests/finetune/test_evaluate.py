@@ -140,7 +140,17 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
         "names no file to evaluate on": ["--checkpoint", best, "task.validation=[]"],
         "--batch is 0": ["--checkpoint", best, "--batch", "0"],
         "--plot is 'x.txt'; its name must end in .png": ["--checkpoint", best, "--plot", "x.txt"],
+        "task is None; it must be a section": ["--checkpoint", best, "task=null"],
+        "empty.yaml has no section task": ["--checkpoint", best, "--task", str(tmp_path / "empty.yaml")],
+        "has its own model; leave it out": ["--checkpoint", best, "model.num_layers=7"],
+        "a path is empty": ["--checkpoint", best, "--json", ""],
+        "so there is nothing to draw": [
+            *("--checkpoint", best, "--plot", str(tmp_path / "a.png"), "task.validation=[]"),
+            f"task.test=['{write_lines(tmp_path / 'unlabelled.jsonl', [{'text': 'good'}])}']",
+        ],
+        "--predictions": ["--checkpoint", best, "--predictions", str(tmp_path / "empty.yaml" / "p")],
     }
+    (tmp_path / "empty.yaml").touch()
     for message, arguments in cases.items():
         monkeypatch.setattr("sys.argv", ["evaluate.py", *arguments])
         with pytest.raises(SystemExit, match=r"^2$"):

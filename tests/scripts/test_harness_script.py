@@ -43,7 +43,9 @@ def test_wrong_arguments_are_one_line(said, tmp_path):
         *run, *tasks, tmp_path / "no"
     )
     assert "does not exist; give a run" in said("--checkpoint", tmp_path / "no", *tasks, tmp_path)
-    assert "--batch is 0; it must be at least 1" in said(*run, *tasks, tmp_path, "--batch", 0)
+    for option, value, least in (("--batch", 0, 1), ("--sequence-length", -5, 1), ("--num-fewshot", -1, 0)):
+        rule = f"{option} is {value}; it must be at least {least}."
+        assert rule in said(*run, *tasks, tmp_path, option, value)
     assert "the following arguments are required: --tasks" in said(*run)
 
 
