@@ -11,16 +11,11 @@ from data_utils.base.settings import REQUIRED, checked, fraction, setting, setti
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
 # Kind -> the metrics of a task whose name and settings say no others.
 KINDS = {
-    "cloze": ("accuracy",),
-    "classification": ("accuracy",),
-    "regression": ("pearson", "spearman"),
-    "seq2seq": ("exact_match",),
-    "blanks": ("bleu",),
-    "language_modelling": PERPLEXITIES,
-    "lambada": ("accuracy", "word_perplexity"),
-    "spans": ("answer_em", "answer_f1"),
+    "cloze": ("accuracy",), "classification": ("accuracy",), "regression": ("pearson", "spearman"),
+    "seq2seq": ("exact_match",), "blanks": ("bleu",), "language_modelling": PERPLEXITIES,
+    "lambada": ("accuracy", "word_perplexity"), "spans": ("answer_em", "answer_f1"),
     "tagging": ("entity_f1",),
-}
+}  # fmt: skip
 READERS = ("jsonl", "superglue", "glue", "squad", "conll", "pairs", "text", "synthetic")
 FORMS = ("auto", "glm", "bert", "causal", "prefix", "unilm", "unilmv2", "encoder_decoder")
 SCORINGS = ("auto", "restricted", "sum", "mean")

@@ -110,9 +110,7 @@ def prepare_environment(deterministic: bool) -> None:
         # Batches differ in their number of tokens; blocks of fixed sizes would leave gaps between them.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # one of the two values that torch accepts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two values that torch accepts
 
 
 class LauncherWatch:

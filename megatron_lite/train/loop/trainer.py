@@ -109,14 +109,8 @@ class Trainer:
         self._control = control
         self._fill, self._judge = fill, judge
         self._evaluated = 0  # the last step of which it is known that it was
-        self._saver = Saver(
-            checkpoint_directory(config),
-            engine,
-            context,
-            config.checkpoint,
-            self._watch_save,
-            self._record_save,
-        )
+        path, settings = checkpoint_directory(config), config.checkpoint
+        self._saver = Saver(path, engine, context, settings, self._watch_save, self._record_save)
 
     # The run
 
@@ -240,10 +234,8 @@ class Trainer:
         if self.context.is_main:
             ending, then = "stopped", "start again with the same run.directory to continue."
             if self.is_over:
-                ending, then = (
-                    "finished",
-                    f"`python scripts/report.py {quote(str(self.directory))}` shows the run.",
-                )
+                ending = "finished"
+                then = f"`python scripts/report.py {quote(str(self.directory))}` shows the run."
             log.info("%s at step %d of %d; %s", ending, self.step, self.config.training.steps, then)
 
     def _is_multiple(self, interval: int) -> bool:
