@@ -45,7 +45,7 @@ CEILINGS = {
     "lines loaded by importing tensor_parallel": 2504,
     "lines loaded by importing glm": 7148,
     "files of the trunk that name a system": 6,
-    "lines of the product": 52000,
+    "lines of the product": 51300,
     "files over 400 lines": 21,
     "sentences that the lint of English refuses": 0,
 }

@@ -66,16 +66,9 @@ class Kind(OneTransformer):
         latent = sum(map(math.prod, shapes.values()))
         return parameter_count(config.model) + parameter_count(decoder_of(config)) + latent
 
-    def flops(
-        self,
-        config: Config,
-        tokens: int,
-        loss_rows: int,
-        visible_keys: int,
-        targets: int,
-        target_keys: int,
-    ) -> float:
+    def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks. The latent matrices, used once for each sentence, are left out."""
+        tokens, loss_rows, visible_keys, targets, target_keys = counts
         encoder = step_flops(config.model, tokens - targets, 0, visible_keys - target_keys)
         return encoder + step_flops(decoder_of(config), targets, loss_rows, target_keys)
 

@@ -89,8 +89,8 @@ def test_samples_are_shown(run, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (pretrain_glm.main, ["--dry-run", 1], "decoder is set, but a trace is of one Transformer"),
-        (profile_step.main, ["--processes", 1], "decoder is set, but a trace is of one Transformer"),
+        (pretrain_glm.main, ["--dry-run", 1], "decoder is set, but a profile is of one Transformer"),
+        (profile_step.main, ["--processes", 1], "decoder is set, but a profile is of one Transformer"),
     ],
     ids=["dry run", "profile"],
 )

@@ -45,17 +45,9 @@ class OneTransformer:
         """Trainable parameters, with the rows that pad vocabularies."""
         return parameter_count(config.model)
 
-    def flops(
-        self,
-        config: Config,
-        tokens: int,
-        loss_rows: int,
-        visible_keys: int,
-        targets: int,
-        target_keys: int,
-    ) -> float:
-        """FLOPs of a training step. Args: as for `step_flops`."""
-        return step_flops(config.model, tokens, loss_rows, visible_keys, targets, target_keys)
+    def flops(self, config: Config, *counts: int) -> float:
+        """FLOPs of a training step. Args: counts: tokens, loss rows, ... of `step_flops`, in its order."""
+        return step_flops(config.model, *counts)
 
     def is_unused(self, name: str, config: Config) -> bool:
         """Whether a parameter has no part in the loss. It has no gradient, and stays as it is."""
@@ -103,8 +95,6 @@ def model_count(config: Config) -> int:
     return kind_of(config).count(config)
 
 
-def model_flops(
-    config: Config, tokens: int, loss_rows: int, visible_keys: int, targets: int, target_keys: int
-) -> float:
+def model_flops(config: Config, *counts: int) -> float:
     """See `OneTransformer.flops`."""
-    return kind_of(config).flops(config, tokens, loss_rows, visible_keys, targets, target_keys)
+    return kind_of(config).flops(config, *counts)
