@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.distributed import _FORK, free_port, initialize
@@ -268,3 +269,18 @@ def test_collectives_wait_longer_than_any_section():
     timeouts = TimeoutsConfig(checkpoint_seconds=7200)
     assert timeouts.collective_seconds == 7260
     assert set(timeouts.sections) == {section.value for section in Section} - {"exit"}
+
+
+def test_a_rank_that_ends_between_two_looks_is_not_dead(tmp_path, monkeypatch):
+    """Its heartbeat is read before it says that it ends, and its process is looked at after it has ended."""
+    looks = [
+        [SimpleNamespace(rank=1, section=section, is_of_a_dead_process=True)]
+        for section in ("step", Section.EXIT)
+    ]
+    dog = Watchdog({"setup": 60}, tmp_path, 0, 2, 0.5)
+    monkeypatch.setattr(dog, "_heartbeats", lambda: looks.pop(0))
+    assert dog.dead_ranks() == []
+    monkeypatch.setattr(
+        dog, "_heartbeats", lambda: [SimpleNamespace(rank=1, section="step", is_of_a_dead_process=True)]
+    )
+    assert [beat.rank for beat in dog.dead_ranks()] == [1]

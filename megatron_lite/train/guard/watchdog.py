@@ -181,11 +181,11 @@ class Watchdog:
 
     def dead_ranks(self) -> list[Heartbeat]:
         """The last heartbeats of those ranks on this machine whose processes have died."""
-        return [
-            beat
-            for beat in self._heartbeats()
-            if beat.rank < self._world_size and beat.section != Section.EXIT and beat.is_of_a_dead_process
-        ]
+        beats = [beat for beat in self._heartbeats() if beat.rank < self._world_size]
+        dead = [beat for beat in beats if beat.section != Section.EXIT and beat.is_of_a_dead_process]
+        # Read again: a process that ended in order said so before it ended, maybe between the two looks at it.
+        ended = {beat.rank for beat in self._heartbeats() if beat.section == Section.EXIT} if dead else set()
+        return [beat for beat in dead if beat.rank not in ended]
 
     @contextlib.contextmanager
     def name_dead_ranks(self) -> Iterator[None]:
