@@ -71,7 +71,7 @@ def make_corpus(project: Path, work: Path) -> None:
 
 
 def settings_of(work: Path, run: Path, name: str) -> dict[str, Any]:
-    """What a run sets on top of its file."""
+    """Settings of a run on top of its file."""
     return {
         "tokenizer.kind": "bert_wordpiece",
         "tokenizer.path": work / "vocab.txt",

@@ -26,7 +26,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def used(project: Path, part: str, settings: dict | None = None) -> tuple[dict, str]:
-    """What use_changes.py found, and all that it printed."""
+    """Results of use_changes.py, and all that it printed."""
     command = [sys.executable, str(USER), part, str(project), json.dumps(settings)]
     variables = {**os.environ, "NUMBA_DISABLE_JIT": "1"}  # so few samples need no compilation
     done = subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True)

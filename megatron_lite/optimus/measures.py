@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
 from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.trained_model import usual_measures
 from megatron_lite.optimus.space import active_units, mutual_information
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
-
-_LARGEST_EXPONENT = 700.0  # exp of it is still finite
 
 
 class LatentMeasures:
@@ -37,7 +34,7 @@ class LatentMeasures:
         if len(rows) < 2 or not rows.isfinite().all():  # nothing to compare
             return {}
         return {
-            "perplexity": math.exp(min(loss * len(rows) / tokens, _LARGEST_EXPONENT)),
+            **usual_measures(loss * len(rows) / tokens),
             "mutual_information": mutual_information(mu, logvar, z),
             "active_units": float(active_units(mu).sum()),
         }

@@ -129,7 +129,7 @@ def test_parts_of_memory_are_those_of_a_hand_calculation():
     assert peak.weights == pytest.approx(2 * numbers, rel=1e-3)
     assert peak.gradients == pytest.approx(4 * numbers, rel=1e-3)
     assert peak.optimizer == pytest.approx(12 * numbers / 64, rel=1e-3)
-    # Of a block: 4 of the hidden state, 4 of attention, 8 of the FFN, keys and values gathered once; bf16.
+    # A block has 4 of the hidden state, 4 of attention, 8 of the FFN, keys and values gathered once; bf16.
     tokens = 8640
     assert peak.activations == pytest.approx(24 * tokens * 1024 * 2 * 18, rel=0.02)
 

@@ -85,13 +85,11 @@ class Distances:
     sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
 
     @staticmethod
-    def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances | None:
-        """None where positions are not XLNet's. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan.
+    def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances:
+        """The distances of a batch's tokens. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan.
 
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
-        if not config.has_distance_scores:
-            return None
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
         # On a GPU the largest position would be waited for.
         longest = plan.row_length if positions.is_cuda else int(positions.max())

@@ -24,10 +24,8 @@ class Rotary:
     sin: torch.Tensor
 
     @staticmethod
-    def of(config: ModelConfig, ids: torch.Tensor) -> Rotary | None:
-        """None where positions are not rotary. Args: ids: int [len(ID_PLANES), T]."""
-        if config.positions != "rotary":
-            return None
+    def of(config: ModelConfig, ids: torch.Tensor) -> Rotary:
+        """The turns of tokens by their position and their position in a span. Args: ids: int [len(ID_PLANES), T]."""
         width = config.rotary_size
         positions = ids[ID_PLANES.index(POSITION_IDS)] + ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width

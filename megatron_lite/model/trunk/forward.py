@@ -33,7 +33,7 @@ def flow_of(
 ) -> Flow:
     """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
     rotary = Rotary.of(config, ids) if config.positions == "rotary" else None
-    distances = None if config.relative == "none" else Distances.of(config, ids, plan, dropout)
+    distances = Distances.of(config, ids, plan, dropout) if config.has_distance_scores else None
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
 
 

@@ -74,7 +74,7 @@ class _Feed:
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
         self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
-        self.tables: dict[str, RelativeBuckets] = {}  # the stage's own, of `relative_tables`
+        self.tables: dict[str, RelativeBuckets] = {}  # those that the stage's blocks read
         self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:
@@ -253,9 +253,15 @@ class _Stages(PipelineModule):
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
         self._feed = feed
         # Each stage has a copy of the tables that all its layers share; the optimizer sums their gradients.
-        feed.tables = relative_tables(model, parallel)
-        for name, table in feed.tables.items():
+        begin, end = self._local_start - _FIRST_BLOCK, self._local_stop - _FIRST_BLOCK  # the stage's blocks
+        is_used = {
+            "relative_bias": begin < model.num_layers and end > 0,
+            "decoder_relative_bias": begin < model.total_layers and end > model.num_layers,
+        }
+        for name, table in relative_tables(model, parallel).items():
             setattr(self, name, table)
+            if is_used[name]:
+                feed.tables[name] = table
 
     def forward(self, hidden: torch.Tensor) -> Any:
         self._feed.advance()
