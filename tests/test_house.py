@@ -38,14 +38,16 @@ def test_the_model_knows_nothing_of_data_but_the_base():
     assert others == set()
 
 
-# What may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
+# New abilities and the lines of the product that each needed, to be told in docs/log.md. All else is won elsewhere.
+ABILITIES: dict[str, int] = {}
+# Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 555,
     "lines loaded by importing tensor_parallel": 2504,
     "lines loaded by importing glm": 7148,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51300,
+    "lines of the product": 51300 + sum(ABILITIES.values()),
     "files over 400 lines": 21,
     "sentences that the lint of English refuses": 0,
 }
