@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named(settings, capfd):
     ]
     lines = sorted(line for line in capfd.readouterr().out.splitlines() if "lost the connection" in line)
     assert [line.split()[:2] for line in lines] == [["1", "True"], ["2", "False"]]  # one of them reports it
-    assert all(f"rank 0 on {socket.gethostname()} (" in line for line in lines)
+    assert all(f"rank 0 on {socket.gethostname()} (" in line for line in lines), lines
     assert all(f"process {ranks[0].pid}, has died" in line for line in lines), lines
     assert all(re.search(r"rank 0 on \S+ \(step, .*\), noted \d+ s ago, process", line) for line in lines), (
         lines

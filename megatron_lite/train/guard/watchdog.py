@@ -40,7 +40,7 @@ TICK_SECONDS = 0.5
 BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
 EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpreter
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
-DEATH_SECONDS = 5.0  # from a broken connection until the process at its other end is seen to be dead
+DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
 OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
 # Messages of gloo, NCCL and torch's store about a broken connection.
 _CONNECTION = re.compile(
