@@ -12,7 +12,8 @@ SPECIAL = SpecialTokens(
 )
 SENTENCE_END = np.zeros(3000, bool)
 SENTENCE_END[FIRST_TEXT_TOKEN::7] = True
-VOCABULARY = Vocabulary(SPECIAL, 3000, SENTENCE_END)
+WORD_START = ~((np.arange(3000) >= FIRST_TEXT_TOKEN) & (np.arange(3000) % 3 == 2))  # others continue a word
+VOCABULARY = Vocabulary(SPECIAL, 3000, SENTENCE_END, WORD_START)
 MIXED = {"token_prob": 0.4, "sentence_prob": 0.3, "document_min_ratio": 0.25}
 
 

@@ -43,6 +43,9 @@ class BlankInfillingConfig(ObjectiveConfig):
     max_span_length: int = setting(
         39, "token objective: the Poisson is truncated to 1..this, tokens", at_least=1
     )
+    whole_words: bool = setting(
+        False, "token objective: mask whole words; its ratio and span lengths then count words"
+    )
     placement: str = setting(
         "uniform",
         "token objective: 'uniform' over all placements with a token between spans; 'reference' sorts "

@@ -47,6 +47,7 @@ from data_utils.objectives.blank_infilling.spans import (
     draw_document_span,
     draw_sentences,
     draw_token_spans,
+    find_words,
     least_tokens,
     tokens_to_cut,
     write_example,
@@ -56,12 +57,13 @@ from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
 from data_utils.objectives.rows import RowObjective, numbers_of, set_range
 
+_NO_WORDS = np.zeros(0, np.bool_)
 ATTEMPTS = 16  # draws of spans before the fewest are used
 
 
 @inlined
 def _fill_example(
-    row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+    row, used, limit, text, words, start, length, sample, piece, stream, w, sentence_end, cumulative, s
 ):
     """Draw and write the Example of one piece at row[used:limit]. Returns the new end.
 
@@ -95,7 +97,8 @@ def _fill_example(
         elif objective == SENTENCE:
             count = draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
         else:
-            count = draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s)
+            units = find_words(w, words, start, maskable) if s.whole_words else maskable
+            count = draw_token_spans(stream, w, n, maskable, units, available, single, fewest, cumulative, s)
             cut = tokens_to_cut(n, count, available)
         if count >= 0 and n + 2 * count - cut <= available:
             break
@@ -108,7 +111,7 @@ def _fill_example(
 
 
 @inlined
-def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
+def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
     """Write one sample, its pieces from number `first_piece` on, then padding. False: it cannot fit."""
     needed, total = 0, 0
     for length in lengths:
@@ -126,7 +129,20 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
         needed -= least_tokens(length, s)  # what the pieces after this one need
         limit = row_length - needed
         used = _fill_example(
-            row, used, limit, text, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+            row,
+            used,
+            limit,
+            text,
+            words,
+            start,
+            length,
+            sample,
+            piece,
+            stream,
+            w,
+            sentence_end,
+            cumulative,
+            s,
         )
         piece += 1
         start += length
@@ -139,7 +155,7 @@ def _fill_row(row, text, start, lengths, sample, first_piece, stream, w, sentenc
 @entry_point
 def _fill_rows(batch, pieces, tables, sentence_end, settings):
     """Returns the index of the first sample that cannot fit, or -1."""
-    text, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    text, words, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
     cumulative, stream, w = tables
     s = settings[0]
     piece, start = 0, 0
@@ -147,7 +163,7 @@ def _fill_rows(batch, pieces, tables, sentence_end, settings):
         lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
         row, sample = batch[i], sample_indices[i]
         if not _fill_row(
-            row, text, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
+            row, text, words, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
         ):
             return i
         piece += pieces_per_sample[i]
@@ -213,8 +229,9 @@ class BlankInfilling(RowObjective):
     def length_table(self) -> np.ndarray:
         return length_table(self.config.mean_span_length, self._longest_token_span)
 
-    def choose_units(self) -> None:
-        """Tokens; the compiled code finds the sentences."""
+    def choose_units(self) -> str | None:
+        """Words or tokens; the compiled code finds the sentences."""
+        return "words" if self.config.whole_words else None
 
     def fill(
         self,
@@ -252,7 +269,8 @@ class BlankInfilling(RowObjective):
             pieces_per_sample = not_empty.astype(np.int64)
         sentence_end = self.vocabulary.sentence_end
         sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
-        pieces = (tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        words = self._unit_starts(tokens, piece_lengths) if self.units else _NO_WORDS
+        pieces = (tokens, words, piece_lengths, pieces_per_sample, sample_indices, first_piece)
         return self.entry(batch, pieces, self._tables(batch), sentence_end, self._settings)
 
     def build(

@@ -73,17 +73,30 @@ def tokens_to_cut(n, count, available):
 
 
 @compiled
-def draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulative, s):
-    """Draw short spans that mask the ratio of n, or as much as the gaps allow. Returns their count, -1: failed.
+def find_words(w, words, start, maskable):
+    """Write where the words of the maskable text begin, and its end, to `w[MASK_AT]`. Returns their number."""
+    count = 0
+    for i in range(maskable):
+        if i == 0 or words[start + i]:
+            w[MASK_AT, count] = i
+            count += 1
+    w[MASK_AT, count] = maskable
+    return count
 
-    Where they need more than the `available` row tokens, they are placed in a shorter text.
+
+@compiled
+def draw_token_spans(stream, w, n, maskable, units, available, single, fewest, cumulative, s):
+    """Draw short spans that mask the ratio of the text, or as much as the gaps allow. Returns their count, -1: failed.
+
+    Lengths and the ratio count units: tokens, or the words in `w[MASK_AT]`. Where the spans need more than the
+    `available` row tokens, they are placed in a shorter text. Args: n: tokens with CLS.
     """
     longest = s.longest_token_span
-    most = maskable - maskable // (longest + 1)  # one token in every longest + 1 is a gap
-    target = min(max(1, int(s.masked_ratio * n)), most)
+    most = units - units // (longest + 1)  # one unit in every longest + 1 is a gap
+    target = min(max(1, int(s.masked_ratio * (n - maskable + units))), most)
     count, total = 0, 0
     while total < target:
-        room = maskable - total - count  # each span before this one also takes a gap
+        room = units - total - count  # each span before this one also takes a gap
         if room < 1:
             return -1
         if fewest and not single:
@@ -97,10 +110,19 @@ def draw_token_spans(stream, w, n, maskable, available, single, fewest, cumulati
             break
     cut = tokens_to_cut(n, count, available)
     maskable = min(maskable, n - 1 - cut)
-    if cut > (n - 1) // MOST_CUT or total + count - 1 > maskable:
+    if s.whole_words:
+        while w[MASK_AT, units] > maskable:
+            units -= 1
+    else:
+        units = maskable
+    if cut > (n - 1) // MOST_CUT or total + count - 1 > units:
         return -1
     shuffle(stream, w[ORDER], count)  # the last length drawn is larger on average
-    _place_spans(stream, w, count, total, maskable, s.uniform_placement)
+    _place_spans(stream, w, count, total, units, s.uniform_placement)
+    if s.whole_words:
+        for i in range(count):
+            w[STARTS, i] = w[MASK_AT, w[STARTS, i]]
+            w[ENDS, i] = min(w[MASK_AT, w[ENDS, i]], w[STARTS, i] + s.longest_span)
     return count
 
 

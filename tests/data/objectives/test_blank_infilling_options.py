@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-from support.blank_infilling import SPECIAL, check_layout, objective, poisson, rebuilt, spans_of
+import pytest
+from support.blank_infilling import (
+    SPECIAL,
+    VOCABULARY,
+    WORD_START,
+    check_layout,
+    masked_positions,
+    objective,
+    poisson,
+    rebuilt,
+    spans_of,
+)
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, many, text_of
 
-from data_utils.objectives import Example
+from data_utils.base.errors import ConfigError
+from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example
 from data_utils.objectives.blank_infilling import TOKEN
 from data_utils.samples.loader import collate
 
@@ -142,3 +156,53 @@ def test_cross_document_attention_joins_the_pieces():
     check_layout(document, SPECIAL.mask)
     assert (rebuilt(document) == np.concatenate(texts)).all()
     assert (document.tokens == SPECIAL.cls).sum() == 1
+
+
+def word_begins(text: np.ndarray) -> np.ndarray:
+    """Places of a text where a word begins, then its end."""
+    begins = np.flatnonzero(WORD_START[text])
+    return np.array([0, *begins[begins > 0], len(text)])
+
+
+def test_whole_words_masks_words_and_counts_them():
+    text = text_of(120, with_eos=False)
+    begins = word_begins(text)
+    assert len(begins) - 1 == 80
+    lengths, chosen = [], np.zeros(80)
+    for example in many(objective(whole_words=True), text, 2000):
+        assert (rebuilt(example) == text).all()
+        spans = np.searchsorted(begins, masked_positions(example))
+        assert (begins[spans] == masked_positions(example)).all()  # borders of words
+        assert (spans[1:, 0] > spans[:-1, 1]).all()  # a word stays between two blanks
+        words = spans[:, 1] - spans[:, 0]
+        assert words.sum() - words.max() < int(0.15 * 81) <= words.sum()
+        lengths += words.tolist()
+        for begin, end in spans:
+            chosen[begin:end] += 1
+    observed = np.bincount(lengths, minlength=9)
+    p = poisson(39)
+    expected = len(lengths) * np.array([*p[:7], p[7:].sum()])
+    assert chi_square(np.array([*observed[1:8], observed[8:].sum()]), expected) < chi_square_limit(7)
+    inner = chosen[8:-8] / chosen[8:-8].mean()
+    assert abs(inner - 1).max() < 0.2
+
+
+def test_whole_words_fit_short_rows_and_long_words():
+    """Rows as short as they may be; and a text of one long word, whose blank is cut to what positions allow."""
+    config = {"whole_words": True, "masked_ratio": 0.4, "mean_span_length": 1.0}
+    made = objective(48, row_length=BlankInfillingConfig(**config).least_row_length(48), **config)
+    for sample in range(300):
+        text = text_of(40 + sample % 7)
+        batch = collate(made, text, [len(text)], [1], [sample])
+        (example,) = Example.from_planes(batch[0]).documents()
+        kept = rebuilt(example)
+        assert (kept == text[: len(kept)]).all() and len(text) - len(kept) <= len(text) // 32
+        begins = {*word_begins(text).tolist(), len(kept) - 1, len(kept)}
+        assert {int(x) for span in masked_positions(example) for x in span} <= begins
+    one_word = np.full(47, np.flatnonzero(~WORD_START)[0], np.int32)
+    assert masked_positions(made.example(one_word, 0)) == [(0, 47)]
+
+
+def test_whole_words_need_a_vocabulary_that_knows_them():
+    with pytest.raises(ConfigError, match="whole words"):
+        BlankInfilling(BlankInfillingConfig(whole_words=True), replace(VOCABULARY, word_start=None), 5, 512)
