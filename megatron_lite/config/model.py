@@ -15,6 +15,7 @@ from megatron_lite.config.systems import SYSTEMS
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
+BLOCK_POSITIONS = ("added", "table", "halves")
 RELATIVE = ("none", "buckets", "xlnet")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
@@ -75,8 +76,15 @@ class ModelConfig:
     positions: str = setting(
         "learned_blocks",
         "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text); rotary: no "
-        "table, queries and keys are turned (GLM-4; within a span positions continue from its mask); none",
+        "table, queries and keys are turned (GLM-4); none",
         one_of=POSITIONS,
+    )
+    block_positions: str = setting(
+        "added",
+        "what rotary positions do with the position in a span: added (to that in the text: spans continue from their "
+        "mask), table (a learned one, as in learned_blocks), or halves (it turns the second half of the features that "
+        "are turned, and the position in the text the first; ChatGLM-6B)",
+        one_of=BLOCK_POSITIONS,
     )
     rotary_share: float = setting(
         1.0, "part of the features of each head that rotary positions turn (GLM-4: 0.5)", above=0, at_most=1
@@ -127,6 +135,12 @@ class ModelConfig:
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
+    init_words_std: float | None = setting(
+        None, "standard deviation of initial word embeddings; null = as init and init_std say", above=0
+    )
+    init_positions_std: float | None = setting(
+        None, "standard deviation of initial tables of positions; null = as init and init_std say", above=0
+    )
     embedding_gradient_shrink: float = setting(
         1.0,
         "factor on the gradient of the embeddings; GLM-130B trained stably with 0.1, 1 = off",
@@ -218,9 +232,15 @@ class ModelConfig:
             f"({self.num_attention_heads}); choose a divisor of {self.num_attention_heads}.",
         )
         check(
-            self.positions != "rotary" or (self.rotary_size > 0 and self.rotary_size % 2 == 0),
+            self.positions == "rotary" or self.block_positions == "added",
+            f"model.block_positions is {self.block_positions} with model.positions {self.positions}, but it is for "
+            "rotary positions; set positions to rotary, or leave block_positions out.",
+        )
+        divisor, rule = (4, "a multiple of 4") if self.block_positions == "halves" else (2, "an even number")
+        check(
+            self.positions != "rotary" or (self.rotary_size > 0 and self.rotary_size % divisor == 0),
             f"model.rotary_share ({self.rotary_share}) of a head's {self.head_size} features is {self.rotary_size}; "
-            "rotary positions turn pairs of features: choose a share that gives an even number.",
+            f"rotary positions turn pairs of features: choose a share that gives {rule}.",
         )
         check(
             not self.decoder_layers or not self.share_layers,
@@ -286,7 +306,18 @@ class ModelConfig:
         others = (field for field in fields(self) if field.name not in _OF_GLM)
         is_default = all(getattr(self, field.name) == field.default for field in others)
         has_its_head = self.task_head in ("none", "classes", "values") and not self.has_task_pooler
-        return is_default and self.activation.startswith("gelu") and has_its_head
+        is_known = self.activation.startswith("gelu") and self.positions in ("learned_blocks", "rotary")
+        return is_default and is_known and has_its_head
+
+    @property
+    def has_plain_blocks(self) -> bool:
+        """Whether blocks are those that one function of autograd computes (fused_block.py)."""
+        return self.is_plain and self.positions != "rotary" and not self.activation_dropout
+
+    @property
+    def has_position_tables(self) -> bool:
+        """Whether a learned table ends the positions that the model can take."""
+        return self.positions.startswith("learned") or self.block_positions == "table"
 
     @property
     def total_layers(self) -> int:
@@ -328,13 +359,16 @@ class ModelConfig:
         return self.biases == "all" or self.biases == product
 
 
-# Options that GLM's exported code knows, or that leave the trained model as it is.
-_OF_GLM = frozenset(
+# Options that leave a trained model as it is.
+OF_TRAINING = frozenset(
     (
-        "system", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon",
-        "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "sentence_dropout", "init", "init_std",
-        "embedding_gradient_shrink", "activation",
-        "task_head", "task_classes", "task_pooler", "task_dropout",
+        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
+        "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "init_words_std", "init_positions_std",
+        "embedding_gradient_shrink",
     )
 )  # fmt: skip
+# These, and those that GLM's exported code knows.
+_OF_GLM = OF_TRAINING | {
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
+    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes",
+}  # fmt: skip

@@ -212,7 +212,7 @@ def check_language(config: Config) -> None:
     )
     needed = max(c.section.max_position_needed(task.sequence_length) for c in config.objective_choices)
     check(
-        needed <= model.max_position or model.positions in ("none", "rotary"),
+        needed <= model.max_position or not model.has_position_tables,
         f"finetune.lm_weight is {weight}, and the run's objective needs positions up to {needed} for texts of "
         f"task.sequence_length ({task.sequence_length}), but model.max_position is {model.max_position}; shorten them.",
     )
@@ -225,7 +225,7 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
     targets = f" with target_length ({task.target_length})" if task.kind == "seq2seq" else ""
     remedy = ", and target_length too" if targets else ""
     check(
-        needed <= model.max_position or model.positions in ("none", "rotary"),
+        needed <= model.max_position or not model.has_position_tables,
         f"task.sequence_length ({task.sequence_length}){targets} needs positions up to {needed}, but "
         f"model.max_position is {model.max_position}; set it to {model.max_position} or less{remedy}.",
     )

@@ -60,10 +60,9 @@ class Sizes:
     def is_fused(self) -> bool:
         """Whether a block is one function of autograd, see `Block.may_fuse`."""
         model, training = self.config.model, self.config.training
-        is_known = model.is_plain and not model.activation_dropout
         chosen = training.recompute == "none" and training.kernels == "fused"
         is_whole = self.tp == 1 and self.config.parallel.zero_stage < 3
-        return is_known and chosen and is_whole and self.rows.stack.kernel == "varlen"
+        return model.has_plain_blocks and chosen and is_whole and self.rows.stack.kernel == "varlen"
 
     # Tokens
 

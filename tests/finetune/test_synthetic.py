@@ -21,6 +21,8 @@ MODEL = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position": 64, "init_std": 0.1,
     "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,
 }  # fmt: skip
+# With all weights at 0.1 the word of one of two keys is guessed: 0.5.
+LARGE = {"init_words_std": 0.8, "init_positions_std": 0.8, "tie_word_embeddings": False}
 SPANS = {"kind": "spans", "question_length": 8, "answer_length": 8}
 PATTERN = {"template": "{text} is [MASK]", "verbalizers": {"no": "blue", "yes": "red"}}
 
@@ -40,7 +42,7 @@ def write_files(directory, name, settings, task):
     (directory / "vocab.txt").write_text("\n".join(words) + "\n")
     given = "".join(f",{key}={value}" for key, value in settings.items())
     tree = {
-        "model": MODEL,
+        "model": {**MODEL, **task.pop("model", {})},
         "tokenizer": {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt")},
         "data": {"sequence_length": 32},
         "training": {"precision": "fp32"},
@@ -80,6 +82,12 @@ LONG = {
     "periodic": ("periodic", {}, {"kind": "blanks", "epochs": 10}, "bleu"),
     "two words together": ("xor", {}, {"kind": "classification", "train": 1600}, "accuracy"),
     "span": ("span", {}, {**SPANS, "train": 1600, "epochs": 8}, "answer_em"),
+    "word of two keys": (
+        "recall",
+        {"pairs": 2},
+        {"kind": "lambada", "train": 48_000, "epochs": 1, "model": LARGE},
+        "accuracy",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from support.configs import tiny
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.text.special_tokens import SpecialTokens
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.generate.filling import (
     BlankFiller,
     GenerationConfig,
@@ -37,20 +37,19 @@ def model():
     return model
 
 
-@pytest.fixture(scope="module")
-def glm4():
+@pytest.fixture(scope="module", params=[None, *BLOCK_POSITIONS])
+def any_model(request, model):
+    """GLM, and rotary models with GLM-4's layers and each way of the positions in spans."""
+    if request.param is None:
+        return model
     config = ModelConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5,
-        positions="rotary", rotary_share=0.5, num_key_value_heads=2, ffn="gated", tie_word_embeddings=False,
+        positions="rotary", block_positions=request.param, rotary_share=0.5, num_key_value_heads=2, ffn="gated",
+        tie_word_embeddings=False,
     )  # fmt: skip
-    model = GLM(config).eval()
-    initialize_parameters(model.named_parameters(), config, 3)
-    return model
-
-
-@pytest.fixture(params=["model", "glm4"])
-def any_model(request):
-    return request.getfixturevalue(request.param)
+    rotary = GLM(config).eval()
+    initialize_parameters(rotary.named_parameters(), config, 3)
+    return rotary
 
 
 def uncached_logits(model, context, spans):

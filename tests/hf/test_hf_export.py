@@ -19,9 +19,11 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.files.weights import new_directory, open_directory
 from megatron_lite.hf.glm import proof
 from megatron_lite.train.engine.plain import make_engine
@@ -94,6 +96,33 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
     swapped = proof.exported_logits(tmp_path / "export", batch)
     model = load_run(tmp_path / "run").model
     assert (swapped - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
+
+
+@pytest.mark.parametrize("kind", BLOCK_POSITIONS)
+def test_rotary_models_there_and_back(vocabulary, tmp_path, kind):
+    """The export is proved as every other one; the same values in config.json make the same model again."""
+    rotary = {"positions": "rotary", "block_positions": kind, "rotary_share": 0.5, "rotary_base": 100.0}
+    model = write_run(tmp_path / "run", tree(vocabulary, **rotary))
+    found = export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
+    assert found.largest_difference <= 1e-5 and found.agreement == 1.0
+    described = json.loads((tmp_path / "export/config.json").read_text())
+    assert {name: described[name] for name in rotary} == rotary
+    (tmp_path / "export/training.json").unlink()  # config.json alone says what the model is
+    given = {name: part for name, part in tree(vocabulary).items() if name != "model"}
+    import_directory(tmp_path / "export", tmp_path / "back", given)
+    again = load_run(tmp_path / "back").model
+    assert {name: getattr(again.config, name) for name in rotary} == rotary
+    for name, weight in without_padding(model).items():
+        assert torch.equal(without_padding(again)[name], weight)
+
+
+def test_rotary_positions_are_not_in_the_released_layout(vocabulary, tmp_path):
+    write_run(tmp_path / "run", tree(vocabulary, positions="rotary"))
+    with pytest.raises(
+        CheckpointError, match=r"has rotary positions, which the released .* --layout huggingface"
+    ):
+        export_run(tmp_path / "run", tmp_path / "export", ExportOptions(layout="released"))
+    assert not (tmp_path / "export").exists()
 
 
 def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):

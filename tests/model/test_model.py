@@ -66,6 +66,22 @@ def test_initial_scales():
     assert model.get_parameter("final_layernorm.weight").eq(1).all()
 
 
+@pytest.mark.parametrize("init", ["gpt2", "t5"])
+def test_tables_may_begin_with_scales_of_their_own(init):
+    """Only those of words and of positions change, by the factor of their scales."""
+    config = dataclasses.replace(CONFIG, init=init)
+    scaled = dataclasses.replace(config, init_words_std=0.5, init_positions_std=0.25)
+    factors = {
+        "embedding.word_embeddings.weight": 0.5 / (1.0 if init == "t5" else 0.02),
+        "embedding.position_embeddings.weight": 0.25 / 0.02,
+        "embedding.block_position_embeddings.weight": 0.25 / 0.02,
+    }
+    before, after = (dict(make(each).named_parameters()) for each in (config, scaled))
+    assert factors.keys() < after.keys() == before.keys()
+    for name, value in after.items():
+        torch.testing.assert_close(value, before[name] * factors.get(name, 1.0), rtol=1e-6, atol=0)
+
+
 def test_parameter_count_is_the_modules():
     assert parameter_count(CONFIG) == sum(p.numel() for p in make().parameters())
 

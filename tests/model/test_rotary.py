@@ -8,13 +8,14 @@ import torch
 from support.batches import prefix_batch
 
 from data_utils.base.planes import BLOCK_POSITION_IDS
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ID_PLANES, ModelInput
 from megatron_lite.model.kernels.fused import Biased, gate
 from megatron_lite.model.layers.rotary import Rotary, spread
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.block import Block, Flow, Stream
+from megatron_lite.model.trunk.counts import parameter_count, step_flops
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.parallel.collectives import Group
 
@@ -60,10 +61,36 @@ def test_positions_of_part_b_continue_from_the_mask():
     assert torch.equal(in_text.cos, in_span.cos) and torch.equal(in_text.sin, in_span.sin)
 
 
-def test_the_model_tells_places_in_a_span():
-    model = GLM(CONFIG)
-    initialize_parameters(model.named_parameters(), dataclasses.replace(CONFIG, init_std=0.5), 1)
-    assert not any("position" in name for name, _ in model.named_parameters())
+def test_halves_are_turned_by_one_position_each():
+    """Both halves as a model whose heads are a half as wide turns all of its features."""
+    config = dataclasses.replace(CONFIG, block_positions="halves", rotary_share=1.0)
+    narrow = dataclasses.replace(config, block_positions="added", head_dim=4)
+    heads = torch.randn(3, 4, 8)
+    text, span = [7, 7, 9], [0, 3, 2]
+    both = [
+        Rotary.of(narrow, ids(places, [0] * 3)).turn(half)
+        for places, half in zip((text, span), heads.split(4, -1), strict=True)
+    ]
+    torch.testing.assert_close(
+        Rotary.of(config, ids(text, span)).turn(heads), torch.cat(both, dim=-1), rtol=0, atol=0
+    )
+
+
+def test_beside_a_table_the_position_in_the_text_alone_turns():
+    config = dataclasses.replace(CONFIG, block_positions="table")
+    found, expected = (Rotary.of(config, ids([4, 4, 6], blocks)) for blocks in ([0, 1, 5], [0, 0, 0]))
+    assert torch.equal(found.cos, expected.cos) and torch.equal(found.sin, expected.sin)
+
+
+@pytest.mark.parametrize("block_positions", BLOCK_POSITIONS)
+def test_the_model_tells_places_in_a_span(block_positions):
+    config = dataclasses.replace(CONFIG, block_positions=block_positions)
+    model = GLM(config)
+    initialize_parameters(model.named_parameters(), dataclasses.replace(config, init_std=0.5), 1)
+    tables = [name for name, _ in model.named_parameters() if "position" in name]
+    assert tables == ["embedding.block_position_embeddings.weight"] * (block_positions == "table")
+    assert parameter_count(config) == parameter_count(CONFIG) + 65 * 32 * len(tables)
+    assert step_flops(config, 10, 2, 30) == step_flops(CONFIG, 10, 2, 30)
     inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
     outs = [model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)]
     places = inputs.ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
@@ -71,6 +98,15 @@ def test_the_model_tells_places_in_a_span():
     places.clamp_(max=1)
     outs.append(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan))
     assert (outs[0] - outs[1]).abs().max() > 1e-3
+
+
+def test_no_function_of_a_whole_block_leaves_the_turns_out():
+    """GLM's own blocks may be one function of autograd, which turns nothing."""
+    tables = dataclasses.replace(CONFIG, positions="learned_blocks", rotary_share=1.0, rotary_base=10000.0)
+    turned = dataclasses.replace(tables, positions="rotary")
+    assert tables.is_plain and turned.is_plain
+    fusible = [Block(config, TensorParallel(), "none").may_fuse for config in (tables, turned)]
+    assert fusible == [True, False]
 
 
 def test_shared_keys_are_those_of_a_model_that_repeats_their_weights():

@@ -25,6 +25,7 @@ from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import load_tokenizer
 from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import decoder_of
 from megatron_lite.generate.filling import BlankFiller, blank_context
@@ -135,6 +136,17 @@ CASES = {
     "t5, glm": _writer("t5", byte_bpe, "t5", options={"added_tokens": "glm"}),
     "glm": Case("glm", wordpiece, "blank_infilling", WRITER, options={"added_tokens": "glm"}, rows=False),
     "glm, bytes": Case("glm", byte_bpe, "blank_infilling", WRITER, rows=False),
+    **{
+        f"glm, rotary {kind}": Case(
+            "glm",
+            byte_bpe,
+            "blank_infilling",
+            WRITER,
+            model={"positions": "rotary", "block_positions": kind},
+            rows=False,
+        )
+        for kind in BLOCK_POSITIONS
+    },
 }
 
 

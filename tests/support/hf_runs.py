@@ -62,7 +62,8 @@ def make_model(config: Config, seed: int = 3) -> GLM:
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "layernorm" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        model.embedding.block_position_embeddings.weight.mul_(4)  # so that generated spans vary, and end
+        if model.embedding.block_position_embeddings is not None:
+            model.embedding.block_position_embeddings.weight.mul_(4)  # so that generated spans vary, and end
         model.embedding.word_embeddings.weight[END_OF_PIECE].mul_(1.5)
     return model
 

@@ -52,6 +52,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "deepnorm", "init": "deepnorm", "sandwich_norm": True, "embedding_norm": True, "ffn": "gated",
         "ffn_size": 40, "positions": "rotary",
     },
+    "rotary": {"positions": "rotary"},
+    "rotary table": {"positions": "rotary", "block_positions": "table", "rotary_share": 0.5},
+    "rotary halves": {"positions": "rotary", "block_positions": "halves", "init_words_std": 0.5},
     "encoder-decoder": {},  # of GLM's blocks
     "bart": {"norm": "post", "embedding_norm": True, "activation": "gelu_erf", "segments": 2},
     "t5": {"rms_norm": True, "biases": "none", "activation": "relu", "head_dim": 8, "ffn_size": 64},
@@ -231,6 +234,16 @@ OPTIONS = [
         Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, variant=variant),
         Case(2, 2, 1, 1, True, variant=variant),
         Case(1, 1, 2, 3, variant=variant),
+    )
+]
+POSITIONS = [  # rotary ones on GLM's blocks, with each way of the positions in spans
+    case
+    for variant in ("rotary table", "rotary halves", "rotary")
+    for case in (
+        Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, variant=variant),
+        Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant=variant),
+        Case(2, 1, 1, 2, recompute="selective", attention_dropout=0.1, variant=variant),
+        Case(1, 4, 1, 1, accumulation=4, variant=variant),
     )
 ]
 

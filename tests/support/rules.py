@@ -70,6 +70,19 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.positions=rotary", "model.rotary_share=0.19"),
         ("rotary_share (0.19)", "16 features is 3", "an even number"),
     ),
+    "a part of a head without halves of pairs": (
+        over("model.positions=rotary", "model.block_positions=halves", "model.rotary_share=0.4"),
+        ("rotary_share (0.4)", "16 features is 6", "a multiple of 4"),
+    ),
+    "block positions without rotary positions": (
+        over("model.block_positions=table"),
+        ("model.block_positions is table", "model.positions learned_blocks", "leave block_positions out"),
+    ),
+    "initial words": (over("model.init_words_std=0"), ("model.init_words_std is 0.0", "above 0", "or null")),
+    "initial positions": (
+        over("model.init_positions_std=-1"),
+        ("model.init_positions_std is -1.0", "above 0", "or null"),
+    ),
     "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
     "inner width": (
         over("model.ffn_size=101", "parallel.tensor_parallel_size=2"),

@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf.doors.report import Report, write_report
+from megatron_lite.hf.files.described import OwnLayout
 from megatron_lite.hf.files.model_card import model_card
 from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
@@ -57,7 +58,7 @@ from megatron_lite.optimus.card import optimus_card
 
 _PREFIX = "glm."
 
-_CODE = ("configuration_glm.py", "modeling_glm.py", "tokenization_glm.py", "pipeline_glm.py")
+_CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
 
 _AUTO_MAP = {
     "AutoConfig": "configuration_glm.GLMConfig",
@@ -176,11 +177,14 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
             f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
             "only runs with tokenizer.added_tokens=glm can be exported."
         )
-    if layout == "released" and run.config.model.task_head != "none":
-        raise CheckpointError(
-            f"checkpoint {path} has the head of a task, which the released layout does not have; use --layout "
-            "huggingface."
-        )
+    for name, is_there in (
+        ("the head of a task", model.task_head != "none"),
+        ("rotary positions", model.positions == "rotary"),
+    ):
+        if layout == "released" and is_there:
+            raise CheckpointError(
+                f"checkpoint {path} has {name}, which the released layout does not have; use --layout huggingface."
+            )
     if layout == "released" and "blank_infilling" not in names:
         raise CheckpointError(
             f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
@@ -263,15 +267,7 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
     """The transformers configuration of a training configuration."""
     assert config.vocab_size is not None
     described = GLMConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        max_position=config.max_position,
-        embedding_dropout=config.embedding_dropout,
-        attention_dropout=config.attention_dropout,
-        output_dropout=config.output_dropout,
-        layernorm_epsilon=config.layernorm_epsilon,
+        **{name: getattr(config, name) for name in OwnLayout.__annotations__ if name != "gelu"},
         initializer_range=config.init_std,
         gelu=config.activation.removeprefix("gelu_"),
         cls_token_id=special.cls,

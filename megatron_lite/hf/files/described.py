@@ -19,7 +19,7 @@ from data_utils.base.errors import CheckpointError, UserError
 from data_utils.base.foreign import conform
 from data_utils.base.setting_files import one_line, shown
 from data_utils.base.settings import keys_of
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.hf.files.published_form import System
 from megatron_lite.hf.files.weights import Weights, read_json
 
@@ -48,7 +48,7 @@ class _Every(TypedDict, total=False):
     problem_type: str | None
 
 
-class _OwnLayout(TypedDict):
+class OwnLayout(TypedDict):
     """Fields of GLM in our layout, also in a directory that transformers saved again."""
 
     vocab_size: Size
@@ -56,6 +56,10 @@ class _OwnLayout(TypedDict):
     num_layers: Size
     num_attention_heads: Size
     max_position: Size
+    positions: NotRequired[typing.Literal["learned_blocks", "rotary"]]
+    block_positions: NotRequired[typing.Literal[BLOCK_POSITIONS]]  # type: ignore[valid-type]
+    rotary_share: NotRequired[Annotated[float, Limits(gt=0, le=1)]]
+    rotary_base: NotRequired[Annotated[float, Limits(gt=1)]]
     layernorm_epsilon: Annotated[float, Limits(gt=0)]
     gelu: typing.Literal["tanh", "erf"]
     embedding_dropout: Rate
@@ -106,7 +110,7 @@ def read_described(directory: Path) -> dict[str, Any]:
 
 def own_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     """The section `model` of GLM in our layout, and `vocab_size`. Raises: CheckpointError."""
-    found = _conformed(path / CONFIG_JSON, described, _OwnLayout)
+    found = _conformed(path / CONFIG_JSON, described, OwnLayout)
     return {**{k: v for k, v in found.items() if k != "gelu"}, "activation": f"gelu_{found['gelu']}"}
 
 

@@ -11,6 +11,9 @@ class GLMConfig(PretrainedConfig):
     Fields:
         vocab_size: rows of the word embedding; rows that only pad a training vocabulary are left out.
         max_position: largest value of both position ids; each table has one row more.
+        positions: "learned_blocks" (both position ids have a table) or "rotary".
+        block_positions: what rotary positions do with that in a span: "added", "table", "halves"; see positions_glm.py.
+        rotary_share, rotary_base: part of the features of a head that is turned, and base of the wavelengths.
         gelu: "tanh" (how GLM is trained) or "erf" (what the released models' published code computes).
         mask_token_ids: the ids that stand for a blank: [MASK], [sMASK], [gMASK].
         trained_objectives: what the weights were pretrained on; without "blank_infilling" among them they are
@@ -27,6 +30,10 @@ class GLMConfig(PretrainedConfig):
     num_layers: int = 12
     num_attention_heads: int = 12
     max_position: int = 512
+    positions: str = "learned_blocks"
+    block_positions: str = "added"
+    rotary_share: float = 1.0
+    rotary_base: float = 10000.0
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     output_dropout: float = 0.1

@@ -38,6 +38,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_glm import GLMConfig
+from .positions_glm import GLMEmbedding, Turns, turned, turns_of
 
 if TYPE_CHECKING:  # never imported, but transformers saves the files named in imports along with the model
     from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
@@ -79,28 +80,6 @@ def visible_keys(
     return visible
 
 
-class GLMEmbedding(nn.Module):
-    """Word + position + block position embeddings, then dropout."""
-
-    def __init__(self, config: GLMConfig):
-        super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
-        self.block_position_embeddings = nn.Embedding(config.max_position + 1, config.hidden_size)
-        self.dropout = nn.Dropout(config.embedding_dropout)
-
-    def forward(
-        self, words: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """words: embedded tokens [B, S, D]."""
-        hidden = (
-            words
-            + self.position_embeddings(position_ids)
-            + self.block_position_embeddings(block_position_ids)
-        )
-        return self.dropout(hidden)
-
-
 class GLMOutputProjection(nn.Linear):
     """A linear layer into the residual stream; only its initial weights differ."""
 
@@ -121,12 +100,14 @@ class GLMAttention(nn.Module):
         hidden: torch.Tensor,
         visible: torch.Tensor | None,
         blind: torch.Tensor | None,
+        turns: Turns | None,
         cache: Cache | None,
     ) -> torch.Tensor:
         rows, length, _ = hidden.shape
         q, k, v = (
             self.query_key_value(hidden).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         )
+        q, k = turned(q, turns), turned(k, turns)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.dropout if self.training else 0.0
@@ -163,11 +144,11 @@ class GLMBlock(GradientCheckpointingLayer):
         hidden: torch.Tensor,
         visible: torch.Tensor | None = None,
         blind: torch.Tensor | None = None,
+        turns: Turns | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        hidden = hidden + self.dropout(
-            self.attention(self.input_layernorm(hidden), visible, blind, past_key_values)
-        )
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.dropout(self.attention(normed, visible, blind, turns, past_key_values))
         return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -248,9 +229,10 @@ class GLMModel(GLMPreTrainedModel):
             block_position_ids = torch.zeros_like(position_ids)
 
         hidden = self.embedding(words, position_ids, block_position_ids)
+        turns = turns_of(self.config, position_ids, block_position_ids)
         states = [hidden] if output_hidden_states else None
         for layer in self.layers:
-            hidden = layer(hidden, visible, blind, past_key_values=past_key_values)
+            hidden = layer(hidden, visible, blind, turns, past_key_values=past_key_values)
             if states is not None:
                 states.append(hidden)
         return BaseModelOutputWithPast(

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import OF_TRAINING, ModelConfig
 from megatron_lite.hf.files.described import (
     CONFIG_JSON,
     by_transformers,
@@ -44,13 +44,7 @@ from megatron_lite.model.trunk.counts import parameter_shapes
 _SENTENCE = "heads.sentence.classifier.weight"
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 # Options that are of the training, or that a file of weights does not tell.
-_NOT_IN_FILES = frozenset(
-    (
-        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout",
-        "final_dropout", "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std",
-        "embedding_gradient_shrink", "span_boundary_places", "task_rows",
-    )
-)  # fmt: skip
+NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "task_rows"}
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
@@ -351,7 +345,7 @@ def _require_expressed(
     different = [
         f.name
         for f in fields(ModelConfig)
-        if f.name not in _NOT_IN_FILES
+        if f.name not in NOT_IN_FILES
         and (has_positions or f.name != "max_position")
         and getattr(again, _DERIVED.get(f.name, f.name)) != getattr(config, _DERIVED.get(f.name, f.name))
     ]

@@ -42,6 +42,7 @@ from megatron_lite.hf.files.weights import (
 )
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.conversion import (
+    NOT_IN_FILES,
     PublishedSource,
     hf_config,
     kept_rows,
@@ -67,12 +68,6 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
-# Options that a user may change: they do not alter what the imported weights compute.
-_FREE = frozenset(
-    ("embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
-     "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "embedding_gradient_shrink",
-     "span_boundary_places", "system", "task_rows")
-)  # fmt: skip
 EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
 )
@@ -150,7 +145,7 @@ def _config(
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
     """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
     imported = build(ModelConfig, source.settings, "model.")
-    for name in sorted(ModelConfig.__dataclass_fields__.keys() - _FREE):
+    for name in sorted(ModelConfig.__dataclass_fields__.keys() - NOT_IN_FILES):
         ours, theirs = getattr(model, name), getattr(imported, name)
         if ours != theirs:
             raise ConfigError(

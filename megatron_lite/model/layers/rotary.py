@@ -1,8 +1,8 @@
 """Rotary positions (arXiv:2104.09864), and keys and values that groups of queries share (arXiv:2305.13245).
 
-The position is one number. In part B of GLM it is the mask's position plus the place in the span: positions continue
-from the mask, as those of GLM-130B from [gMASK]. So `position_ids + block_position_ids` is the position of every
-token of every objective, and no table tells places in spans.
+A token has two positions: in the text, where part B of GLM has that of the mask, and in the span, 0 in part A.
+`block_positions` says what turns: their sum (added), by which spans continue from their mask, as in GLM-130B from
+[gMASK]; the first alone, beside a table of the second (table); or each a half of the features (halves; ChatGLM-6B).
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class Rotary:
     @staticmethod
     def of(config: ModelConfig, ids: torch.Tensor) -> Rotary:
         """The turns of tokens by their position and their position in a span. Args: ids: int [len(ID_PLANES), T]."""
-        width = config.rotary_size
-        positions = ids[ID_PLANES.index(POSITION_IDS)] + ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
+        text, span = ids[ID_PLANES.index(POSITION_IDS)], ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
+        turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
+        width = config.rotary_size // len(turning)
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
-        angles = positions[:, None, None].float() * (1.0 / config.rotary_base**exponents)
+        waves = 1.0 / config.rotary_base**exponents
+        angles = torch.cat([positions[:, None, None].float() * waves for positions in turning], dim=-1)
         return Rotary(angles.cos(), angles.sin())
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:

@@ -166,8 +166,8 @@ class PositionEmbeddings(nn.Module):
         super().__init__()
         size = config.embedding_size or config.hidden_size
         self.position_embeddings = self.position_table(config)
-        blocks = config.max_position + 1 if config.positions == "learned_blocks" else 0
-        self.block_position_embeddings = _table(blocks, config)
+        has_blocks = config.positions == "learned_blocks" or config.block_positions == "table"
+        self.block_position_embeddings = _table(config.max_position + 1 if has_blocks else 0, config)
         self.segment_embeddings = _table(config.segments, config)
         self.task_embeddings = _table(config.task_types, config)
         # Initial embedding of XLNet's query stream.
@@ -386,8 +386,7 @@ class Block(nn.Module):
         self.dropout = config.output_dropout
         self.parallel = parallel
         self.recompute = recompute == "full"
-        is_known = config.is_plain and not config.activation_dropout
-        self.may_fuse = is_known and recompute == "none" and parallel.group.size == 1
+        self.may_fuse = config.has_plain_blocks and recompute == "none" and parallel.group.size == 1
         self.parts: Parts | None = None  # of a block that is one function of autograd
 
     def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:

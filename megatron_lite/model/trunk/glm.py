@@ -276,14 +276,12 @@ class GLM(TrainedModel):
         return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
 
 
-_OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-
-
 def _initial_std(name: str, config: ModelConfig) -> float:
+    words, into_block = config.init_words_std, config.hidden_size**-0.5
+    by_ending = {"word_embeddings.weight": words, "position_embeddings.weight": config.init_positions_std}
     if config.init == "t5":
-        into_block = config.hidden_size**-0.5
-        by_ending = {
-            "word_embeddings.weight": 1.0,
+        by_ending |= {
+            "word_embeddings.weight": words or 1.0,
             "query_key_value.weight": into_block,
             "cross_attention.query.weight": into_block * config.head_size**-0.5,
             "cross_attention.key_value.weight": into_block,
@@ -292,9 +290,10 @@ def _initial_std(name: str, config: ModelConfig) -> float:
             "mlp.dense_4h_to_h.weight": config.inner_size**-0.5,
             "relative_bias.weight": into_block,
         }
-        return next((std for ending, std in by_ending.items() if name.endswith(ending)), config.init_std)
-    is_output = config.init == "gpt2" and name.endswith(_OUTPUT_PROJECTIONS)
-    return config.init_std / math.sqrt(2 * config.num_layers) if is_output else config.init_std
+    elif config.init == "gpt2":
+        output = config.init_std / math.sqrt(2 * config.num_layers)
+        by_ending |= {"attention.dense.weight": output, "mlp.dense_4h_to_h.weight": output}
+    return next((std for end, std in by_ending.items() if std and name.endswith(end)), config.init_std)
 
 
 @torch.no_grad()
@@ -330,9 +329,9 @@ def initialize_parameters(
 def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
     """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
 
-    init_std; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the reference), with `init: t5`
-    by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks Xavier's, of values, output
-    projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1). Adapters begin as nothing.
+    init_std, or a table's own setting; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the
+    reference), with `init: t5` by the widths of each matrix, as T5's code has it. DeepNorm: the matrices of blocks
+    Xavier's, of values, output projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1). Adapters begin as 0.
     """
     is_fused = name.endswith("query_key_value.weight")
     if name.endswith("_adapter.up.weight"):
