@@ -37,15 +37,14 @@ class GLMEmbedding(nn.Module):
         return self.dropout(words)
 
 
-def turns_of(config: GLMConfig, position_ids: torch.Tensor, block_position_ids: torch.Tensor) -> Turns | None:
+def turns_of(config: GLMConfig, text: torch.Tensor, span: torch.Tensor) -> Turns | None:
     """How rotary positions turn queries and keys; None where positions have tables.
 
     By the sum of both positions (block_positions: added), by the position alone (table), or half of the features by
-    each (halves). Args: position_ids, block_position_ids: int [B, S].
+    each (halves). Args: text, span: both position ids, int [B, S].
     """
     if config.positions != "rotary":
         return None
-    text, span = position_ids, block_position_ids
     turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
     width = int(config.rotary_share * (config.hidden_size // config.num_attention_heads)) // len(turning)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=text.device) / width
