@@ -42,9 +42,9 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=150 overrides=()
+megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 overrides=()
 if $smoke; then
-    megabytes=0.5 vocab_size=512 margin=() scored_samples=20
+    megabytes=0.5 vocab_size=512 margin=() scored_samples=40
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
         checkpoint.save_interval=0 run.log_interval=4)
 fi
@@ -145,7 +145,7 @@ draw() {
 }
 
 fill() {
-    "$python" -m scripts.quickstart.fill_examples --checkpoint "$run" | tee "$run/examples.txt"
+    "$python" -m scripts.quickstart.fill_examples "$run" --count 6 | tee "$run/examples.txt"
 }
 
 export_it() {

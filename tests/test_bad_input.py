@@ -117,7 +117,7 @@ def test_a_python_without_the_requirements_is_answered_in_one_line(script):
 
 EARLY_MISTAKES = {
     "scripts.generate": ["--checkpoint", "absent", "--text", "a [MASK]"],
-    "scripts.quickstart.fill_examples": ["--checkpoint", "absent"],
+    "scripts.quickstart.fill_examples": ["absent"],
     "scripts.checkpoints": ["list", "absent"],
     "scripts.convert_checkpoint": ["export", "--checkpoint", "absent", "--output", "new"],
     "scripts.plot_metrics": ["absent"],

@@ -1,56 +1,44 @@
-"""Score how a run fills the blanks of its validation text, beside a unigram and a 5-gram model of its training text.
+"""Score how a run fills whole words of its validation text, beside n-gram models of its training text.
 
     python -m scripts.quickstart.scores RUN_DIRECTORY
 
-Blanks are those of the validation samples with the token objective.
+Each text has one blank. All models are told how many tokens the word has, and none may end the blank earlier (eop).
 
-  token accuracy   the share of a blank's tokens that are the likeliest, given the tokens of the blank before it
+  token accuracy   the share of the words' tokens that are the likeliest, given the word's tokens before it
   nats per token   of the same tokens
-  exact match      the share of blanks of up to SHORT tokens whose greedy filling is the original, where the model also
-                   has to find the length, which the baselines are told
+  exact match      the share of words that the model writes as they were
+  ... length too   the same where the model finds the length by itself, which n-grams cannot
 
-The baselines see the text to the left, the model both sides. Where a blank ends (eop) counts for none of them. Writes
-RUN_DIRECTORY/scores.json.
+The 5-gram model sees the text to the left (5-gram <) or on both sides (5-gram <>): it chooses among whole words by the
+text that follows them, and among tokens where one is missing. Writes RUN_DIRECTORY/scores.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, write_whole
-from data_utils.base.planes import FIELDS, Example
+from data_utils.base.planes import FIELDS
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.samples.blanks import blanked_examples, spans_of
-from data_utils.samples.loader import open_datasets
+from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.generation import GenerationConfig
 from scripts.quickstart.ngram import ORDER, NGram
+from scripts.quickstart.words import LONGEST, WordBlank, add_arguments, open_loader, word_blanks
 
-SHORT = 3  # tokens
-MODELS = ("unigram", "5-gram", "model")
-FIGURES = {"token accuracy": "{:.1%}", "nats per token": "{:.2f}", "exact match": "{:.1%}"}
-
-
-@dataclass(frozen=True)
-class Blank:
-    before: list[int]  # the text to its left, other blanks filled
-    original: list[int]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A document of a validation sample with the token objective."""
-
-    example: Example
-    context: list[int]  # part A
-    blanks: list[Blank]
+FIGURES = {
+    "token accuracy": "{:.1%}",
+    "nats per token": "{:.2f}",
+    "exact match": "{:.1%}",
+    "... length too": "{:.1%}",
+}
+Scores = dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,30 +49,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron_lite.generate.open_run import load_run
 
     run = load_run(args.run)
-    config, special = run.config, run.tokenizer.special
+    run.require_blank_infilling(["[MASK]"])
     require_countable(run.tokenizer.vocab_size)
-    data = open_datasets(config.data, config.objective_choices, run.tokenizer, config.training.seed)
-    if data.validation is None:
-        raise ConfigError("the run has no validation corpus; set data.validation.")
-    texts = [text_of(example, special) for example in blanked_examples(data.validation, args.samples)]
-    if not texts:
-        raise DataError("no validation sample has the token objective; raise blank_infilling.token_prob.")
-    tokens = [IndexedDataset(corpus.prefix).tokens[:] for corpus in config.data.train]
-    filler = BlankFiller(run.model, special, GenerationConfig(max_length=4 * SHORT))
+    loader, data = open_loader(run, args)
+    blanks = word_blanks(loader, run.tokenizer, args.samples)
+    tokens = np.concatenate([IndexedDataset(corpus.prefix).tokens[:] for corpus in data.train])
+    counted = {order: NGram(tokens, run.tokenizer.vocab_size, order) for order in (1, ORDER)}
+    special = run.tokenizer.special
+
+    def fill(shortest: int, longest: int, some: Sequence[WordBlank]) -> list[list[int]]:
+        # max_length counts the end of the blank.
+        filler = BlankFiller(
+            run.model, special, GenerationConfig(min_length=shortest, max_length=longest + 1)
+        )
+        return [
+            spans[0][:longest]
+            for spans in filler.fill_all([[*b.before, special.mask, *b.after] for b in some])
+        ]
+
     scores = {
-        name: ngram_scores(NGram(np.concatenate(tokens), run.tokenizer.vocab_size, order), texts)
-        for name, order in zip(MODELS, (1, ORDER), strict=False)
+        "unigram": ngram_scores(counted[1], blanks, sees_right=False),
+        "5-gram <": ngram_scores(counted[ORDER], blanks, sees_right=False),
+        "5-gram <>": ngram_scores(counted[ORDER], blanks, sees_right=True),
+        "model": token_scores(model_log_probabilities(run.model, blanks, special))
+        | {
+            "exact match": exact_match(blanks, told_lengths(blanks, fill)),
+            "... length too": exact_match(blanks, fill(0, 4 * LONGEST, blanks)),
+        },
     }
-    scores["model"] = token_scores(texts, lambda text: model_log_probabilities(run.model, text, special))
-    scores["model"]["exact match"] = exact_match(texts, lambda text: filler.fill(text.context))
     write_whole(args.run / "scores.json", (json.dumps(scores, indent=1) + "\n").encode(), "RUN_DIRECTORY")
-    print(table(scores, texts))
+    print(table(scores, blanks))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="a run of pretrain_glm.py")
-    parser.add_argument("--samples", type=int, default=150, help="validation samples to read (default: 150)")
+    add_arguments(parser)
+    parser.add_argument("--samples", type=int, default=400, help="validation samples to read (default: 400)")
     args = parser.parse_args(arguments)
     if args.samples < 1:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 1.")
@@ -101,90 +101,87 @@ def require_countable(vocab_size: int) -> None:
         )
 
 
-def text_of(example: Example, special: SpecialTokens) -> Text:
-    """The blanks of an Example of the token objective, in text order."""
-    context = example.tokens[example.ord == 0].tolist()
-    before: list[int] = []
-    blanks: list[Blank] = []
-    spans = iter(spans_of(example, special))
-    for token in context:
-        if token == special.mask:
-            blanks.append(Blank(list(before), next(spans)))
-            before += blanks[-1].original
-        else:
-            before.append(token)
-    return Text(example, context, blanks)
-
-
-def token_scores(
-    texts: Sequence[Text], log_probabilities: Callable[[Text], Iterator[tuple[int, np.ndarray]]]
-) -> dict[str, float]:
-    """Args: log_probabilities: target and log probabilities [vocabulary], for each token of a text's blanks."""
+def token_scores(predicted: Iterable[tuple[int, np.ndarray]]) -> Scores:
+    """Args: predicted: target and log probabilities [vocabulary], for each token of the blanks."""
     right, nats = [], []
-    for text in texts:
-        for target, log_p in log_probabilities(text):
-            right.append(int(log_p.argmax()) == target)
-            nats.append(-float(log_p[target]))
+    for target, log_p in predicted:
+        right.append(int(log_p.argmax()) == target)
+        nats.append(-float(log_p[target]))
     return {"token accuracy": float(np.mean(right)), "nats per token": float(np.mean(nats))}
 
 
-def exact_match(texts: Sequence[Text], fill: Callable[[Text], list[list[int]]]) -> float:
-    """The share of short blanks that `fill` fills with the original. Args: fill: of all blanks of a text."""
-    right = []
-    for text in texts:
-        for blank, filling in zip(text.blanks, fill(text), strict=True):
-            if len(blank.original) <= SHORT:
-                right.append(blank.original == filling)
-    return float(np.mean(right)) if right else 0.0
+def exact_match(blanks: Sequence[WordBlank], words: Sequence[list[int]]) -> float:
+    """The share of blanks whose word is written as it was."""
+    return float(np.mean([blank.word == word for blank, word in zip(blanks, words, strict=True)]))
 
 
-def ngram_scores(model: NGram, texts: Sequence[Text]) -> dict[str, float]:
-    def log_probabilities(text: Text) -> Iterator[tuple[int, np.ndarray]]:
-        for blank in text.blanks:
-            before = list(blank.before)
-            for target in blank.original:
-                yield target, np.log(model.probabilities(before))
-                before.append(target)
-
-    def fill(text: Text) -> list[list[int]]:
-        return [model.continued(blank.before, len(blank.original)) for blank in text.blanks]
-
-    return token_scores(texts, log_probabilities) | {"exact match": exact_match(texts, fill)}
+def told_lengths(
+    blanks: Sequence[WordBlank], fill: Callable[[int, int, Sequence[WordBlank]], list[list[int]]]
+) -> list[list[int]]:
+    """The word of each blank as `fill` writes it with exactly the word's number of tokens."""
+    words: dict[int, list[int]] = {}
+    for length in sorted({len(blank.word) for blank in blanks}):
+        places = [place for place, blank in enumerate(blanks) if len(blank.word) == length]
+        words |= dict(zip(places, fill(length, length, [blanks[place] for place in places]), strict=True))
+    return [words[place] for place in range(len(blanks))]
 
 
-def model_log_probabilities(model, text: Text, special: SpecialTokens) -> Iterator[tuple[int, np.ndarray]]:  # type: ignore[no-untyped-def]
-    """(target id, log probabilities [V]) of each token in a text's blanks, from one forward pass."""
+def ngram_scores(model: NGram, blanks: Sequence[WordBlank], *, sees_right: bool) -> Scores:
+    def predicted() -> Iterator[tuple[int, np.ndarray]]:
+        for blank in blanks:
+            for i, target in enumerate(blank.word):
+                before, is_last = [*blank.before, *blank.word[:i]], i == len(blank.word) - 1
+                p = (
+                    model.between(before, blank.after)
+                    if sees_right and is_last
+                    else model.probabilities(before)
+                )
+                yield target, np.log(p)
+
+    words = [model.filled(b.before, len(b.word), b.after if sees_right else ()) for b in blanks]
+    return token_scores(predicted()) | {"exact match": exact_match(blanks, words)}
+
+
+def model_log_probabilities(  # type: ignore[no-untyped-def]
+    model, blanks: Sequence[WordBlank], special: SpecialTokens
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(target id, log probabilities [V] without eop) of each token of the blanks, a forward pass for each blank."""
     import torch
 
     from megatron_lite.model.input.batch import Batch
     from megatron_lite.model.input.model_input import prepare
 
-    device, example = next(model.parameters()).device, text.example
-    planes = np.stack([getattr(example, name).view(np.int32) for name in FIELDS])
-    host = prepare(Batch(planes[None]), device, model.config)
-    is_wanted = (example.ord > 0) & (example.targets != special.eop) & (example.targets != special.eos)
-    order = host.plan.order
-    rows = np.flatnonzero((order >= 0) & is_wanted[order])
-    inputs = host.to(device)
-    with torch.no_grad():
-        hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[torch.from_numpy(rows)]
-        log_p = model.logits(hidden).float().log_softmax(-1).cpu().numpy()
-    yield from zip(example.targets[order[rows]].tolist(), log_p, strict=True)
+    device, vocab_size = next(model.parameters()).device, model.config.vocab_size
+    longest = max(len(blank.before) + len(blank.word) + len(blank.after) for blank in blanks)
+    rows = BlankInfilling(BlankInfillingConfig(), Vocabulary(special, vocab_size), 0, longest)
+    for blank in blanks:
+        text = np.array([*blank.before[1:], *blank.word, *blank.after])
+        begin = len(blank.before) - 1
+        example = rows.build(text, [(begin, begin + len(blank.word))], [0])
+        planes = np.stack([getattr(example, name).view(np.int32) for name in FIELDS])
+        host = prepare(Batch(planes[None]), device, model.config)
+        is_wanted = (example.ord > 0) & (example.targets != special.eop)
+        order = host.plan.order
+        wanted = np.flatnonzero((order >= 0) & is_wanted[order])
+        inputs = host.to(device)
+        with torch.no_grad():
+            hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[torch.from_numpy(wanted)]
+            logits = model.logits(hidden).float()
+            logits[:, special.eop] = -torch.inf
+            log_p = logits.log_softmax(-1).cpu().numpy()
+        yield from zip(example.targets[order[wanted]].tolist(), log_p, strict=True)
 
 
-def table(scores: dict[str, dict[str, float]], texts: Sequence[Text]) -> str:
+def table(scores: dict[str, Scores], blanks: Sequence[WordBlank]) -> str:
     """The models side by side."""
-    blanks = [blank for text in texts for blank in text.blanks]
-    short = sum(len(blank.original) <= SHORT for blank in blanks)
-    tokens = sum(len(blank.original) for blank in blanks)
+    tokens = sum(len(blank.word) for blank in blanks)
     lines = [
-        f"{len(blanks):,} blanks of {len(texts):,} validation texts: {tokens:,} tokens; {short:,} blanks are short",
-        f"{'':16}" + "".join(f"{name:>10}" for name in MODELS),
+        f"{len(blanks):,} words of as many validation texts, {tokens:,} tokens; every model knows their number",
+        f"{'':16}" + "".join(f"{name:>10}" for name in scores),
     ]
     for figure, pattern in FIGURES.items():
-        lines.append(
-            f"{figure:16}" + "".join(f"{pattern.format(scores[name][figure]):>10}" for name in MODELS)
-        )
+        shown = (pattern.format(of[figure]) if figure in of else "" for of in scores.values())
+        lines.append(f"{figure:16}" + "".join(f"{text:>10}" for text in shown))
     return "\n".join(lines)
 
 
