@@ -109,12 +109,10 @@ def open_loader(run: Run, args: argparse.Namespace) -> tuple[SampleLoader, DataC
 
 
 def _data_of(data: DataConfig, given: dict[str, list[Path]]) -> DataConfig:
-    corpora = {
-        name: tuple(CorpusConfig(prefix=str(path)) for path in paths)
-        for name, paths in given.items()
-        if paths
-    }
-    data = replace(data, **corpora)
+    def corpora(name: str) -> tuple[CorpusConfig, ...]:
+        return tuple(CorpusConfig(prefix=str(path)) for path in given[name]) or getattr(data, name)
+
+    data = replace(data, train=corpora("train"), validation=corpora("validation"))
     for name in given:
         for corpus in getattr(data, name):
             if not Path(f"{corpus.prefix}.json").exists():
