@@ -4,7 +4,7 @@
 
 Texts and words are the first of those that scripts/quickstart/scores.py scores, whose order is random; none is chosen.
 The answers are the model's likeliest, with their probabilities; it finds their length itself. To fill blanks of your
-own text use scripts/generate.py or scripts/try.py.
+own text use scripts/generate.py.
 """
 
 from __future__ import annotations
