@@ -14,7 +14,7 @@ from support.engines import layout, placed
 from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
 from support.project import ROOT
 
-from data_utils.base.errors import CheckpointError
+from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.state import TrainerState
@@ -109,6 +109,13 @@ def test_rotary_models_there_and_back(vocabulary, tmp_path, kind):
     assert {name: described[name] for name in rotary} == rotary
     (tmp_path / "export/training.json").unlink()  # config.json alone says what the model is
     given = {name: part for name, part in tree(vocabulary).items() if name != "model"}
+    other = BLOCK_POSITIONS[BLOCK_POSITIONS.index(kind) - 1]
+    with pytest.raises(
+        ConfigError, match=f"model.block_positions is {other}, but .* has {kind}; use its conf"
+    ):
+        import_directory(
+            tmp_path / "export", tmp_path / "other", given | {"model": {"block_positions": other}}
+        )
     import_directory(tmp_path / "export", tmp_path / "back", given)
     again = load_run(tmp_path / "back").model
     assert {name: getattr(again.config, name) for name in rotary} == rotary

@@ -25,6 +25,7 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import load_model
 from megatron_lite.hf.files.described import (
@@ -235,9 +236,8 @@ def _import_config(
     """The configuration of the new run. Copies the tokenizer's files to `directory` if they come with the model."""
     model = tree.get("model")
     given = model if isinstance(model, Mapping) else {}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position"):
-        recorded = source.settings.get(name)
-        if recorded is not None and given.get(name, recorded) != recorded:
+    for name in sorted(source.settings.keys() - OF_TRAINING - {"activation"}):
+        if given.get(name, recorded := source.settings[name]) != recorded:
             raise ConfigError(
                 f"model.{name} is {given[name]}, but {source.path} has {recorded}; use its configuration."
             )
