@@ -55,6 +55,7 @@ from megatron_lite.train.observe.reports import (
     train_line,
     validation_line,
 )
+from megatron_lite.train.observe.standstill import Standstill
 from megatron_lite.train.observe.step_profiler import StepProfiler
 from megatron_lite.train.observe.trackers import make_trackers
 
@@ -107,7 +108,7 @@ class Trainer:
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
-        self._fill, self._judge = fill, judge
+        self._fill, self._judge, self._standstill = fill, judge, Standstill()
         self._evaluated = 0  # the last step of which it is known that it was
         path, settings = checkpoint_directory(config), config.checkpoint
         self._saver = Saver(path, engine, context, settings, self._watch_save, self._record_save)
@@ -422,6 +423,10 @@ class Trainer:
         losses = self._shares.means(sums)
         values = {**losses, **self.engine.more_measures(losses["loss"])}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+        rate_share = self._learning_rate(self.step) / self.config.optimizer.lr
+        advice = self._standstill.advice(self.step, values["loss"], rate_share)
+        if advice and self.context.is_main:
+            log.warning("%s", advice)
         self._record_fillings()
         return values
 
