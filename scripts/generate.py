@@ -12,20 +12,15 @@ if __name__ == "__main__":
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_directory
 from data_utils.text.tokenizers import PROMPT_MARKERS
 from megatron_lite.config.generation import GenerationConfig
-
-if TYPE_CHECKING:  # it imports torch
-    from megatron_lite.generate.open_run import Run
-
-TOGETHER = 16  # texts that are computed at a time
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,18 +53,18 @@ def main() -> None:
         require_blanks(texts)
     require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.generate.decoders import may_write
     from megatron_lite.generate.open_run import open_run
+    from megatron_lite.generate.texts import answers, fills_blanks, worker_of
 
     opened = open_run(arguments.checkpoint, arguments.tokenizer)
-    work = answer if may_write(opened, has_blanks=bool(blanks)) else fill
-    if work is fill:
-        opened.require_blank_infilling(blanks)
+    fills = fills_blanks(opened, blanks)
+    if fills:
         require_blanks(texts)
-    for text, parts in work(opened.with_model(), config, texts):
+    run = opened.with_model()
+    for text, parts, *_ in answers(run, worker_of(run, config, fills), texts):
         if not arguments.json:
             print("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
-        elif work is fill:
+        elif fills:
             print_json(text=text, spans=parts[1::2], filled="".join(parts))
         else:
             print_json(text=text, answer=parts[1])
@@ -85,38 +80,6 @@ def require_blanks(texts: Iterable[str]) -> None:
             raise DataError(
                 f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
             )
-
-
-def fill(run: Run, config: GenerationConfig, texts: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each text, and its parts: what it says, a span, what it says, ..."""
-    from megatron_lite.generate.decoders import ignored_tokens
-    from megatron_lite.generate.filling import BlankFiller, blank_context, insert_spans
-
-    special, decode = run.tokenizer.special, run.tokenizer.decode
-    filler = BlankFiller(run.model, special, config, ignored_tokens(run.tokenizer, config))
-    encoded = [run.tokenizer.encode_with_specials(text) for text in texts]
-    contexts = [blank_context(tokens, special) for tokens in encoded]
-    for context in contexts:  # refuse any text before the first answer is printed
-        filler.require_room(context)
-    for first in range(0, len(texts), TOGETHER):
-        part = slice(first, first + TOGETHER)
-        found = filler.fill_all(contexts[part])
-        for text, tokens, spans in zip(texts[part], encoded[part], found, strict=True):
-            yield text, [decode(part) for part in insert_spans(tokens, spans, special)]
-
-
-def answer(run: Run, config: GenerationConfig, texts: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each text, and its parts: itself, and what the run writes on it."""
-    from megatron_lite.generate.decoders import decoder_of
-
-    decoder = decoder_of(run, config)
-    contexts = [decoder.context(run.tokenizer.encode_with_specials(text)) for text in texts]
-    for context in contexts:
-        decoder.require_room(context)
-    for first in range(0, len(texts), TOGETHER):
-        part = slice(first, first + TOGETHER)
-        for text, tokens in zip(texts[part], decoder.generate(contexts[part]), strict=True):
-            yield text, [text, run.tokenizer.decode(tokens)]
 
 
 def read_lines(path: Path | None) -> list[str]:

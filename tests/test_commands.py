@@ -61,6 +61,7 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
+    Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
     Row("python scripts/finetune.py", SLOW),
     Row("python scripts/evaluate.py", SLOW),
     Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from data_utils.base.planes import ID_PLANES
+from megatron_lite.generate.watch import Watch
 from megatron_lite.model.attention.cpu_kernels import attend_all
 from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.attention.dense import ScoreBias
@@ -28,7 +29,8 @@ _EMPTY = torch.empty(0)
 class CachedPlan:
     """Attention of new tokens to all tokens so far. `expect` says before each pass what the new tokens are."""
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, watch: Watch | None = None):
+        self._watch = watch
         self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
         self.values: list[torch.Tensor] = [_EMPTY] * num_layers
         self.length = 0  # tokens that are kept
@@ -93,6 +95,8 @@ class CachedPlan:
         if bias is not None:
             added = bias(0, _EMPTY, _EMPTY).float()
             mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
+        if self._watch is not None:
+            self._watch.look(layer, q, k, mask)
         return attend_all(q, k, v, mask)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -114,8 +118,8 @@ class CachedPlan:
 class CachedCross:
     """Cross-attention over rows of an encoder that stay: their keys and values are computed once."""
 
-    def __init__(self, real: torch.Tensor | None):
-        self.real = real  # bool [R, K]; None: all
+    def __init__(self, real: torch.Tensor | None, watch: Watch | None = None):
+        self.real, self._watch = real, watch  # real: bool [R, K]; None: all
         self._kept: dict[int, torch.Tensor] = {}  # layer -> [R, K, 2, H, D]
         self.rows = 0
 
@@ -127,7 +131,10 @@ class CachedCross:
             self._kept[layer] = key_value.view(self.rows, -1, *key_value.shape[1:])
         k, v = self._kept[layer].unbind(2)
         mask = None if self.real is None else self.real[:, None, None, :]
-        return attend_all(q.view(self.rows, -1, *q.shape[1:]), k, v, mask).flatten(0, 1)
+        q = q.view(self.rows, -1, *q.shape[1:])
+        if self._watch is not None:
+            self._watch.look(layer, q, k, mask)
+        return attend_all(q, k, v, mask).flatten(0, 1)
 
     @property
     def is_filled(self) -> bool:

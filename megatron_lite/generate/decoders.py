@@ -13,7 +13,7 @@ An answer ends with eos, that of UniLM with [SEP], that of MASS with either.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Protocol
 
 import torch
@@ -25,19 +25,12 @@ from data_utils.objectives.interface import Writing, first_known
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.generate.cache import (
-    CachedCross,
-    CachedPlan,
-    decoder_rows,
-    encoded_rows,
-    id_planes,
-    padded,
-    stack_rows,
-)
-from megatron_lite.generate.filling import BlankFiller, blank_context
+from megatron_lite.generate.filling import BlankFiller
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.open_run import OpenRun, Run, objective_names
-from megatron_lite.generate.search import Search, State
+from megatron_lite.generate.search import Found, Search
+from megatron_lite.generate.states import EncoderDecoder, Layout, LeftToRight, MaskAppending, Written
+from megatron_lite.generate.watch import Replay, Watch
 from megatron_lite.model.trunk.glm import GLM
 
 
@@ -79,8 +72,18 @@ def decoder_for(
         layout = _layout(choice, special, lacking)
         if layout is not None:
             return TextDecoder(model, special, config, layout, ignored, stops)
+    raise _no_writer(objectives, run)
+
+
+def require_writer(run: OpenRun) -> None:
+    """Raise ConfigError if none of the run's objectives teaches to fill blanks or to write."""
+    if not any(writing is not None and writing.way for writing in map(_writing, run.objectives)):
+        raise _no_writer(run.objectives, str(run.checkpoint.path))
+
+
+def _no_writer(objectives: Sequence[ObjectiveChoice], run: str) -> ConfigError:
     writers = [name for name, made in OBJECTIVES.items() if made.writing is not None and made.writing.way]
-    raise ConfigError(
+    return ConfigError(
         f"{run} was trained on {', '.join(objective_names(objectives))}, which does not teach to write; give a run of "
         f"one of {', '.join(writers)}."
     )
@@ -129,7 +132,7 @@ class BlankDecoder:
         self.filler = filler
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        return blank_context(tokens, self.filler.special)
+        return self.filler.context(tokens)
 
     def require_room(self, context: Sequence[int]) -> None:
         special = self.filler.special
@@ -142,33 +145,6 @@ class BlankDecoder:
         for context in contexts:
             self.require_room(context)
         return [spans[0] for spans in self.filler.fill_all(contexts)]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How an objective lays out a text and its answer.
-
-    Args:
-        make: the rows of a batch. An encoder's answers have positions from 0 on.
-        before, after: tokens around a text.
-        ends: of an answer.
-        start: what predicts the answer's first token; none: the text's last token does, or a mask.
-        forced: what the answer begins with, unseen.
-        allowed: special tokens that answers may have.
-        mask: what predicts the token in its place.
-        segments: of a text, of its answer.
-    """
-
-    make: Callable[[GLM, Sequence[Sequence[int]], Layout], State]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    ends: tuple[int, ...]
-    start: tuple[int, ...] = ()
-    forced: tuple[int, ...] = ()
-    allowed: tuple[int, ...] = ()
-    is_causal: bool = False
-    mask: int = NO_TOKEN
-    segments: tuple[int, int] = (0, 0)
 
 
 class TextDecoder:
@@ -207,7 +183,7 @@ class TextDecoder:
         places = self.model.config.max_position + 1
         if self.model.config.positions == "none":
             return self.config.max_length
-        if self.layout.make is _EncoderDecoder:
+        if self.layout.make is EncoderDecoder:
             return places - len(self.layout.forced) if len(context) <= places else 0
         return places - len(context)
 
@@ -222,8 +198,12 @@ class TextDecoder:
             )
         require_memory(self.model.config, self.config, len(context) + self.config.max_length)
 
-    @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [best.tokens for ((best, *_),) in self.found(contexts)]
+
+    @torch.no_grad()
+    def found(self, contexts: Sequence[Sequence[int]]) -> list[list[list[Found]]]:
+        """As `BlankFiller.found`: each text has one answer."""
         for context in contexts:
             self.require_room(context)
         longest = max(map(len, contexts)) + self.config.max_length
@@ -234,11 +214,20 @@ class TextDecoder:
             for found in self._together(contexts[first : first + most])
         ]
 
-    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[list[Found]]]:
         limits = [min(self.config.max_length, self._room(context)) for context in contexts]
         state = self.layout.make(self.model, contexts, self.layout)
         found = self.search.run(state, limits, [self._generator() for _ in contexts])
-        return [each[0].tokens for each in found]
+        return [[each] for each in found]
+
+    @torch.no_grad()
+    def replay(self, context: Sequence[int], found: Sequence[Found], watch: Watch | None = None) -> Replay:
+        """As `BlankFiller.replay`."""
+        (answer,) = found
+        state = self.layout.make(self.model, [context], self.layout, watch)
+        read = answer.tokens if answer.ended else answer.tokens[:-1]
+        logits = [state.first(), *(state.next([token]) for token in read)]
+        return Replay([torch.cat(logits)], state.shown(context, read))
 
     def _generator(self) -> torch.Generator:
         """Random numbers of the next text, as `BlankFiller._generator`."""
@@ -247,103 +236,11 @@ class TextDecoder:
         return torch.Generator(device=next(self.model.parameters()).device).manual_seed(seed)
 
 
-class _Rows:
-    """Rows of one stack that have read their texts (a `State` of search.py)."""
-
-    def __init__(self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout):
-        self.model, self.layout = model, layout
-        self.device = next(model.parameters()).device
-        self.plan = CachedPlan(model.config.num_layers)
-        self.tokens, self.real = padded(contexts, self.device)
-        self.lengths = torch.tensor([len(context) for context in contexts], device=self.device)
-        self.places = self.lengths.clone()  # position of each row's next token
-
-    def segment(self, is_answer: bool) -> int:
-        return self.layout.segments[is_answer] if self.model.config.segments > 1 else 0
-
-    def read(self) -> torch.Tensor:
-        """Hidden states [R, N, D] of the texts."""
-        positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
-        self.plan.expect(positions, real=self.real, is_causal=self.layout.is_causal)
-        return stack_rows(
-            self.model, self.tokens, id_planes(positions, segment=self.segment(False)), self.plan
-        )
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(hidden).float()
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.plan.select(rows)
-        self.places = self.places[torch.tensor(rows, device=self.device)]
-
-
-class _LeftToRight(_Rows):
-    def first(self) -> torch.Tensor:
-        hidden = self.read()
-        if self.layout.start:
-            return self.next(self.layout.start * len(self.tokens))
-        rows = torch.arange(len(self.tokens), device=self.device)
-        return self.logits(hidden[rows, self.lengths - 1])
-
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
-        self.places = self.places + 1
-        self.plan.expect(positions)
-        return self.logits(stack_rows(self.model, words, id_planes(positions), self.plan)[:, -1])
-
-
-class _MaskAppending(_Rows):
-    def first(self) -> torch.Tensor:
-        self.read()
-        return self._predicted(self.places.new_zeros(len(self.places), 0))
-
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        self.places = self.places + 1
-        return self._predicted(torch.tensor(tokens, device=self.device)[:, None])
-
-    def _predicted(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of a mask at each row's position, after `chosen` [R, 0 or 1], the row's token before it."""
-        count = chosen.shape[1]
-        words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.layout.mask)], dim=1)
-        positions = self.places[:, None] + torch.arange(-count, 1, device=self.device)
-        self.plan.expect(positions, is_causal=True, kept=count)
-        ids = id_planes(positions, segment=self.segment(True))
-        return self.logits(stack_rows(self.model, words, ids, self.plan)[:, -1])
-
-
-class _EncoderDecoder(_Rows):
-    def __init__(self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout):
-        super().__init__(model, contexts, layout)
-        positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
-        self.plan.expect(positions, real=self.real)
-        self.encoded = encoded_rows(model, self.tokens, id_planes(positions), self.plan)
-        self.cross = CachedCross(self.real)
-        self.plan = CachedPlan(model.config.decoder_layers)
-        self.places = torch.zeros_like(self.lengths)
-
-    def first(self) -> torch.Tensor:
-        for token in (*self.layout.start, *self.layout.forced):
-            logits = self.next([token] * len(self.tokens))
-        return logits
-
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
-        self.places = self.places + 1
-        self.plan.expect(positions)
-        ids = id_planes(positions, segment=self.segment(True))
-        hidden = decoder_rows(self.model, words, ids, self.plan, self.encoded, self.cross)
-        return self.logits(hidden[:, -1])
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cross.select(rows)
-
-
 # `Writing.way` of the objective -> the state that writes an answer to a whole text.
-WAYS: dict[str, Callable[[GLM, Sequence[Sequence[int]], Layout], State]] = {
-    "left_to_right": _LeftToRight,
-    "masks": _MaskAppending,
-    "encoder_decoder": _EncoderDecoder,
+WAYS: dict[str, Callable[..., Written]] = {
+    "left_to_right": LeftToRight,
+    "masks": MaskAppending,
+    "encoder_decoder": EncoderDecoder,
 }
 
 

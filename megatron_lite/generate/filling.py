@@ -22,6 +22,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.cache import CachedPlan, id_planes, padded, stack_rows
 from megatron_lite.generate.memory import most_texts, require_memory
 from megatron_lite.generate.search import Found, Search
+from megatron_lite.generate.watch import ONE_STACK, Replay, Row, Watch, stretch
 from megatron_lite.model.trunk.glm import GLM
 
 
@@ -65,7 +66,7 @@ class BlankFiller:
             contexts: part A of each: CLS, the text with its mask tokens, and eos where the text is complete.
         Raises: DataError without a mask, or if positions exceed the model's tables.
         """
-        return [[found[0].tokens for found in text] for text in self._found(contexts, self.search)]
+        return [[found[0].tokens for found in text] for text in self.found(contexts)]
 
     def answers(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
         """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
@@ -79,7 +80,7 @@ class BlankFiller:
             "scores are log probabilities"
         )
         answers = []
-        for found in self._found([context], self._of_ended)[0]:
+        for found in self.found([context], self._of_ended)[0]:
             totals: dict[tuple[int, ...], float] = {}
             for each in found:  # a span may end with eop and with eos
                 span = tuple(each.tokens)
@@ -88,8 +89,10 @@ class BlankFiller:
         return answers
 
     @torch.no_grad()
-    def _found(self, contexts: Sequence[Sequence[int]], search: Search) -> list[list[list[Found]]]:
-        """The spans found for each text and each of its blanks, the best first."""
+    def found(
+        self, contexts: Sequence[Sequence[int]], search: Search | None = None
+    ) -> list[list[list[Found]]]:
+        """The spans found for each text and each of its blanks, the best first. Args: search: None = the settings'."""
         blanks = [self._blanks(context) for context in contexts]
         for context in contexts:
             self.require_room(context)
@@ -98,7 +101,9 @@ class BlankFiller:
         return [
             found
             for first in range(0, len(contexts), most)
-            for found in self._together(contexts[first : first + most], blanks[first : first + most], search)
+            for found in self._together(
+                contexts[first : first + most], blanks[first : first + most], search or self.search
+            )
         ]
 
     def _together(
@@ -129,11 +134,11 @@ class BlankFiller:
             raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
         return blanks
 
-    def encoded(self, contexts: Sequence[Sequence[int]]) -> CachedPlan:
+    def encoded(self, contexts: Sequence[Sequence[int]], watch: Watch | None = None) -> CachedPlan:
         """The cache that holds part A of each text."""
         tokens, real = padded(contexts, self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        plan = CachedPlan(self.model.config.num_layers)
+        plan = CachedPlan(self.model.config.num_layers, watch)
         plan.expect(positions, real=real)
         stack_rows(self.model, tokens, id_planes(positions), plan)
         return plan
@@ -154,6 +159,21 @@ class BlankFiller:
         steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
         plan.expect(places, real=real, is_causal=True)
         return self.model.logits(stack_rows(self.model, tokens, id_planes(places, steps), plan)).float()
+
+    @torch.no_grad()
+    def replay(self, context: Sequence[int], found: Sequence[Found], watch: Watch | None = None) -> Replay:
+        """A text with the answers to its blanks, read once more. Args: watch: what to keep of it."""
+        plan, rows, logits = self.encoded([context], watch), stretch(context, []), []
+        for place, each in zip(self._blanks(context), found, strict=True):
+            span = [self.special.sop, *each.tokens]
+            logits.append(self.write(plan, [span], [place])[0, : len(each.tokens) + each.ended])
+            rows += stretch([], span)
+            rows[-1] = Row(span[-1], each.ended)
+        return Replay(logits, {ONE_STACK: (rows, [row.token for row in rows])})
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        """See `blank_context`."""
+        return blank_context(tokens, self.special)
 
     def _generator(self) -> torch.Generator:
         """Random numbers of the next text, so that its draws do not depend on the other texts of its batch."""

@@ -46,6 +46,7 @@ class Found:
     tokens: list[int]  # without its end
     score: float = 0.0  # beam: log probability over the length penalty
     ended: bool = True  # not cut at the length limit
+    log_p: float = 0.0  # beam: log probability, that of its end counted
 
 
 @dataclass(frozen=True)
@@ -197,15 +198,17 @@ class Search:
             if is_end or is_last:
                 if rank < beams and (is_end or self.takes_cut):
                     score = self._score(total, step)
-                    finished.append(Found(span if is_end else [*span, token], score, is_end))
+                    finished.append(Found(span if is_end else [*span, token], score, is_end, total))
                 elif is_last and not is_end:
-                    cut.append(Found([*span, token], self._score(total, step), False))
+                    cut.append(Found([*span, token], self._score(total, step), False, total))
             elif len(after) < beams:
                 sources.append(source)
                 after.append(_Live([*span, token], total))
         if not after and not finished:  # none has ended, and the limit is here, or nothing may follow
             length = max(step - 1, 1)
-            finished += cut or [Found(each.tokens, self._score(each.total, length), False) for each in live]
+            finished += cut or [
+                Found(each.tokens, self._score(each.total, length), False, each.total) for each in live
+            ]
         finished.sort(key=lambda found: found.score, reverse=True)
         del finished[beams:]
         if len(finished) == beams and after and finished[-1].score >= self._score(after[0].total, step):

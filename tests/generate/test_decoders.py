@@ -5,37 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.decoder_rows import MODELS, next_logits
+from support.decoder_rows import MODELS, SPECIAL, TEXTS, make_run, next_logits
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.objectives import OBJECTIVES
-from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
+from data_utils.text.special_tokens import NO_TOKEN
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.decoders import decoder_of, ignored_tokens
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
-
-SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
-TEXTS = [[20, 21, 22], [30], [11, 12, 13, 14, 15, 16, 17], [25, 26, 27, 28]]
-
-
-def make_run(objective, lacking=(), special=SPECIAL, **section):
-    sizes = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "vocab_size": 40,
-        "max_position": 30,
-    }
-    config = ModelConfig(**{"positions": "learned", **sizes, "init_std": 0.3, **MODELS[objective]})
-    model = GLM(config).eval()
-    initialize_parameters(model.named_parameters(), config, 5)
-    choice = SimpleNamespace(name=objective, section=OBJECTIVES[objective].config_class(**section))
-    return SimpleNamespace(
-        config=SimpleNamespace(model=config), model=model, objectives=(choice,),
-        tokenizer=SimpleNamespace(special=special, lacking=frozenset(lacking)),
-        checkpoint=SimpleNamespace(path="runs/some"),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

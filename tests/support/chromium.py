@@ -85,8 +85,8 @@ class Browser:
                 return
             self._buffer += data
 
-    def open(self, path: Path, width: int, scheme: str = "light") -> None:
-        """Load a file at a width in pixels, and wait until it is shown."""
+    def open(self, page: Path | str, width: int, scheme: str = "light") -> None:
+        """Load a file or an address at a width in pixels, and wait until it is shown."""
         self.ask(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -96,7 +96,7 @@ class Browser:
         )
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
-        self.ask("Page.navigate", url=path.as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self.of("Page.loadEventFired"):
             self.ask("Runtime.evaluate", expression="0")
 

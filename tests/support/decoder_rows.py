@@ -1,13 +1,19 @@
-"""The row of training in which a token of an answer is predicted, written by hand for every objective that writes."""
+"""Small models of the objectives that write, and by hand the row of training that predicts an answer's token."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
+from data_utils.objectives import OBJECTIVES
+from data_utils.text.special_tokens import SpecialTokens
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
 # Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.
@@ -21,6 +27,31 @@ MODELS = {
     "mass": {**TWO_STACKS, "embedding_norm": True},
     "blank_infilling": {"positions": "learned_blocks"},
 }
+
+
+SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
+TEXTS = [[20, 21, 22], [30], [11, 12, 13, 14, 15, 16, 17], [25, 26, 27, 28]]
+
+
+def make_run(objective, lacking=(), special=SPECIAL, model=None, **section):
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": 40,
+        "max_position": 30,
+    }
+    config = ModelConfig(
+        **{"positions": "learned", **sizes, "init_std": 0.3, **MODELS[objective], **(model or {})}
+    )
+    model = GLM(config).eval()
+    initialize_parameters(model.named_parameters(), config, 5)
+    choice = SimpleNamespace(name=objective, section=OBJECTIVES[objective].config_class(**section))
+    return SimpleNamespace(
+        config=SimpleNamespace(model=config), model=model, objectives=(choice,),
+        tokenizer=SimpleNamespace(special=special, lacking=frozenset(lacking)),
+        checkpoint=SimpleNamespace(path="runs/some"),
+    )  # fmt: skip
 
 
 def row(objective, special, text, answer):

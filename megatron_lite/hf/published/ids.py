@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from data_utils.base.errors import CheckpointError
 from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.decoders import Layout
+from megatron_lite.generate.states import Layout
 from megatron_lite.hf.files.published_form import System
 from megatron_lite.hf.files.weights import read_json
 

@@ -27,8 +27,9 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.decoders import Layout, layout_of
+from megatron_lite.generate.decoders import layout_of
 from megatron_lite.generate.open_run import OpenRun, load_model
+from megatron_lite.generate.states import Layout
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.weights import (

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Serve one page on this machine to try a run in a browser: type a text, see answers, probabilities and attention.
+
+    python scripts/try.py RUN_DIRECTORY
+
+The address is printed once the weights are loaded, and Ctrl-C ends. Nothing leaves this machine. Answers are those of
+scripts/generate.py with the same settings.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import entry  # noqa: F401
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_utils.base.errors import ArgumentParser, run_command
+from data_utils.base.files import require_directory
+from megatron_lite.generate.server import HOST, Server
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    text = "run directory (newest valid checkpoint), or one step_... of it"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    add("--port", type=int, default=8080, help="port of the page; 0 = any that is free (default: 8080)")
+    add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    args = parser.parse_args(arguments)
+    require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
+    server = Server(args.port)
+    # Imported here: mistakes in the arguments must not wait for torch.
+    from megatron_lite.generate.open_run import open_run
+    from megatron_lite.generate.trial import Trial
+
+    server.trial = Trial(open_run(args.checkpoint, args.tokenizer))
+    print(f"http://{HOST}:{server.server_port}", flush=True)
+    server.serve()
+
+
+def command() -> None:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
