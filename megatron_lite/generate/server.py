@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _question(self) -> Mapping[str, Any]:
         """The fields of a POST, of their kinds."""
         length = self.headers.get("Content-Length", "")
-        self.close_connection = True  # unless the body was read
+        closes, self.close_connection = self.close_connection, True  # unless the body was read
         if not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
             raise Refused(411, "the length of the question is missing; send Content-Length.")
         if int(length) > MOST_BYTES:
@@ -154,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
                 413, f"the question has {int(length):,} bytes, more than {MOST_BYTES:,}; shorten the text."
             )
         body = self.rfile.read(int(length))
-        self.close_connection = False
+        self.close_connection = closes
         kinds = QUESTIONS.get(self.path)
         if kinds is None:
             raise Refused(404, f"nothing answers {self.path[:60]!r}; ask {' or '.join(QUESTIONS)}.")

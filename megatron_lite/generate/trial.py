@@ -19,7 +19,7 @@ from megatron_lite.generate.decoders import require_writer
 from megatron_lite.generate.open_run import OpenRun, blank_shares
 from megatron_lite.generate.search import Found
 from megatron_lite.generate.texts import Answer, Worker, answers, fills_blanks, worker_of
-from megatron_lite.generate.watch import ONE_STACK, Replay, Watch
+from megatron_lite.generate.watch import ONE_STACK, Watch
 
 MOST_TOKENS = 128  # of a text with its answers, whose attention is shown
 KEPT = 32  # answers whose attention may still be asked for
@@ -107,13 +107,8 @@ class Trial:
                 "shorten it."
             )
         watch = Watch(part, layer + parts[part] * (part == "cross"))
-        replay = worker.replay(given.context, best, watch)
-        return self._attention(replay, watch, part, head)
-
-    def _attention(self, replay: Replay, watch: Watch, part: str, head: int | None) -> dict[str, Any]:
-        name = self._run.tokenizer.token_to_text
-        rows, keys = replay.shown[part]
-        weights = watch.rows(len(keys))
+        rows, keys = worker.replay(given.context, best, watch).shown[part]
+        weights, name = watch.rows(len(keys)), self._run.tokenizer.token_to_text
         chosen = weights.mean(0) if head is None else weights[head]
         return {
             "queries": [{"text": name(row.token), "predicts": row.predicts} for row in rows],
