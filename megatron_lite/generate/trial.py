@@ -132,12 +132,11 @@ class Trial:
             }
             for text, p, likely in zip(names, own, others, strict=True)
         ]
-        totals: dict[tuple[tuple[int, ...], bool], float] = {}
-        for each in found:  # a span may end with eop and with eos
+        totals = {(tuple(best.tokens), best.ended): math.exp(sum(own))}
+        for each in found[1:]:  # a span may end with eop and with eos; of the best one both are counted
             key = tuple(each.tokens), each.ended
-            totals[key] = totals.get(key, 0.0) + math.exp(each.log_p)
-        if worker.config.strategy != "beam":
-            totals = {(tuple(best.tokens), best.ended): math.exp(sum(own))}
+            if key != next(iter(totals)):
+                totals[key] = totals.get(key, 0.0) + math.exp(each.log_p)
         listed = [
             {"text": self._run.tokenizer.decode(span), "p": p, "ended": ended}
             for (span, ended), p in totals.items()
