@@ -1,0 +1,45 @@
+"""Runs to try, served to a browser, and what scripts/generate.py prints of them."""
+
+import contextlib
+import json
+import sys
+import threading
+
+from data_utils.base.settings import merge
+from megatron_lite.generate.server import Server
+from scripts import generate
+from support.hf_runs import tree, write_run, write_vocabulary
+
+
+@contextlib.contextmanager
+def served(trial):
+    server = Server(0)
+    server.trial = trial
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def made_run(directory, objective="blank_infilling", **model):
+    settings = merge(tree(write_vocabulary(directory), **model), {"objectives": {objective: 1}})
+    write_run(directory / "run", settings)
+    return directory / "run"
+
+
+def address(server):
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def generated(monkeypatch, capsys, run, text, **settings):
+    """The object that scripts/generate.py prints."""
+    options = [part for key, value in settings.items() for part in ("--" + key.replace("_", "-"), str(value))]
+    monkeypatch.setattr(
+        sys, "argv", ["generate.py", "--checkpoint", str(run), "--text", text, "--json", *options]
+    )
+    generate.main()
+    return json.loads(capsys.readouterr().out)
