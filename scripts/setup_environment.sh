@@ -22,10 +22,27 @@ ensure_environment() {
     echo "installing $file into .venv (once; a few minutes)"
     rm -f .venv/*.stamp
     "$base" -m venv .venv || return
-    "$python" -m pip install --disable-pip-version-check -r "$file" || return
+    install_packages "$file" || return
     # requirements-dev.txt includes requirements.txt.
     requirements_key "$base" requirements.txt >.venv/requirements.txt.stamp
     echo "$key" >".venv/$file.stamp"
+}
+
+install_packages() { # FILE: pip's lines go to a log, and their number to the terminal
+    local log=.venv/pip.log start=$SECONDS line count=0
+    "$python" -m pip install --disable-pip-version-check --progress-bar off -r "$1" 2>&1 | tee "$log" |
+        while IFS= read -r line; do
+            [[ $line == Collecting* ]] && count=$((count + 1))
+            if [[ -t 1 ]]; then printf '\r\033[K%d packages; %.70s' "$count" "$line"; fi
+        done
+    local status=${PIPESTATUS[0]}
+    if [[ -t 1 ]]; then printf '\r\033[K'; fi
+    if ((status != 0)); then
+        tail -n 12 "$log" >&2
+        echo "error: pip could not install $1 (status $status); $log has all of its lines." >&2
+        return "$status"
+    fi
+    echo "installed in $((SECONDS - start)) s; pip's lines are in $log"
 }
 
 requirements_key() {

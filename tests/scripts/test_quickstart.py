@@ -86,6 +86,21 @@ def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
     assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
 
 
+def test_a_failure_of_pip_is_shown_with_where_the_rest_is(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("./absent\n")
+    script = f"set -o pipefail; source {ROOT}/scripts/setup_environment.sh; ensure_environment requirements.txt; echo on"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    result = subprocess.run(
+        ["bash", "-euc", script], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert result.returncode == 1 and "on" not in result.stdout.split()
+    assert result.stderr.splitlines()[-1] == (
+        "error: pip could not install requirements.txt (status 1); .venv/pip.log has all of its lines."
+    )
+    assert "absent" in result.stderr and "absent" in (tmp_path / ".venv/pip.log").read_text()
+    assert not list((tmp_path / ".venv").glob("*.stamp"))
+
+
 def test_tiny_configuration() -> None:
     config = load_config([ROOT / "configs/tiny.yaml"]).with_vocab_size(4096)
     assert parameter_count(config.model) < 4e6
