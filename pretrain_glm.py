@@ -144,9 +144,10 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     rows = average_rows(config)
     given = estimate(config, processes, gpu, rows)
     print(dry_run_report(config, processes, gpu, given))
-    batch_size = config.batch.global_batch_size
-    samples = config.training.steps * batch_size
-    for line in extent_if_here(config.data, config.training.seed, samples, batch_size):
+    plan = config.plan
+    samples = plan.timetable.consumed(config.training.steps)
+    reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
+    for line in reading:
         print(f"text              {line}", flush=True)
     advised = advise(config, processes, gpu, rows, given)
     if advised is None:
@@ -232,12 +233,14 @@ def train_with(
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
+    plan, seed = config.plan, config.training.seed
     data = open_datasets(
-        config.data, config.objective_choices, tokenizer, config.training.seed, decoder_tokenizer
+        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
     )
     if launch.rank == 0:
-        batch_size = config.batch.global_batch_size
-        reading = extent(data.train.mixture, config.training.steps * batch_size, batch_size)
+        reading = extent(
+            data.train.mixtures, plan.timetable.consumed(config.training.steps), plan.largest_batch
+        )
         for note in (*data.notes, *reading, *overlap(data)):
             log.info("%s", note)
 

@@ -174,9 +174,10 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
     spell = tokenizer.token_to_text, None if decoders is None else decoders.token_to_text
     seed = config.training.seed
     if arguments.text is None:
-        data = open_datasets(config.data, choices, tokenizer, seed, decoders)
-        batch = data.train.batch(np.array(arguments.samples))
-        return Shown([Example.from_planes(row) for row in batch], *spell)
+        phases = [] if arguments.objective else config.plan.samples
+        train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
+        rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
+        return Shown([Example.from_planes(row) for row in rows], *spell)
     pieces = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
     rows = rows_of_text(pieces, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
     return Shown(rows, *spell)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
 
 from data_utils.base.settings import REQUIRED, check, checked, setting
+from data_utils.objectives import ObjectiveChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,21 +16,29 @@ from data_utils.base.settings import REQUIRED, check, checked, setting
 class CorpusConfig:
     prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json", is_path=True)
     weight: float = setting(
-        1.0, "share of the samples drawn from this corpus, relative to the others", above=0
+        1.0,
+        "share of the samples drawn from this corpus, relative to the others; 0 = no part (before a later phase)",
+        at_least=0,
     )
+    name: str | None = setting(None, "by which the weights of a phase name it; null = the end of its prefix")
     decoder_prefix: str | None = setting(
         None, "the same texts built with decoder_tokenizer; null where the run has none", is_path=True
     )
+
+    @property
+    def key(self) -> str:
+        """The name in the weights of phases."""
+        return PurePath(self.prefix).name if self.name is None else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
     train: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, decoder_prefix}: the training corpora"
+        (), "list of {prefix, weight, name, decoder_prefix}: the training corpora"
     )
     validation: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, decoder_prefix}: the validation corpora; empty = no evaluation"
+        (), "list of {prefix, weight, name, decoder_prefix}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
     local_directory: str | None = setting(
@@ -56,3 +68,11 @@ class DataConfig:
                     f"data.{name}[{number}] ({corpus.prefix}) has no decoder_prefix, but the run has a "
                     "decoder_tokenizer; build the same texts with it and name them there.",
                 )
+
+
+class PhaseSamples(NamedTuple):
+    """What makes the samples of a phase of the run."""
+
+    first_sample: int
+    data: DataConfig  # with the phase's weights
+    objectives: Sequence[ObjectiveChoice]

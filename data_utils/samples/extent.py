@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import dataset_path
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.config import DataConfig
-from data_utils.samples.loader import Datasets, SampleLoader
-from data_utils.samples.mixture import Mixture, samples_of_corpora
+from data_utils.samples.config import DataConfig, PhaseSamples
+from data_utils.samples.loader import Datasets, SampleLoader, mixtures_of
+from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
 
 # BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
@@ -18,17 +19,38 @@ MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
 _SHOWN = 8  # corpora in a line
 
 
-def extent(mixture: Mixture, samples: int, batch_size: int) -> Iterator[str]:
-    """The amount of text that a run of `samples` samples reads, one line; then warnings, one line each."""
-    counts = samples_of_corpora(mixture.seed, [weight for _, weight in mixture.corpora], samples).tolist()
+def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterator[str]:
+    """The amount of text that a run of `samples` samples reads, one line; of its phases; then warnings, one line each.
+
+    Args: mixtures: of the phases.
+    """
+    ends = [*(mixture.start.first_sample for mixture in mixtures[1:]), samples]
+    counts = [
+        mixture.after(end - mixture.start.first_sample) for mixture, end in zip(mixtures, ends, strict=True)
+    ]
+    indexes = mixtures[0].indexes
     corpora = [
         (str(index.dataset.prefix), index.dataset.num_tokens, count / index.num_windows, index.num_windows)
-        for index, count in zip(mixture.indexes, counts, strict=True)
+        for index, count in zip(indexes, counts[-1], strict=True)
     ]
     parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
     more = [f"and {len(corpora) - _SHOWN} more corpora"] if len(corpora) > _SHOWN else []
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"the whole run reads {total:,.0f} tokens of text: {', '.join(parts + more)}"
+    before = (0,) * len(indexes)
+    for number, after in enumerate(counts if len(counts) > 1 else (), start=1):
+        read = [
+            (
+                PurePath(index.dataset.prefix).name,
+                (last - first) / index.num_windows,
+                index.dataset.num_tokens,
+            )
+            for index, first, last in zip(indexes, before, after, strict=True)
+        ]
+        parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
+        total = sum(epochs * tokens for _, epochs, tokens in read)
+        yield f"phase {number} reads {total:,.0f} tokens of text: {', '.join(parts)}"
+        before = after
     for name, tokens, epochs, windows in corpora:
         if epochs > MANY_EPOCHS:
             yield (
@@ -43,17 +65,20 @@ def extent(mixture: Mixture, samples: int, batch_size: int) -> Iterator[str]:
             )
 
 
-def extent_if_here(data: DataConfig, seed: int, samples: int, batch_size: int) -> Iterator[str]:
+def extent_if_here(
+    data: DataConfig, seed: int, samples: int, batch_size: int, phases: Sequence[PhaseSamples] = ()
+) -> Iterator[str]:
     """`extent` of a run with windows; a line that says so where its corpora are elsewhere. Args: seed: the run's."""
     absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
     if absent or not data.train:
         yield f"{absent[0] if absent else 'data.train'} is not here, so that epochs are not known"
         return
-    corpora = [
-        (WindowIndex(IndexedDataset(corpus.prefix), data.sequence_length, DOCUMENT_OVERHEAD), corpus.weight)
+    indexes = [
+        WindowIndex(IndexedDataset(corpus.prefix), data.sequence_length, DOCUMENT_OVERHEAD)
         for corpus in data.train
     ]
-    yield from extent(Mixture(corpora, derive_seed(seed, "train")), samples, batch_size)
+    mixtures = mixtures_of(indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, ())])
+    yield from extent(mixtures, samples, batch_size)
 
 
 def overlap(data: Datasets) -> Iterator[str]:

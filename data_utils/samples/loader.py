@@ -6,6 +6,7 @@ A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a r
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,12 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
-from data_utils.samples.config import CorpusConfig, DataConfig
+from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex
 from data_utils.samples.sentences import SentenceIndex
 from data_utils.text.tokenizers import Tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.text.vocabulary import Vocabulary, vocabulary_of
 
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
@@ -35,6 +36,11 @@ class SampleLoader:
     def __init__(self, mixture: Mixture, objective: Objective):
         self.mixture = mixture
         self.objective = objective
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """Of each phase of the run."""
+        return [self.mixture]
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
@@ -56,6 +62,31 @@ class SampleLoader:
             }
             for index, weight in self.mixture.corpora
         ]
+
+
+class PhasedLoader(SampleLoader):
+    """The loaders of a run's phases, as one. A batch is of one phase."""
+
+    def __init__(self, loaders: Sequence[SampleLoader]):
+        super().__init__(loaders[0].mixture, loaders[0].objective)
+        self._loaders = list(loaders)
+        self._first_samples = [mixture.start.first_sample for mixture in self.mixtures]
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        return [loader.mixture for loader in self._loaders]
+
+    def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        return self._of(indices).batch(indices, out)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        self._of(indices).prefetch(indices)
+
+    def _of(self, indices: np.ndarray) -> SampleLoader:
+        number = bisect_right(self._first_samples, int(indices.min())) - 1
+        following = self._first_samples[number + 1 : number + 2]
+        assert not following or indices.max() < following[0]
+        return self._loaders[number]
 
 
 def _decoders_identity(index: Index) -> dict[str, object]:
@@ -134,12 +165,14 @@ def open_datasets(
     tokenizer: Tokenizer,
     seed: int,
     decoder_tokenizer: Tokenizer | None = None,
+    phases: Sequence[PhaseSamples] = (),
 ) -> Datasets:
     """Open the corpora of a run and check that `tokenizer` made them.
 
     Args:
         objectives: `Config.objective_choices`.
         decoder_tokenizer: that of each `decoder_prefix`, where the decoder has one of its own.
+        phases: of the training samples, where the run has several; validation is that of `data` in all.
     Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
         DataError for a missing, damaged or foreign dataset.
     """
@@ -149,6 +182,8 @@ def open_datasets(
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
     corpora = _Corpora(data, objectives[0].section, objective.row_length, tokenizer, decoder_tokenizer)
     train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
+    if phases:
+        train = _phased(train, phases, vocabulary, seed)
     validation = None
     if data.validation:
         mixture = corpora.mixture(data.validation, derive_seed(seed, "validation"))
@@ -157,6 +192,27 @@ def open_datasets(
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
     notes = [str(index) for index in indexes if isinstance(index, SentenceIndex)]
     return Datasets(train, validation, LOSS_NAMES, notes)
+
+
+def _phased(
+    run: SampleLoader, phases: Sequence[PhaseSamples], vocabulary: Vocabulary, seed: int
+) -> SampleLoader:
+    """The loader of all phases. Args: run: that of the run, whose corpora they share. seed: of the run."""
+    mixtures = mixtures_of(run.mixture.indexes, run.mixture.seed, phases)
+    objectives = [
+        make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
+        for _, data, choices in phases
+    ]
+    return PhasedLoader(list(map(SampleLoader, mixtures, objectives)))
+
+
+def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
+    """The mixture of each phase. Args: seed: of the mixtures."""
+    weights = [[corpus.weight for corpus in phase.data.train] for phase in phases]
+    mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
+    for phase, its_weights in zip(phases[1:], weights[1:], strict=True):
+        mixtures.append(mixtures[-1].following(phase.first_sample, its_weights))
+    return mixtures
 
 
 @dataclass(frozen=True)

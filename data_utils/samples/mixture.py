@@ -5,13 +5,16 @@ a keyed permutation, different for each block, decides which. The j-th sample of
 `permute(j % num_windows)` of epoch `j // num_windows`. So each window comes exactly once in an epoch, for any batch
 size, any number of ranks and any point of resumption. The state of a loader is one integer.
 
+Where weights change with a phase of the run, blocks count from its first sample, and each corpus goes on with the
+ordinal that the phases before it left: a corpus is one stream over all phases, and its epochs have no gap.
+
 The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight that rounds to 0 is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +22,12 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.samples.sampler import (
     CHOICE_STREAM,
+    PHASE_BITS,
     WindowIndex,
     block_table,
+    deal_samples,
     derive_key,
-    locate_samples,
+    place_windows,
 )
 from data_utils.samples.sentences import SentenceIndex
 
@@ -32,45 +37,60 @@ BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
 
 
-def quotas(weights: Sequence[float], block_size: int = BLOCK_SIZE) -> np.ndarray:
-    """Places of each corpus in a block, int64 [corpora], by largest remainder; their sum is `block_size`.
+def quotas(weights: Sequence[float]) -> np.ndarray:
+    """Places of each corpus in a block, int64 [corpora], by largest remainder; their sum is BLOCK_SIZE.
 
-    Raises: ConfigError for a weight that is not positive and finite, or too small for one place.
+    Raises: ConfigError for a weight that is negative or not finite, or too small for one place, and if all are 0.
     """
     shares = np.asarray(weights, np.float64)
-    if not len(shares) or not np.all(np.isfinite(shares) & (shares > 0)):
-        raise ConfigError(f"corpus weights are {list(weights)}; give at least one, each a positive number.")
-    shares = shares / shares.sum() * block_size
+    if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
+        raise ConfigError(
+            f"corpus weights are {list(weights)}; give numbers, 0 or more, of which one is positive."
+        )
+    takes_part = shares > 0
+    shares = shares / shares.sum() * BLOCK_SIZE
     places = np.floor(shares).astype(np.int64)
     largest_remainders = np.argsort(places - shares, kind="stable")  # stable: ties go to the earlier corpus
-    places[largest_remainders[: block_size - int(places.sum())]] += 1
-    if not places.all():
+    places[largest_remainders[: BLOCK_SIZE - int(places.sum())]] += 1
+    if not places[takes_part].all():
         raise ConfigError(
-            f"corpus weight {weights[int(np.argmin(places))]} is below 1/{block_size} of the total; raise "
-            f"it or leave the corpus out."
+            f"corpus weight {weights[int(np.argmin(places + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
+            "raise it or leave the corpus out."
         )
     return places
 
 
-def samples_of_corpora(seed: int, weights: Sequence[float], count: int) -> np.ndarray:
-    """How many of the first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
+def samples_of_corpora(seed: int, weights: Sequence[float], count: int, phase: int = 0) -> np.ndarray:
+    """How many of a phase's first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
     places = quotas(weights)
     blocks, rest = divmod(count, BLOCK_SIZE)
-    key = np.uint64(derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, blocks))
-    corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, key)
+    key = derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, phase << PHASE_BITS | blocks)
+    corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, np.uint64(key))
     return blocks * places + np.bincount(corpora[:rest], minlength=len(places))
 
 
+class Start(NamedTuple):
+    """Where a phase of the run begins."""
+
+    phase: int = 0  # phases before it
+    first_sample: int = 0
+    used: tuple[int, ...] = ()  # samples of each corpus before it; () = none
+
+
+_AT_ONCE = Start()
+
+
 class Mixture:
-    """Corpora mixed by weight (samples, not tokens), without end.
+    """Corpora mixed by weight (samples, not tokens), without end, from the start of a phase. Weight 0 = no part.
 
     Raises: ConfigError for bad weights; DataError for a corpus without windows, or for corpora whose
     manifests name different tokenizers.
     """
 
-    def __init__(self, corpora: Sequence[tuple[Index, float]], seed: int) -> None:
+    def __init__(self, corpora: Sequence[tuple[Index, float]], seed: int, start: Start = _AT_ONCE) -> None:
         self.corpora = list(corpora)
         self.seed = seed
+        self.start = start
         self.quotas = quotas([weight for _, weight in self.corpora])
         self.indexes = [index for index, _ in self.corpora]
         for index in self.indexes:
@@ -79,23 +99,41 @@ class Mixture:
         _require_one_tokenizer([index.dataset for index in self.indexes])
         self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
         self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)
+        self._used = np.array(start.used or [0] * len(self.corpora), np.int64)
         self._key_seed = np.uint64(seed & _MASK_64)
-        key = derive_key(self._key_seed, CHOICE_STREAM, 0)
+        key = derive_key(self._key_seed, CHOICE_STREAM, start.phase << PHASE_BITS)
         self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
-    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int]]:
-        return type(self), (self.corpora, self.seed)
+    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start]]:
+        return type(self), (self.corpora, self.seed, self.start)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The places of samples: indices int64 [B], each >= 0 -> corpus, epoch, window, each int64 [B]."""
+        """The places of samples: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
+        corpora, ordinals = self.deal(indices)
+        return corpora, *place_windows(self._key_seed, corpora, ordinals, self._num_windows)
+
+    def deal(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Corpus, and how many samples of it precede, each int64 [B], of samples."""
         indices = np.ascontiguousarray(indices, np.int64)
-        assert not len(indices) or indices.min() >= 0
+        phase, first_sample, _ = self.start
+        assert not len(indices) or indices.min() >= first_sample
         table = self._table  # one read: another thread may replace it
-        *located, block, corpora, ranks = locate_samples(
-            self._key_seed, indices, self._starts, self._num_windows, *table
+        corpora, ordinals, *table = deal_samples(
+            self._key_seed, indices, phase, first_sample, self._used, self._starts, *table
         )
-        self._table = (block, corpora, ranks)
-        return tuple(located)
+        self._table = tuple(table)
+        return corpora, ordinals
+
+    def after(self, count: int) -> tuple[int, ...]:
+        """Samples of each corpus before the sample `count` of the phase, those of former phases included."""
+        weights = [weight for _, weight in self.corpora]
+        return tuple((self._used + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist())
+
+    def following(self, first_sample: int, weights: Sequence[float]) -> Mixture:
+        """The mixture of the next phase, from its first sample on, with weights of its own."""
+        used = self.after(first_sample - self.start.first_sample)
+        start = Start(self.start.phase + 1, first_sample, used)
+        return Mixture(list(zip(self.indexes, weights, strict=True)), self.seed, start)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.

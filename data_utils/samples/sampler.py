@@ -27,6 +27,7 @@ _U64 = np.uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4  # pairs of half rounds
 _GUESSES = 3  # each about as far off as the square root of the one before
+PHASE_BITS = 40  # a block's number, below which the number of its phase stands in its key
 CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
 
 # All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
@@ -101,29 +102,41 @@ def block_table(starts, block_size, key):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def locate_samples(seed, indices, starts, num_windows, block, corpora_of_places, ranks_of_places):
-    """Corpus, epoch and window, each int64 [B], of samples; see mixture.py.
+def deal_samples(seed, indices, phase, first_sample, used, starts, block, corpora_of_places, ranks_of_places):
+    """Corpus and ordinal in it, each int64 [B], of a phase's samples; see mixture.py.
 
-    Args: `block_table` made the table of one block, which serves the samples of that block.
-    Returns: corpora, epochs, windows, and number and table of the last block.
+    Args:
+        phase, first_sample: the phase's number and its first sample, from which its blocks count.
+        used: int64 [corpora], ordinals that the phases before it took.
+        block: the one whose table `block_table` made; it serves the samples of that block.
+    Returns: corpora, ordinals, and number and table of the last block.
     """
     corpora = np.empty(indices.shape[0], np.int64)
-    epochs = np.empty(indices.shape[0], np.int64)
-    windows = np.empty(indices.shape[0], np.int64)
+    ordinals = np.empty(indices.shape[0], np.int64)
     block_size = starts[starts.shape[0] - 1]
     for i in range(indices.shape[0]):
-        if indices[i] // block_size != block:
-            block = indices[i] // block_size
-            key = derive_key(seed, CHOICE_STREAM, block)
+        index = indices[i] - first_sample
+        if index // block_size != block:
+            block = index // block_size
+            key = derive_key(seed, CHOICE_STREAM, phase << PHASE_BITS | block)
             corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
-        place = indices[i] - block * block_size
+        place = index - block * block_size
         corpus = corpora_of_places[place]
-        ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
         corpora[i] = corpus
-        epochs[i] = ordinal // num_windows[corpus]
-        key = derive_key(seed, corpus + 1, epochs[i])
-        windows[i] = permute(ordinal % num_windows[corpus], num_windows[corpus], key)
-    return corpora, epochs, windows, block, corpora_of_places, ranks_of_places
+        ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
+    return corpora, ordinals, block, corpora_of_places, ranks_of_places
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def place_windows(seed, corpora, ordinals, num_windows):
+    """Epoch and window, each int64 [B], of samples by corpus and ordinal; num_windows: int64 [corpora]."""
+    epochs = np.empty(corpora.shape[0], np.int64)
+    windows = np.empty(corpora.shape[0], np.int64)
+    for i in range(corpora.shape[0]):
+        corpus, count = corpora[i], num_windows[corpora[i]]
+        epochs[i] = ordinals[i] // count
+        windows[i] = permute(ordinals[i] % count, count, derive_key(seed, corpus + 1, epochs[i]))
+    return epochs, windows
 
 
 @njit(cache=True, error_model="numpy", nogil=True)

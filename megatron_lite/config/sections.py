@@ -17,16 +17,38 @@ LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("batch.ramp")
+class RampConfig:
+    start: int = setting(REQUIRED, "samples of the first batches", at_least=1)
+    by: int = setting(REQUIRED, "samples by which batches grow", at_least=1)
+    samples: int = setting(REQUIRED, "samples of the whole ramp, as Megatron's rampup-batch-size", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @checked("batch")
 class BatchConfig:
     micro_batch_size: int = setting(8, "samples per data-parallel rank and forward pass", at_least=1)
     global_batch_size: int = setting(16, "samples per optimizer step, all ranks together", at_least=1)
+    ramp: RampConfig | None = setting(
+        None, "smaller batches at the beginning (of the phase), which grow to global_batch_size; null = none"
+    )
 
     def __post_init__(self) -> None:
         check(
             self.global_batch_size % self.micro_batch_size == 0,
             f"batch.global_batch_size ({self.global_batch_size}) must be a multiple of "
             f"batch.micro_batch_size ({self.micro_batch_size}); change one of them.",
+        )
+        ramp, size, micro = self.ramp, self.global_batch_size, self.micro_batch_size
+        check(
+            ramp is None
+            or (
+                ramp.start < size
+                and (size - ramp.start) % ramp.by == ramp.start % micro == ramp.by % micro == 0
+            ),
+            f"batch.ramp has start {ramp and ramp.start} and by {ramp and ramp.by}; both must be multiples of "
+            f"batch.micro_batch_size ({micro}), and by must divide the way from start up to batch.global_batch_size "
+            f"({size}).",
         )
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
@@ -224,6 +246,33 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("schedule.parts")
+class SchedulePart:
+    kind: str = setting(
+        REQUIRED,
+        "the way from start to end: x, the part of the steps made, is bent to x (linear), (1 - cos pi x) / 2 (cosine), "
+        "sqrt(x) (1-sqrt), 2 (1 - 0.5^x) (exponential); constant; inverse_sqrt = falling with 1/sqrt(step) to end",
+        one_of=("constant", "linear", "cosine", "1-sqrt", "exponential", "inverse_sqrt"),
+    )
+    steps: int | None = setting(None, "its length in steps", at_least=1)
+    tokens: int | None = setting(None, "its length in tokens instead, as that of a phase", at_least=1)
+    start: float | None = setting(
+        None, "factor of optimizer.lr where it begins; null = where the part before ends", at_least=0
+    )
+    end: float | None = setting(None, "factor where it ends; null for a constant part", at_least=0)
+
+    def __post_init__(self) -> None:
+        check(
+            (self.steps is None) != (self.tokens is None),
+            f"a {self.kind} part of schedule.parts has steps {self.steps} and tokens {self.tokens}; give one of them.",
+        )
+        check(
+            (self.kind == "constant") == (self.end is None),
+            f"a {self.kind} part of schedule.parts has end {self.end}; a constant part has none, every other one has.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @checked("schedule")
 class ScheduleConfig:
     kind: str = setting(
@@ -238,8 +287,24 @@ class ScheduleConfig:
         None, "step at which the floor is reached, warm-up included; null = training.steps", at_least=1
     )
     min_lr_ratio: float = fraction(0.1, "floor of the schedule as a fraction of the peak")
+    parts: tuple[SchedulePart, ...] = setting(
+        (), "list of parts, one after another, instead of all above (WSD: linear up, constant, any way down)"
+    )
 
     def __post_init__(self) -> None:
+        own = (self.kind, self.warmup_steps, self.decay_steps, self.min_lr_ratio)
+        check(
+            not self.parts or own == ("cosine", 0, None, 0.1),
+            f"schedule.parts is set beside kind, warmup_steps, decay_steps or min_lr_ratio {own}; parts say all: leave "
+            "those of schedule out.",
+        )
+        if self.parts:
+            first = self.parts[0]
+            check(
+                first.start is not None and first.kind != "inverse_sqrt",
+                f"the first of schedule.parts is {first.kind} with start {first.start}; give it a start, and another "
+                "kind than inverse_sqrt, which begins after a warm-up.",
+            )
         check(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
             f"schedule.decay_steps ({self.decay_steps}) must be larger than schedule.warmup_steps "

@@ -36,6 +36,7 @@ from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
+from megatron_lite.config.phases import PhaseConfig, Plan
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -75,6 +76,9 @@ class Config:
     )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(
         {name: objective.config_class for name, objective in OBJECTIVES.items()}
+    )
+    phases: tuple[PhaseConfig, ...] = setting(
+        (), "list of phases, each with its length and what changes: see docs/data.md; empty = one phase"
     )
     task: TaskConfig | None = setting(
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
@@ -127,6 +131,15 @@ class Config:
         for choice in self.objective_choices:
             choice.section.check_run(self)
         self.deepspeed_options()
+        check(
+            not self.phases or self.batch.ramp is None,
+            "batch.ramp is set beside phases; set it in the batch of a phase.",
+        )
+        check(
+            not self.phases or self.task is None,
+            "phases is set with a task, which is learnt in one; set it to [].",
+        )
+        Plan(self)
 
     def _check_row_length(self) -> None:
         length = self.data.row_length
@@ -343,6 +356,11 @@ class Config:
             )
 
     @property
+    def plan(self) -> Plan:
+        """Which settings hold at which step; made at each call."""
+        return Plan(self)
+
+    @property
     def has_memory(self) -> bool:
         """Whether some tokens are a memory, through which no gradient goes."""
         return self.task is None and any(choice.section.memory_length for choice in self.objective_choices)
@@ -378,7 +396,12 @@ class Config:
 
         Raises: ConfigError for DeepSpeed options that are wrong, or contradict the rest.
         """
-        sections = (self.batch, self.optimizer, self.parallel, self.training)
+        batch = self.batch
+        if dp_size is not None:
+            plan = self.plan
+            plan.require_ranks(dp_size)
+            batch = plan.configs[0].batch
+        sections = (batch, self.optimizer, self.parallel, self.training)
         return deepspeed_options(self.deepspeed, *sections, dp_size)
 
     @property

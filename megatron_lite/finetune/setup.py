@@ -31,11 +31,12 @@ HEADED = ("classes", "values", "tags", "spans")
 # Sections of the run to begin with that are not those of the run that tunes it.
 _OF_ANOTHER_RUN = (
     *("task", "finetune", "generation", "checkpoint", "events", "parallel", "timeouts", "run", "trackers"),
-    *("profiler", "deepspeed", "schedule"),
+    *("profiler", "deepspeed", "schedule", "phases"),
 )
 RESULTS = "results.json"  # of a seed, and of all
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
+    "batch": ("ramp",),
     "training": ("steps", "stop_after_step", "eval_interval", "eval_fillings"),
     "schedule": ("warmup_steps", "decay_steps"),
     "checkpoint": ("save_interval", "keep_every"),

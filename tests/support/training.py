@@ -18,7 +18,8 @@ def make_trainer(context, tree):
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
+    seed, phases = config.training.seed, config.plan.samples
+    data = open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
     engine = make_engine(config, context, len(data.loss_names))
     train = kind_of(config).samples(config, data.train, "train")
     validation = data.validation and kind_of(config).samples(config, data.validation, "validation")

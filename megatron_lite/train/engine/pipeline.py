@@ -339,6 +339,8 @@ class PipelineEngine(Engine):
     def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
+        per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
+        self._engine.set_train_batch_size(len(micro_batches) * per_pass)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
         self._feed.fill(micro_batches, scale)
         self._zero.await_weights()

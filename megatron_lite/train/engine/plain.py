@@ -48,7 +48,8 @@ class PlainEngine(Engine):
     def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         sums = self._no_sums()
-        for micro in micro_batches:
+        for number, micro in enumerate(micro_batches, start=1):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = micro.to(self.context.device)
             loss_sum, per_objective = self._engine(batch)
             self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)

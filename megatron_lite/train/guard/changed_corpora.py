@@ -3,11 +3,15 @@
 A sample's position in its corpus follows from its number and the current weights (data_utils/samples/mixture.py), as if
 they had held from the start. So after a change of weights a corpus continues before or after the position that it had
 reached: samples are repeated or left out. A corpus's index in the list is the key of its random order.
+
+Phases say when weights change, so that nothing is repeated or left out. What a checkpoint's phases have made must then
+be what the new phases would have made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,12 @@ import numpy as np
 from data_utils.base.checksums import identity
 from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
+from data_utils.base.settings import build
 from data_utils.dataset.manifest import read_manifest
 from data_utils.samples.config import CorpusConfig
 from data_utils.samples.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.phases import Plan
 from megatron_lite.config.tree import Config
 
 _SHOWN = 4  # corpora in a message
@@ -32,8 +38,9 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
         return
     raise CheckpointError(
         f"data.train is not that of {path}, by which its {state.consumed_samples:,} samples were numbered: {change}. "
-        "Set corpora and weights as they were; or begin at step 0 in another run.directory with "
-        f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
+        f"Set corpora and weights as they were, and others in a phase after step {state.step}; or begin at step 0 "
+        f"in another run.directory with checkpoint.initialize_from={path}; or accept it with "
+        "checkpoint.accept_changed_data=true."
     )
 
 
@@ -47,6 +54,8 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
         return None  # not trained here, or on a task
     after = config.data.train
     old, new = [_identity_there(entry) for entry in before], [_identity_here(corpus) for corpus in after]
+    if config.phases or state.config.get("phases"):
+        return _changed_phases(config, state, old, new)
     weights = [entry["weight"] for entry in before], [corpus.weight for corpus in after]
     if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
         return None
@@ -72,6 +81,43 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
     changes += [f"{name} is gone" for name in _missing(state, old, new)]
     more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
     return "; ".join(changes[:_SHOWN] + more) if changes else None
+
+
+def _changed_phases(
+    config: Config, state: TrainerState, old: Sequence[Any], new: Sequence[Any]
+) -> str | None:
+    """As `changed_corpora`, where phases are planned. Args: old, new: identities of the corpora."""
+    recorded: Config = build(Config, state.config)
+    before, after = recorded.plan, config.plan
+    consumed = after.timetable.consumed(state.step)
+    if consumed != state.consumed_samples:
+        return f"with these phases, batches and skipped samples step {state.step} would end with {consumed:,} samples"
+    made = [list(_made(plan, state.step)) for plan in (before, after)]
+    read, seed = np.zeros(len(old), np.int64), derive_seed(config.training.seed, "train")
+    ends = [first for _, first, _ in made[0][1:]] + [consumed]
+    for number, ((_, first, places), end) in enumerate(zip(made[0], ends, strict=True)):
+        weights = [*places, *[0] * (len(old) - len(places))]
+        read += samples_of_corpora(seed, weights, end - first, number)
+    for place, count in enumerate(read.tolist()):
+        if count and old[place : place + 1] != new[place : place + 1]:
+            name = recorded.data.train[place].prefix
+            return f"{name}, of which {count:,} samples are read, is no longer at index {place} of data.train"
+    for number, (was, now) in enumerate(itertools.zip_longest(*made)):
+        if was != now:
+            return (
+                f"phases[{number}] makes other samples before step {state.step}; only what follows may change"
+            )
+    return None
+
+
+def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
+    """What makes the samples of the phases up to a step: first step, first sample, places of each corpus in a block."""
+    for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
+        if first < max(step, 1):
+            places = quotas([corpus.weight for corpus in config.data.train]).tolist()
+            while not places[-1]:
+                places.pop()  # of a corpus added later
+            yield first, sample, places
 
 
 def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:

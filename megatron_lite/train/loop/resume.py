@@ -141,6 +141,7 @@ def load_beginning(
     state = _load(own, config, engine, context, data)
     new = to_tree(config)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
+    events += changed_plan(state.config, new)
     known = [entry["event"] for entry in state.events.get("history", [])]
     if context.is_main:
         for change in config_changes(state.config, new):
@@ -224,6 +225,17 @@ def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
         keys = OBJECTIVES[name].config_class.sample_settings
         decisive += (f"{name}.",) if keys is None else keys
     return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
+
+
+def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Changes of later steps, which phases allow: events of this start."""
+    if not (before.get("phases") or after.get("phases")):
+        return []
+    old, new = (tree | {"phases": tree.get("phases") or []} for tree in (before, after))
+    keys = ("phases", "data.train")
+    return [
+        f"changed for later steps: {change}" for change in config_changes(old, new) if change.startswith(keys)
+    ]
 
 
 def config_changes(before: Any, after: Any) -> list[str]:

@@ -6,7 +6,7 @@ all ranks count together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from data_utils.base.errors import UserError
 from data_utils.base.random_streams import derive_seed
 from data_utils.samples.mixture import batch_indices
+from megatron_lite.config.phases import Plan
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch, Samples, mean_scales, scales_beside_last
 from megatron_lite.model.input.model_input import ModelInput
@@ -52,30 +53,31 @@ class StepMaker:
     def __init__(
         self,
         config: Config,
+        plan: Plan,
         context: ParallelContext,
         data: Samples,
         prepare: Callable[[Batch, int | None], ModelInput],
         num_losses: int,
-        factors: Sequence[float] | None = None,
+        factors: Callable[[int], Sequence[float] | None] = lambda step: None,
     ):
         """Args:
         prepare: batch and dropout seed -> the model's input (`Engine.prepared`).
-        factors: of each loss's mean, if weights become means.
+        factors: steps before a step -> factor of each loss's mean, if weights become means.
         """
-        self._config, self._context, self._data = config, context, data
-        self._prepare, self._num_losses = prepare, num_losses
-        self._counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
+        self._config, self._plan, self._context, self._data = config, plan, context, data
+        self._prepare, self._num_losses, self._factors = prepare, num_losses, factors
 
     def following(self, place: Place) -> Place:
         """The next step, unless a request or an end comes before it."""
-        size = self._config.batch.global_batch_size
-        first = self._config.events.next_sample(place.first_sample + size, size)
-        return Place(place.step + 1, first)
+        end, step = place.first_sample + self._plan.batch_size(place.step), place.step + 1
+        return Place(step, self._config.events.next_sample(end, self._plan.batch_size(step)))
 
     def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         seed = derive_seed(self._config.training.seed, "dropout", place.step)
         made = HostStep([], [], np.zeros(5), np.zeros(self._num_losses))
+        factors = self._factors(place.step)
+        counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
         for samples in self._samples(place):
             if not is_wanted():
                 raise Abandoned
@@ -89,8 +91,8 @@ class StepMaker:
             )
             made.loss_weights[:] += batch.loss_weights(self._num_losses)
             made.own_weights.append(batch.loss_weight)
-            if self._counted is not None:  # the head leaves out rows without weight
-                batch = batch.as_means(self._counted, [1.0] * self._num_losses)
+            if counted is not None:  # the head leaves out rows without weight
+                batch = batch.as_means(counted, [1.0] * self._num_losses)
             made.inputs.append(self._prepare(batch, seed))
         # The disk reads the text of the step after it meanwhile.
         self._data.prefetch(self._samples(self.following(place)).ravel())
@@ -100,8 +102,8 @@ class StepMaker:
         """int64 [micro-batches, micro_batch_size]: this rank's samples of a step."""
         return batch_indices(
             place.first_sample,
-            global_batch_size=self._config.batch.global_batch_size,
-            micro_batch_size=self._config.batch.micro_batch_size,
+            global_batch_size=self._plan.batch_size(place.step),
+            micro_batch_size=self._plan.config(place.step).batch.micro_batch_size,
             dp_rank=self._context.dp.rank,
             dp_size=self._context.dp.size,
         )
@@ -137,51 +139,64 @@ class LossShares:
 
     def __init__(
         self,
-        config: Config,
+        plan: Plan,
         names: Sequence[str],
         dp_size: int,
         language_weight: Callable[[int], float] | None = None,
     ):
-        training = config.training
         self._names, self._language_weight = list(names), language_weight
-        by_objective = training.loss_normalization == "per_objective"
-        self._given = training.loss_weights if by_objective else None  # of each loss's mean, by name
-        self.factors = None if self._given is None else [self._given.get(name, 1.0) for name in names]
-        self._is_global = training.loss_normalization == "global_tokens"
-        self._passes = config.batch.accumulation_steps(dp_size) * dp_size  # of a step, on all ranks
+        self._plan, self._dp_size = plan, dp_size
+        self._normalization = plan.configs[0].training.loss_normalization
+
+    def _given(self, step: int) -> Mapping[str, float] | None:
+        """Factor of each loss's mean, by name, if weights become means. Args: step: the steps before it."""
+        if self._normalization != "per_objective":
+            return None
+        return self._plan.config(step).training.loss_weights
+
+    def factors(self, step: int) -> list[float] | None:
+        """As `_given`, in the order of the losses."""
+        given = self._given(step)
+        return None if given is None else [given.get(name, 1.0) for name in self._names]
 
     def micro_batches(self, made: HostStep, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
-        """A step's inputs with their shares of its loss. Args: loss_weights: of each loss, all ranks together."""
+        """A step's inputs with their shares of its loss.
+
+        Args: loss_weights: of each loss, all ranks together. step: the steps before it.
+        """
         loss_weight, scales = sum(loss_weights), self._scales(loss_weights, step)
+        passes = len(made.inputs) * self._dp_size  # of the step, on all ranks
         if self._language_weight is not None:
             loss_weight = loss_weights[-1]
         if scales is not None:
             for prepared in made.inputs:
                 prepared.scale_weights(scales)
         return [
-            replace(prepared, loss_factor=self._factor(own_weight, loss_weight))
+            replace(prepared, loss_factor=self._factor(own_weight, loss_weight, passes))
             for prepared, own_weight in zip(made.inputs, made.own_weights, strict=True)
         ]
 
     def _scales(self, loss_weights: Sequence[float], step: int) -> np.ndarray | None:
         """Factor of the token weights of each loss, fp32 [losses]; None = 1."""
-        if self.factors is not None:
-            return mean_scales(self.factors, loss_weights)
+        factors = self.factors(step)
+        if factors is not None:
+            return mean_scales(factors, loss_weights)
         if self._language_weight is not None:
-            return scales_beside_last(self._language_weight(step), loss_weights)
+            return scales_beside_last(self._language_weight(step + 1), loss_weights)
         return None
 
-    def _factor(self, own_weight: float, loss_weight: float) -> float:
+    def _factor(self, own_weight: float, loss_weight: float, passes: int) -> float:
         """The factor that makes a micro-batch's loss sum its share of the step's loss.
 
         Args: own_weight, loss_weight: of the micro-batch, and of the step on all ranks.
         """
-        if self.factors is not None:
+        if self._normalization == "per_objective":
             return 1.0  # it is in the weights already
-        if self._is_global:
+        if self._normalization == "global_tokens":
             return 1.0 / max(loss_weight, 1.0)
-        return 1.0 / max(own_weight, 1.0) / self._passes
+        return 1.0 / max(own_weight, 1.0) / passes
 
-    def means(self, sums: np.ndarray) -> dict[str, float]:
-        """The loss of training and the mean of each, from [losses, 2]: sum and weight."""
-        return objective_losses(sums, self._names, self._given, self._language_weight is not None)
+    def means(self, sums: np.ndarray, step: int) -> dict[str, float]:
+        """The loss of training and the mean of each, from [losses, 2]: sum and weight. Args: step: after its end."""
+        given = self._given(max(0, step - 1))
+        return objective_losses(sums, self._names, given, self._language_weight is not None)

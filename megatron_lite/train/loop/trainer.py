@@ -89,9 +89,10 @@ class Trainer:
         self.train_data = train_data
         self.validation_data = validation_data
         self.loss_names = list(loss_names)
-        self._shares = LossShares(config, loss_names, context.dp.size, language_weight)
+        self._plan = config.plan
+        self._shares = LossShares(self._plan, loss_names, context.dp.size, language_weight)
         count, factors = len(self.loss_names), self._shares.factors
-        self._maker = StepMaker(config, context, train_data, engine.prepared, count, factors)
+        self._maker = StepMaker(config, self._plan, context, train_data, engine.prepared, count, factors)
         self._prefetch = Prefetch(self._maker.make, context.device)
         self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
@@ -259,13 +260,15 @@ class Trainer:
     def _apply_events(self) -> None:
         """Before a step: apply the changes that the configuration plans from this step on."""
         events, step = self.config.events, self.step + 1
-        first = events.next_sample(self.consumed_samples, self.config.batch.global_batch_size)
+        first = events.next_sample(self.consumed_samples, self._plan.batch_size(self.step))
         if first > self.consumed_samples:
             self._record(f"samples {self.consumed_samples} to {first - 1} are skipped", step)
             self.consumed_samples = first
-        for event in self.events.now_in_force(step, events.in_force(step)):
+        in_force = [*self._plan.in_force(self.step), *events.in_force(step)]
+        for event in self.events.now_in_force(step, in_force):
             self._report(event, step)
-        shrink = events.shrink_at(step, self.config.model.embedding_gradient_shrink)
+        phase = self._plan.config(self.step)
+        shrink = events.shrink_at(step, phase.model.embedding_gradient_shrink)
         if shrink != self._shrink:
             self.engine.set_embedding_gradient_shrink(shrink)
             self._shrink = shrink
@@ -302,11 +305,11 @@ class Trainer:
         tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
         loss_weights = totals[5:]
         self.watchdog.at("forward, backward and optimizer")
-        result = self._engine_step(self._shares.micro_batches(made, loss_weights, self.step + 1))
+        result = self._engine_step(self._shares.micro_batches(made, loss_weights, self.step))
         self.watchdog.at("summing losses of all ranks")
 
         self.step += 1
-        self.consumed_samples += self.config.batch.global_batch_size
+        self.consumed_samples = place.first_sample + self._plan.batch_size(place.step)
         self.consumed_tokens += tokens
         interval.steps += 1
         interval.tokens += tokens
@@ -347,10 +350,13 @@ class Trainer:
         return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums))
 
     def _learning_rate(self, step: int) -> float:
-        schedule = self.config.schedule
+        schedule, peak = self.config.schedule, self.config.optimizer.lr
+        factor = self._plan.learning_rate(step)
+        if factor is not None:
+            return self.config.events.learning_rate_at(step, peak * factor)
         scheduled = learning_rate(
             step,
-            peak=self.config.optimizer.lr,
+            peak=peak,
             kind=schedule.kind,
             warmup_steps=schedule.warmup_steps,
             decay_steps=self.config.decay_steps,
@@ -388,7 +394,7 @@ class Trainer:
         values: dict[str, Any] = {
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
-            **self._shares.means(sums),
+            **self._shares.means(sums, self.step),
             "lr": self._learning_rate(self.step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,
@@ -420,7 +426,7 @@ class Trainer:
         training, size = self.config.training, self.config.batch.micro_batch_size
         batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
         sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
-        losses = self._shares.means(sums)
+        losses = self._shares.means(sums, self.step)
         values = {**losses, **self.engine.more_measures(losses["loss"])}
         self.metrics.write("validation", self.step, values, validation_line(self.step, values))
         rate_share = self._learning_rate(self.step) / self.config.optimizer.lr

@@ -32,7 +32,7 @@ def test_tokens_and_epochs_are_those_of_the_samples(corpora):
     mixed = mixture(corpora, "a", "b")
     corpus, _, windows = mixed.locate(np.arange(5000))
     tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
-    line, *warnings = extent(mixed, 5000, 8)
+    line, *warnings = extent([mixed], 5000, 8)
     count = np.bincount(corpus)
     assert line == (
         f"the whole run reads {tokens:,} tokens of text: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
@@ -44,7 +44,7 @@ def test_tokens_and_epochs_are_those_of_the_samples(corpora):
 
 
 def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
-    _, *warnings = extent(mixture(corpora, "one"), 96_000, 8)
+    _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
     assert [warning.partition(";")[0] for warning in warnings] == [
         f"warning: {corpora}/one is read 96,000 times",
         f"warning: {corpora}/one has 12 tokens, 1 samples, less than a batch (8): a step reads text more than once.",
@@ -52,7 +52,7 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
 
 
 def test_few_epochs_are_not_warned_of(corpora):
-    assert len(list(extent(mixture(corpora, "a"), 300 * 40, 8))) == 1
+    assert len(list(extent([mixture(corpora, "a")], 300 * 40, 8))) == 1
 
 
 def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_path):
@@ -74,3 +74,19 @@ def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
         assert line.endswith("is not here, so that epochs are not known")
+
+
+def test_each_phase_is_told_as_it_is_dealt(corpora):
+    first = mixture(corpora, "a", "b")
+    mixtures = [first, first.following(3000, [1, 0])]
+    located = [first.locate(np.arange(3000)), mixtures[1].locate(np.arange(3000, 5000))]
+    counts = [np.bincount(corpus, minlength=2) for corpus, _, _ in located]
+    whole, *phases = extent(mixtures, 5000, 8)
+    a, b = sum(counts) / (300, 40)
+    assert whole.endswith(f"a (3,600 tokens) {a:.0f} times, {corpora}/b (480 tokens) {b:.0f} times")
+    tokens = [int(count @ (12, 12)) for count in counts]
+    a, b = counts[0] / (300, 40)
+    assert phases == [
+        f"phase 1 reads {tokens[0]:,} tokens of text: a {a:.2g} times, b {b:.0f} times",
+        f"phase 2 reads {tokens[1]:,} tokens of text: a {2000 / 300:.2g} times",
+    ]

@@ -118,7 +118,7 @@ def test_a_mixture_pickles(indexes):
     assert copy.fetch(np.arange(99))[0].tolist() == mixture.fetch(np.arange(99))[0].tolist()
 
 
-@pytest.mark.parametrize("weights", [[0, 1], [-1, 2], [float("nan"), 1], [float("inf"), 1], [1e-9, 1], []])
+@pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], [1e-9, 1], []])
 def test_weights_are_checked(indexes, weights):
     with pytest.raises(ConfigError, match="corpus weight"):
         Mixture(list(zip(indexes, weights, strict=False)), seed=0)

@@ -1,0 +1,179 @@
+"""Runs in phases: the planned batches at every step and in every layout, bit for bit across stops; edited plans."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.distributed import run_ranks
+from support.training import fit, make_trainer, records
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build, merge
+from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.config.tree import Config
+from megatron_lite.train.guard.changed_corpora import require_same_corpora
+
+BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
+PHASES = [
+    {"steps": 2, "weights": {"corpus_train": 1}, "batch": {"global_batch_size": 4}},
+    {"steps": 2, "batch": {"ramp": {"start": 4, "by": 4, "samples": 4}}},
+    {"objectives": {"masked_lm": 1}, "masked_lm": {"masked_ratio": 0.4}, "weights": {"corpus_validation": 1}},
+]
+SIZES = [4, 4, 4, 8, 8, 8]
+
+
+@pytest.fixture
+def phased(corpus, settings):
+    train = [{"prefix": str(corpus / f"corpus_{name}")} for name in ("train", "validation")]
+    settings = merge(settings, {"data": {"train": train}, "phases": PHASES, **BOTH})
+    return merge(settings, {"training": {"loss_normalization": "mean_of_means"}})
+
+
+def directory_of(tree, path):
+    return merge(tree, {"run": {"directory": str(path)}})
+
+
+def state_at_end(tree):
+    checkpoints = Path(tree["run"]["directory"]) / "checkpoints"
+    return read_checkpoint(list_checkpoints(checkpoints)[-1]).trainer_state()
+
+
+def history(tree):
+    return [(entry["step"], entry["event"]) for entry in state_at_end(tree).events["history"]]
+
+
+def read(context, tree):
+    """The samples of each step, as they were asked for, and what corpora they are of."""
+    trainer = make_trainer(context, tree)
+    loader, samples = trainer.train_data, []
+    batch = loader.batch
+    loader.batch = lambda indices: samples.append(indices.tolist()) or batch(indices)
+    trainer.fit()
+    borders = [mixture.start.first_sample for mixture in loader.mixtures[1:]]
+    every = np.sort(np.concatenate(samples))
+    parts = zip(loader.mixtures, np.split(every, np.searchsorted(every, borders)), strict=True)
+    return samples, [mixture.locate(part) for mixture, part in parts]
+
+
+def test_a_run_in_phases_resumes_bit_for_bit(phased, tmp_path):
+    whole = run_ranks(fit, 2, phased)
+    parts = directory_of(phased, tmp_path / "parts")
+    for stop in (1, 2, 3):
+        run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": stop}}))
+    resumed = run_ranks(fit, 2, parts)
+    assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
+    assert state_at_end(phased).consumed_samples == state_at_end(parts).consumed_samples == sum(SIZES)
+    events = history(phased)
+    assert events == history(parts)
+    assert [(step, event.split(":")[1]) for step, event in events] == [
+        (1, " phase 1"),
+        (3, " phase 2"),
+        (3, " phase 1"),
+        (5, " phase 3"),
+        (5, " phase 2"),
+    ]
+
+
+def test_each_step_reads_the_samples_of_its_phase(phased):
+    ((samples, located),) = run_ranks(read, 1, phased)
+    assert [sample for batch in samples for sample in batch] == list(range(sum(SIZES)))
+    assert [len(batch) for batch in samples] == [2] * 18
+    corpora = [set(corpora.tolist()) for corpora, _, _ in located]
+    assert corpora[0] == {0} and corpora[2] == {1}
+    for number in (0, 1):
+        windows = [windows[corpora == number] for corpora, _, windows in located]
+        windows = np.concatenate(windows)
+        assert len(np.unique(windows)) == len(windows)
+    (record, *_) = [records(phased["run"]["directory"])[6]]
+    assert "loss/masked" in record and not any("short" in name for name in record)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (2, {"pipeline_parallel_size": 2})],
+)
+def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
+    run_ranks(fit, 1, phased)
+    other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel})
+    run_ranks(fit, ranks, other)
+    expected, found = (records(tree["run"]["directory"]) for tree in (phased, other))
+    assert found.keys() == expected.keys() == set(range(1, 7))
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, rel=1e-4), step
+
+
+def test_one_phase_is_a_run_without_phases(settings, tmp_path):
+    alone = run_ranks(fit, 1, settings)[0]
+    one = run_ranks(fit, 1, merge(directory_of(settings, tmp_path / "one"), {"phases": [{"steps": 6}]}))[0]
+    assert all(torch.equal(weight, one[name]) for name, weight in alone.items())
+
+
+def test_loss_weights_and_the_embeddings_gradient_change_with_the_phase(settings, tmp_path):
+    """A phase from step 4 on does what a run with its settings does there, and nothing before."""
+    per = {"training": {"loss_normalization": "per_objective"}}
+    settings = merge(settings, per)
+    plain = run_ranks(fit, 1, settings)[0]
+    assert plain
+    changed = [{"steps": 3}, {"loss_weights": {"token": 0.0, "sentence": 3.0}}]
+    for number, phases in enumerate((changed, [{"steps": 3}, {"embedding_gradient_shrink": 0.1}])):
+        other = merge(directory_of(settings, tmp_path / str(number)), {"phases": phases})
+        weights = run_ranks(fit, 1, other)[0]
+        before, after = (records(tree["run"]["directory"]) for tree in (settings, other))
+        assert [before[step] for step in (1, 2, 3)] == [after[step] for step in (1, 2, 3)]
+        assert not all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+# Edits of the plan
+
+
+def test_later_phases_may_change_and_earlier_ones_may_not(phased, tmp_path):
+    run_ranks(fit, 1, merge(phased, {"training": {"stop_after_step": 3}}))
+    state = state_at_end(phased)
+
+    def edited(phases, **settings):
+        return build(Config, merge(phased, {"phases": phases, **settings}))
+
+    first, second, third = PHASES
+    good = [
+        PHASES,
+        [first, {**second, "steps": 3}, third],  # the present phase ends later
+        [first, {**second, "steps": 3}, {"weights": {"corpus_train": 1}}],
+        [first, {**second, "steps": 1 + 1}, {"steps": 1, "batch": {"global_batch_size": 16}}, third],
+    ]
+    for phases in good:
+        require_same_corpora(edited(phases), tmp_path, state)
+    bad = [
+        ([{**first, "steps": 1}, second, third], "would end with"),
+        ([{**first, "weights": {"corpus_validation": 1}}, second, third], "phases[0] makes other samples"),
+        (
+            [first, {**second, "weights": {"corpus_train": 3, "corpus_validation": 1}}, third],
+            "phases[1] makes",
+        ),
+        ([{**first, "steps": 2}, {**first, "steps": 1}, third], "phases[1] makes other samples"),
+    ]
+    for phases, words in bad:
+        with pytest.raises(CheckpointError) as error:
+            require_same_corpora(edited(phases), tmp_path, state)
+        assert words in str(error.value) and "\n" not in str(error.value), error.value
+    swapped = phased["data"]["train"][::-1]
+    other = edited([first, second, third], data={**phased["data"], "train": swapped})
+    with pytest.raises(CheckpointError, match=r"corpus_train, of which \d+ samples are read, is no longer"):
+        require_same_corpora(other, tmp_path, state)
+
+
+def test_weights_of_a_run_without_phases_change_by_a_phase(corpus, settings, tmp_path):
+    train = [{"prefix": str(corpus / "corpus_train")}]
+    settings = merge(settings, {"data": {"train": train}})
+    run_ranks(fit, 1, merge(settings, {"training": {"stop_after_step": 3}}))
+    appended = [*train, {"prefix": str(corpus / "corpus_validation"), "weight": 0}]
+    phases = [{"steps": 4}, {"weights": {"corpus_train": 1, "corpus_validation": 3}}]
+    longer = merge(settings, {"data": {"train": appended}, "phases": phases})
+    ((samples, located),) = run_ranks(read, 1, longer)
+    assert samples[0][0] == 24 and samples[-1][-1] == 47
+    corpora = [set(corpora.tolist()) for corpora, _, _ in located]
+    assert corpora == [{0}, {0, 1}]
+    events = [json.dumps(event) for _, event in history(longer)]
+    assert sum("changed for later steps: phases" in event for event in events) == 1
+    assert sum("changed for later steps: data.train" in event for event in events) == 1
