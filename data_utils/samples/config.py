@@ -71,7 +71,7 @@ class DataConfig:
 
 
 class PhaseSamples(NamedTuple):
-    """What makes the samples of a phase of the run."""
+    """All that makes the samples of a phase of the run."""
 
     first_sample: int
     data: DataConfig  # with the phase's weights

@@ -39,7 +39,7 @@ class SampleLoader:
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """Of each phase of the run."""
+        """Those of the phases of the run."""
         return [self.mixture]
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:

@@ -17,7 +17,7 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, check, checked, merge, setting, setting_mapping, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.samples.config import PhaseSamples
-from megatron_lite.config.sections import ScheduleConfig
+from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Plan:
         )
         self.timetable = Timetable(self.stages, config.events)
         self.parts = self._parts(config.schedule)
-        # Of each phase; what is skipped when it begins counts as its own.
+        # Samples skipped when a phase begins count as its own.
         self.first_samples = [self.timetable.consumed(step) for step in self.first_steps[:-1]]
 
     def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
@@ -187,7 +187,7 @@ class Plan:
 
     @property
     def samples(self) -> list[PhaseSamples]:
-        """What makes the samples of each phase; empty where the run has no phases."""
+        """All that makes the samples of each phase; empty where the run has no phases."""
         if not self.phases:
             return []
         each = zip(self.first_samples, self.configs, strict=True)

@@ -37,13 +37,13 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.phases import PhaseConfig, Plan
+from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    ScheduleConfig,
     TimeoutsConfig,
     TrainingConfig,
 )

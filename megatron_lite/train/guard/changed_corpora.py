@@ -111,7 +111,7 @@ def _changed_phases(
 
 
 def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
-    """What makes the samples of the phases up to a step: first step, first sample, places of each corpus in a block."""
+    """The phases up to a step by what decides their samples: first step, first sample, each corpus's places in a block."""
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
             places = quotas([corpus.weight for corpus in config.data.train]).tolist()

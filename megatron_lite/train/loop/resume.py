@@ -231,7 +231,7 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """Changes of later steps, which phases allow: events of this start."""
     if not (before.get("phases") or after.get("phases")):
         return []
-    old, new = (tree | {"phases": tree.get("phases") or []} for tree in (before, after))
+    old, new = ({**tree, "phases": tree.get("phases") or []} for tree in (before, after))
     keys = ("phases", "data.train")
     return [
         f"changed for later steps: {change}" for change in config_changes(old, new) if change.startswith(keys)
