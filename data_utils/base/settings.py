@@ -235,8 +235,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         if field.metadata.get("is_path"):
             converted = _expanded(converted, f"{path}{key}")
         if "inline" in field.metadata:
-            made = typing.cast(Callable[[], dict[str, Any]], field.default_factory)
-            values.setdefault(field.name, made())[key] = converted
+            values.setdefault(field.name, field.default_factory())[key] = converted  # type: ignore[misc]
             continue
         values[key] = converted
         _check_range(field, converted, f"{path}{key}")  # here with the place in a list

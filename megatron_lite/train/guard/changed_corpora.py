@@ -111,7 +111,7 @@ def _changed_phases(
 
 
 def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
-    """The phases up to a step by what decides their samples: first step, first sample, each corpus's places in a block."""
+    """First step, first sample and each corpus's places in a block, which decide the samples, of phases up to a step."""
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
             places = quotas([corpus.weight for corpus in config.data.train]).tolist()
