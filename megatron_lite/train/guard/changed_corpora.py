@@ -111,7 +111,7 @@ def _changed_phases(
 
 
 def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
-    """First step, first sample and each corpus's places in a block, which decide the samples, of phases up to a step."""
+    """First step, first sample and places of each corpus in a block, of the phases that begin before a step."""
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
             places = quotas([corpus.weight for corpus in config.data.train]).tolist()
