@@ -235,7 +235,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         if field.metadata.get("is_path"):
             converted = _expanded(converted, f"{path}{key}")
         if "inline" in field.metadata:
-            values.setdefault(field.name, field.default_factory())[key] = converted  # type: ignore[misc]
+            values.setdefault(field.name, field.default_factory())[key] = converted  # type: ignore[index, operator]
             continue
         values[key] = converted
         _check_range(field, converted, f"{path}{key}")  # here with the place in a list
