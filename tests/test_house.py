@@ -44,7 +44,7 @@ ABILITIES: dict[str, int] = {
     "rotary positions in GLM's class of transformers, and two more ways of positions in spans": 68,
     "initial scales of words and of positions": 7,
     "a warning where training stands still": 48,
-    "phases, ramps, schedules in parts": 703,
+    "phases, ramps, schedules in parts": 701,
     "scores of whole words, a 5-gram that sees both sides, corpora of a copied run": 156,
     "a page to try a run": 598,
 }

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
@@ -20,9 +20,7 @@ from data_utils.samples.config import PhaseSamples
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
 
-if TYPE_CHECKING:
-    from megatron_lite.config.tree import Config
-
+Config = Any  # that of tree.py, which imports this file
 _LENGTHS = ("steps", "samples", "tokens")
 
 
