@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("index") and not package_index.is_asked():
             item.add_marker(pytest.mark.skip(reason=package_index.SKIPPED))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported modules to no collector: in each forked rank it copied all their pages, 0.4 s of work."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.commands import forked
 from support.project import ROOT
 
 from data_utils.base.settings import merge
-
-
-def run(script, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
 
 
 def other_vocabulary(tmp_path, corpus):
@@ -65,7 +58,7 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
     change, message = MISTAKES[kind]
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(merge(settings, change(tmp_path, corpus))))
-    done = run("pretrain_glm.py", "--config", str(config))
+    done = forked("pretrain_glm.py", "--config", str(config))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     said = [line for line in done.stdout.splitlines() if not line.endswith("; loading libraries")]
@@ -92,7 +85,7 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
     ],
 )
 def test_generation_is_refused_with_one_line(arguments, message):
-    done = run("scripts/generate.py", *arguments)
+    done = forked("scripts/generate.py", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
 
@@ -176,7 +169,7 @@ def test_a_refused_start_leaves_an_earlier_run_as_it_is(settings, tmp_path):
     (run_directory / "config.yaml").write_text("earlier: 1")
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
-    done = run("pretrain_glm.py", "--config", str(config))
+    done = forked("pretrain_glm.py", "--config", str(config))
     assert done.returncode == 2 and done.stderr.count("error: ") == 1
     assert (run_directory / "config.yaml").read_text() == "earlier: 1"
 

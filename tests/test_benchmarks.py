@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import attend
+from support.commands import forked
 from support.project import ROOT
 
 from benchmarks import attention, loss_curves, optimus, padding, parallel, second_positions, train_step
@@ -133,16 +133,11 @@ def test_bad_options_are_one_line_errors(arguments, expected):
     assert "\n" not in str(caught.value)
 
 
-def test_scripts_start_without_installation(tmp_path):
-    for script in ("train_step.py", "attention.py", "parallel.py", "checkpoint.py"):
-        result = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / script), "--repeats", "0"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 2
-        assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
+@pytest.mark.parametrize("name", ["train_step", "attention", "parallel", "checkpoint"])
+def test_no_repeats_are_refused(tmp_path, name):
+    result = forked(f"benchmarks/{name}.py", "--repeats", "0", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.strip() == "error: --repeats is 0; it must be at least 1."
 
 
 MISTAKES = {
@@ -177,10 +172,7 @@ def test_every_benchmark_has_a_mistake_to_refuse():
 def test_a_mistake_is_one_line_before_anything_is_measured(tmp_path, name):
     (tmp_path / "file").write_text("")
     arguments, message = MISTAKES[name]
-    result = subprocess.run(
-        [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+    result = forked(f"benchmarks/{name}.py", *arguments, cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == "" and message in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -296,14 +288,7 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
 def test_finetune_compares_every_kind_of_step(tmp_path):
     """In a process of its own: it makes a process group."""
     sizes = "--layers 1 --hidden 64 --length 64 --rows 2 --repeats 1 --threads 1"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/finetune.py"),
-        *sizes.split(),
-        "--json",
-        str(tmp_path / "rows.json"),
-    ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    result = forked("benchmarks/finetune.py", *sizes.split(), "--json", tmp_path / "rows.json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "rows.json").read_text())
     assert list(found) == [
@@ -357,17 +342,10 @@ def test_memory_of_attention_grows_linearly():
 
 @pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deepspeed):
-    """In a process of its own: it forks its ranks, which a process with threads should not."""
-    script, file = ROOT / "benchmarks/checkpoint.py", tmp_path / "measured.json"
-    command = [sys.executable, str(script), "--size", "tiny", "--repeats", "1", "--json", str(file)]
+    file = tmp_path / "measured.json"
     options = [] if deepspeed else ["--without-deepspeed"]
-    result = subprocess.run(
-        [*command, *options],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    arguments = ["--size", "tiny", "--repeats", "1", "--json", file, *options]
+    result = forked("benchmarks/checkpoint.py", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "STATE DIFFERS" not in result.stdout and result.stdout.count("\n| ") == (11 if deepspeed else 9)
     measured = json.loads(file.read_text())

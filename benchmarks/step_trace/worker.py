@@ -7,6 +7,7 @@ It loads the libraries once and forks for each traced rank, so that one that fai
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from data_utils.base.errors import UserError, run_command
 
 def load_libraries() -> None:
     """Import the slow libraries that every traced rank needs, before the ranks are forked."""
+    import deepspeed.compile.backend
     import deepspeed.ops
     import deepspeed.runtime.pipe.engine
     import deepspeed.runtime.zero.stage3
@@ -33,6 +35,8 @@ def load_libraries() -> None:
     _ = deepspeed.ops.__compatible_ops__  # as `initialize` does
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a forked rank would copy all that was imported
 
 
 def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.commands import assert_refused, python
+from support.commands import assert_refused, forked
 from support.distributed import free_port
 from support.project import ROOT
 from support.published import random_model
@@ -39,7 +39,7 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
         "finetune.epochs=1",
     ]
     command = ["--checkpoint", str(original), "--task", task, "--output", str(tmp_path / "out"), *settings]
-    done = python(ENTRY, *command, OMP_NUM_THREADS="1")
+    done = forked(ENTRY, *command)
     assert done.returncode == 0, done.stderr
     best = tmp_path / "out/seed_1234/best"
     assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).measured["accuracy"]
@@ -54,7 +54,7 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
 def test_the_launcher_gives_the_scores_of_one_process(tmp_path):
     model, task = write_task(tmp_path / "task", train=32)
     command = ["--config", model, "--task", task, "finetune.epochs=2"]
-    done = python(ENTRY, *command, "--output", str(tmp_path / "one"), OMP_NUM_THREADS="1")
+    done = forked(ENTRY, *command, "--output", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
     launcher = Path(sys.executable).with_name("deepspeed")
     started = [launcher, "--master_port", free_port(), "--num_gpus", 2, ROOT / ENTRY]
@@ -75,7 +75,7 @@ def test_a_command_without_a_model_or_a_task_is_refused(tmp_path):
     model, task = write_task(tmp_path / "task", train=8)
     output = ["--output", str(tmp_path / "out")]
     assert_refused(
-        python(ENTRY, "--task", task, *output), "no model given; pass --checkpoint RUN, or --config FILE"
+        forked(ENTRY, "--task", task, *output), "no model given; pass --checkpoint RUN, or --config FILE"
     )
-    assert_refused(python(ENTRY, "--config", model, *output), "no task given; pass --task FILE")
+    assert_refused(forked(ENTRY, "--config", model, *output), "no task given; pass --task FILE")
     assert not (tmp_path / "out").exists()

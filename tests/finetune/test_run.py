@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import assert_refused, pretrain
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.tasks import task_of, votes, write_lines, write_task
 
@@ -259,5 +259,5 @@ def test_overrides_win_over_the_task_and_the_task_over_the_model(tmp_path):
 def test_pretraining_refuses_a_task(tmp_path):
     """It would train on something else."""
     model, task = write_task(tmp_path / "task")
-    result = pretrain("--config", model, "--config", task)
+    result = forked("pretrain_glm.py", "--config", model, "--config", task)
     assert_refused(result, "the configuration has the task votes, which pretraining would leave out")

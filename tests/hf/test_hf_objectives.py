@@ -1,14 +1,12 @@
 """What a run was trained on goes along with its weights, and decides what its export and scripts/generate.py do."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import yaml
+from support.commands import forked
 from support.hf_runs import make_config, tree, write_run
-from support.project import ROOT
 from transformers import pipeline
 
 from data_utils.base.errors import CheckpointError
@@ -49,8 +47,7 @@ def made(vocabulary, tmp_path_factory):
 
 
 def generate(run, text):
-    command = [sys.executable, "scripts/generate.py", "--checkpoint", str(run), "--text", text]
-    return subprocess.run([*command, "--max-length", "4"], cwd=ROOT, capture_output=True, text=True)
+    return forked("scripts/generate.py", "--checkpoint", run, "--text", text, "--max-length", "4")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from support.commands import assert_refused, pretrain
+from support.commands import assert_refused, forked
 from support.project import ROOT
 from support.traced import PAPER, config_of
 
@@ -23,7 +23,7 @@ from megatron_lite.profile.gpus import GPUS
 from megatron_lite.profile.rows import average_rows
 
 TEN_B = ROOT / "configs/glm-10b.yaml"
-DRAWS = 200
+DRAWS = 80
 
 
 def test_possible_layouts_divide_processes_heads_and_batch():
@@ -142,7 +142,9 @@ def test_advice_fits_and_is_never_slower_than_what_was_given():
 
 def test_the_dry_run_shows_a_layout_and_advises_one():
     settings = ["model.vocab_size=300", "tokenizer=null"]
-    done = pretrain("--config", "configs/tiny.yaml", "--dry-run", "2", "--gpu", "a100", *settings)
+    done = forked(
+        "pretrain_glm.py", "--config", "configs/tiny.yaml", "--dry-run", "2", "--gpu", "a100", *settings
+    )
     assert done.returncode == 0, done.stderr
     assert (
         done.stdout.startswith("parameters ") and "2 processes: pipeline 1 x data 2 x tensor 1" in done.stdout
@@ -196,4 +198,4 @@ def test_the_small_configuration_needs_what_it_says():
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(arguments, message):
-    assert_refused(pretrain("--config", str(TEN_B), *arguments), message)
+    assert_refused(forked("pretrain_glm.py", "--config", TEN_B, *arguments), message)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from support.commands import assert_refused, python
+from support.commands import assert_refused, forked
 from support.project import ROOT
 
 from benchmarks.step_trace import guards
@@ -139,7 +139,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "profile.json"
     options = ["--config", "configs/tiny.yaml", "--processes", "2", "--gpu", "a100", "--json", str(out)]
     settings = ["model.vocab_size=300", "tokenizer=null"]
-    done = python("scripts/profile_step.py", *options, *settings)
+    done = forked("scripts/profile_step.py", *options, *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert list(found) == [field.name for field in dataclasses.fields(Expected)]
@@ -163,4 +163,4 @@ def test_an_installed_package_says_where_the_trace_is(monkeypatch):
 )
 def test_mistakes_are_refused_in_one_line(arguments, message):
     options = ["--config", "configs/glm-large.yaml", *arguments, "parallel.pipeline_parallel_size=2"]
-    assert_refused(python("scripts/profile_step.py", *options), message)
+    assert_refused(forked("scripts/profile_step.py", *options), message)

@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+from support.commands import forked
 from support.project import ROOT
 
 from data_utils.dataset.manifest import SUFFIXES
@@ -14,8 +13,7 @@ SCRIPT = ROOT / "scripts" / "dataset.py"
 
 
 def run(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked("scripts/dataset.py", *arguments)
 
 
 def test_inspect_shows_documents_as_text(corpus):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import yaml
+from support.commands import forked
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
@@ -24,16 +23,8 @@ from megatron_lite.hf.doors.importing import import_directory
 from scripts import generate as generate_script
 
 
-def script(directory, name, *arguments):
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, str(ROOT / name), *map(str, arguments)],
-        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
 def generate(run, *arguments, directory=ROOT, text="word1 [MASK] word2"):
-    return script(directory, "scripts/generate.py", "--checkpoint", run, "--text", text, *arguments)
+    return forked("scripts/generate.py", "--checkpoint", run, "--text", text, *arguments, cwd=directory)
 
 
 def assert_refused(done, message):
@@ -53,7 +44,7 @@ def test_a_run_trained_with_a_relative_tokenizer_opens_from_elsewhere(settings, 
     shutil.copy(corpus / "vocab.txt", tmp_path)
     settings = merge(settings, {"tokenizer": {"path": "vocab.txt"}, "training": {"stop_after_step": 1}})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    trained = script(tmp_path, "pretrain_glm.py", "--config", "config.yaml")
+    trained = forked("pretrain_glm.py", "--config", "config.yaml", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     (tmp_path / "elsewhere").mkdir()
     done = generate(tmp_path / "run", "--max-length", 2, directory=tmp_path / "elsewhere")

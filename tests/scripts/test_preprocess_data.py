@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import forked
 from support.project import ROOT
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -29,15 +30,22 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def run(directory, *arguments, launcher=()):
+TOKENIZER = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt"]
+
+
+def start(directory, *arguments, launcher=()):
+    """A new process, or those of a launcher."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    tokenizer = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt"]
-    command = [*launcher, sys.executable, str(SCRIPT), *tokenizer, *arguments]
+    command = [*launcher, sys.executable, str(SCRIPT), *TOKENIZER, *arguments]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
+def run(directory, *arguments):
+    return forked("scripts/preprocess_data.py", *TOKENIZER, *arguments, cwd=directory)
+
+
 def test_builds_a_corpus(corpus):
-    done = run(corpus, "--input", "*ood.jsonl", "--output", "data/corpus", "--workers", "2")
+    done = start(corpus, "--input", "*ood.jsonl", "--output", "data/corpus", "--workers", "2")
     assert done.returncode == 0, done.stderr
     assert "2 documents, 6 tokens" in done.stdout and "MB/s" in done.stdout
     dataset = IndexedDataset(corpus / "data/corpus")
@@ -107,7 +115,7 @@ def test_options_of_large_corpora(corpus):
 @pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun")
 def test_mpi_ranks(corpus):
     arguments = ["--mpi", "--workers", "1", "--output", "out", "--input"]
-    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    done = start(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
     assert done.returncode == 0 and done.stdout.count("2 documents") == 2, done.stderr  # total and dataset
-    done = run(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
+    done = start(corpus, *arguments, "good.jsonl", launcher=[MPIRUN, "-n", "2"])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--overwrite" in done.stderr

@@ -1,22 +1,34 @@
-"""The entry points as a user starts them, in processes of their own."""
+"""The entry points as a user starts them: in processes of their own, new ones or forks of this one."""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 from support.project import ROOT
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    return {**environment, **variables}
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**environment, **variables},
+        env=_environment(variables),
         capture_output=True,
         text=True,
     )
@@ -24,6 +36,52 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 def pretrain(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return python("pretrain_glm.py", *arguments, **variables)
+
+
+def forked(
+    script: str, *arguments: Any, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python`, in a fork of this process: what is imported here need not be imported again, which takes seconds.
+
+    What is read while libraries are imported, and in which order they are, only a new process shows.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            _run(ROOT / script, [str(argument) for argument in arguments], cwd, _environment(variables))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess([script, *arguments], status, *texts)
+
+
+def _run(script: Path, arguments: list[str], cwd: Path, environment: dict[str, str]) -> NoReturn:
+    """This process, a fork, is `python script arguments` from here on. Nothing of pytest speaks or tidies up in it."""
+    status: Any = 1
+    try:
+        atexit._clear()
+        logging.getLogger().handlers.clear()
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        sys.argv, sys.path[0:0] = [str(script), *arguments], [str(script.parent)]
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter at its end does
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    finally:
+        os._exit(int(status))
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> None:

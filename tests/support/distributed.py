@@ -6,6 +6,7 @@ thread; when one fails its peers are killed at once, and a hang ends at a hard l
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import multiprocessing
 import os
@@ -31,10 +32,20 @@ from support.waiting import HANG_SECONDS
 _FORK, _SPAWN = (multiprocessing.get_context(method) for method in ("fork", "spawn"))
 
 
+_held: collections.deque[socket.socket] = collections.deque(maxlen=64)
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that the system gives to nobody else: bound here until 64 more were asked for, never listened on.
+
+    A process that reuses addresses, as torch's store does, may listen there. One that was found free and let go could
+    be another process's by the time when rank 0 of a launcher listens, seconds later.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return holder.getsockname()[1]
 
 
 def _rank_main(

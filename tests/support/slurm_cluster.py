@@ -86,8 +86,8 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(item.partition("=")[::2] for item in shown)[name]
 
-    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        wait_until(condition, seconds, what, self.logs)
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, what=what, logs=self.logs)
 
     def logs(self) -> str:
         """The ends of the daemons' logs, for the message of a failure."""
@@ -149,7 +149,7 @@ def running_cluster() -> Iterator[Cluster]:
         for node in NODES:
             _start(["slurmd", "-D", "-N", node], cluster, f"slurmd-{node}.out", stack)
         stack.callback(_cancel_everything, cluster)
-        cluster.wait(lambda: _idle_nodes(cluster) == len(NODES), 30, "the cluster's nodes are idle")
+        cluster.wait(lambda: _idle_nodes(cluster) == len(NODES), "the cluster's nodes are idle")
         yield cluster
 
 

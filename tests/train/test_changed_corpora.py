@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from support.commands import assert_refused, pretrain
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit
@@ -156,7 +156,9 @@ def test_a_run_goes_on_with_other_weights_only_if_told_so(corpus, tmp_path):
 
     def refused(tree):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-        assert_refused(pretrain("--config", str(tmp_path / "config.yaml")), "accept_changed_data=true")
+        assert_refused(
+            forked("pretrain_glm.py", "--config", str(tmp_path / "config.yaml")), "accept_changed_data=true"
+        )
 
     run_ranks(fit, 1, tree("a", [0.9, 0.1]))
     first = list_checkpoints(tmp_path / "a/checkpoints")[-1]

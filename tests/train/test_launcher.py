@@ -12,21 +12,24 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.distributed import free_port
+from support.commands import forked
+from support.distributed import free_port, run_ranks
 from support.project import ROOT
+from support.training import fit
 from support.waiting import wait_until
 
+from data_utils.base.settings import merge
+
 pytestmark = pytest.mark.launcher
-SLOW_START = 300  # seconds: a busy machine needs minutes to load torch four times
 # Ranks see that their launcher is gone. The first that ends makes what is left of the launcher signal the others.
 ENDED_LAUNCHER = ("the launcher has ended", "SIGTERM")
 
 
-def command_and_environment(settings, directory, overrides, processes=2, port=None):
+def command_and_environment(settings, directory, overrides, processes=2):
     config = Path(directory) / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--master_port", port or free_port(), "--num_gpus", processes]
+    command = [launcher, "--master_port", free_port(), "--num_gpus", processes]
     command += [ROOT / "pretrain_glm.py", "--config", config, *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return [str(x) for x in command], environment
@@ -70,9 +73,7 @@ def running(settings, directory):
 def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
     run = tmp_path / "run"
     with running(settings, tmp_path) as (launcher, config):
-        wait_until(
-            lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, SLOW_START, "the run trains"
-        )
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 3, what="the run trains")
         assert len(ranks_of(config)) == 2
         if ask == "Ctrl-C":
             os.killpg(launcher.pid, signal.SIGINT)
@@ -92,7 +93,7 @@ def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_
 
 def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
     with running(settings, tmp_path) as (launcher, config):
-        wait_until((tmp_path / "run/LEASE").exists, SLOW_START, "rank 0 has begun")
+        wait_until((tmp_path / "run/LEASE").exists, what="rank 0 has begun")
         launcher.terminate()
         wait_until(lambda: not ranks_of(config), what="the ranks end")
     output = (tmp_path / "output").read_text()
@@ -106,28 +107,18 @@ def losses(run):
     return [(r["step"], r["loss"]) for r in map(json.loads, lines) if r["kind"] == "train"]
 
 
-def test_train_stop_resume_and_fill_a_blank(settings, tmp_path):
+def test_a_launcher_goes_on_with_a_stopped_run_which_then_fills_a_blank(settings, tmp_path):
+    """Two forked ranks made the first half of the run, and the whole one that it is compared with."""
     settings["training"]["precision"] = "bf16"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for arguments in (
-        [f"run.directory={whole}"],
-        [f"run.directory={parts}", "training.stop_after_step=3"],
-        [f"run.directory={parts}"],
-    ):
-        done = start(settings, tmp_path, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
+    for directory, more in ((whole, {}), (parts, {"stop_after_step": 3})):
+        run_ranks(fit, 2, merge(settings, {"run": {"directory": str(directory)}, "training": more}))
+    assert len(losses(parts)) == 3
+    done = start(settings, tmp_path, f"run.directory={parts}")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from" in done.stdout and "step 6/6" in done.stdout
     assert losses(parts) == losses(whole)  # bf16: the same arithmetic on the same state
-    command = [
-        sys.executable,
-        "scripts/generate.py",
-        "--checkpoint",
-        str(parts),
-        "--text",
-        "word1 [MASK] word2",
-        "--json",
-    ]
-    filled = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    filled = forked("scripts/generate.py", "--checkpoint", parts, "--text", "word1 [MASK] word2", "--json")
     assert filled.returncode == 0, filled.stderr
     assert len(json.loads(filled.stdout)["spans"]) == 1
 
@@ -145,7 +136,11 @@ def test_a_port_in_use_is_one_line(settings, tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        done = start(settings, tmp_path, processes=1, port=other.getsockname()[1])
-    assert done.returncode != 0
-    output = done.stdout + done.stderr
-    assert "is in use on" in output and "--master_port" in output and "Traceback" not in output
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        port = str(other.getsockname()[1])
+        ours = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = forked("pretrain_glm.py", "--config", config, **ours)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: port {port} is in use on") and done.stderr.count("\n") == 1
+    assert "--master_port" in done.stderr

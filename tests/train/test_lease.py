@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 from support.project import ROOT
-from support.waiting import wait_until
+from support.waiting import HANG_SECONDS, wait_until
 
 from data_utils.base.errors import ConfigError, ExitStatus
 from megatron_lite.train.guard import lease
@@ -56,7 +56,7 @@ def elsewhere(monkeypatch):
     """We seem to be on another machine, with a file system whose locks do not reach it."""
     monkeypatch.setattr(lease, "_boot", lambda: "another kernel")
     monkeypatch.setattr(lease, "_lock", lambda descriptor: None)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.5)
+    monkeypatch.setattr(lease, "STALE_SECONDS", HANG_SECONDS)  # a living holder is seen by its next renewal
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.1)
 
 
@@ -101,15 +101,17 @@ def test_a_living_holder_on_another_machine_is_seen_by_its_renewals(tmp_path, el
         acquire(tmp_path, "trains")
 
 
-def test_a_dead_holder_on_another_machine_is_one_that_does_not_renew(tmp_path, elsewhere, caplog):
+def test_a_dead_holder_on_another_machine_is_one_that_does_not_renew(
+    tmp_path, elsewhere, caplog, monkeypatch
+):
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
     with holder(tmp_path):
         pass
     with held(tmp_path, "trains"):
         assert "has ended without releasing it; this start takes over" in caplog.text
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_free(tmp_path, elsewhere, monkeypatch):
-    monkeypatch.setattr(lease, "STALE_SECONDS", 60)
+def test_a_lease_that_is_released_while_it_is_watched_is_free(tmp_path, elsewhere):
     first = acquire(tmp_path, "trains")
     timer = threading.Timer(0.5, first.release)
     timer.start()
@@ -132,13 +134,17 @@ def test_a_job_that_was_queued_again_need_not_wait(tmp_path, elsewhere, monkeypa
 def test_two_machines_that_take_over_at_once_do_not_both_hold_it(tmp_path, elsewhere, monkeypatch):
     with holder(tmp_path):
         pass
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
+    monkeypatch.setattr(
+        lease, "SETTLE_SECONDS", 2.0
+    )  # longer than a busy machine keeps one of the threads waiting
     got = []
     both = threading.Barrier(2)
     watch = lease._is_dead
 
     def decide(*arguments):
         dead = watch(*arguments)
-        both.wait(30)
+        both.wait(HANG_SECONDS)
         return dead
 
     monkeypatch.setattr(lease, "_is_dead", decide)
@@ -153,11 +159,12 @@ def test_two_machines_that_take_over_at_once_do_not_both_hold_it(tmp_path, elsew
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     assert sorted(isinstance(found, LeaseError) for found in got) == [False, True]
 
 
-def test_a_damaged_lease_is_waited_for(tmp_path, elsewhere):
+def test_a_damaged_lease_is_waited_for(tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
     for content in ("", "{", '{"token": 1}', "[]"):
         (tmp_path / "LEASE").write_text(content)
         acquire(tmp_path, "trains").release()
@@ -210,7 +217,7 @@ def test_a_run_holds_its_directory_until_it_has_ended(settings, tmp_path):
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert done.returncode == 2 and f"is in use: process {first.pid} on " in done.stderr
             first.send_signal(signal.SIGTERM)
-            assert first.wait(120) == ExitStatus.STOPPED
+            assert first.wait(HANG_SECONDS) == ExitStatus.STOPPED
         finally:
             first.kill()
     assert not (run / "LEASE").exists() and len(list((run / "checkpoints").iterdir())) == 1

@@ -10,6 +10,7 @@ from support.batches import prefix_batch
 from support.distributed import run_ranks
 from support.engines import tree
 from support.training import fit, make_trainer
+from support.waiting import HANG_SECONDS
 
 from data_utils.base.errors import DataError, ExitStatus
 from data_utils.base.planes import OBJECTIVE, WEIGHTS
@@ -57,7 +58,7 @@ def test_the_end_does_not_wait_for_the_rest_of_a_step_that_nobody_wants():
 
     ahead = Prefetch(make, CPU)
     ahead.begin(Place(0, 0))
-    assert begun.wait(30) and threads() == ["prefetch"]
+    assert begun.wait(HANG_SECONDS) and threads() == ["prefetch"]
     ahead.close()
     assert not threads()
 

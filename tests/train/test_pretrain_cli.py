@@ -10,7 +10,7 @@ from functools import reduce
 
 import pytest
 import yaml
-from support.commands import assert_refused, pretrain, python
+from support.commands import assert_refused, forked, python
 from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import fit
@@ -23,10 +23,11 @@ from megatron_lite.train.guard.finished import nothing_to_do
 from megatron_lite.train.guard.run_state import Condition, RunState
 
 BASE = str(ROOT / "configs" / "glm-base.yaml")
+ENTRY = "pretrain_glm.py"
 
 
 def test_help_lists_every_setting():
-    result = pretrain("--help", "all")
+    result = forked(ENTRY, "--help", "all")
     assert result.returncode == 0 and result.stderr == ""
     for name in setting_names(Config):
         assert f"  {name} (" in result.stdout
@@ -34,13 +35,13 @@ def test_help_lists_every_setting():
 
 def test_help_fits_a_screen_and_explains_a_section():
     """More than 600 lines of settings would hide the options."""
-    short = pretrain("--help").stdout
+    short = forked(ENTRY, "--help").stdout
     assert "--dry-run PROCESSES" in short and short.count("\n") < 45
     for name in {name.partition(".")[0] for name in setting_names(Config)}:
         assert re.search(rf"\b{name}\b", short), name
-    found = pretrain("--help", "batch").stdout
+    found = forked(ENTRY, "--help", "batch").stdout
     assert "  batch.micro_batch_size (int" in found and "optimizer." not in found
-    assert_refused(pretrain("--help", "optimiser"), "the nearest is optimizer")
+    assert_refused(forked(ENTRY, "--help", "optimiser"), "the nearest is optimizer")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_help_fits_a_screen_and_explains_a_section():
     ],
 )
 def test_what_nothing_would_read_is_refused(arguments, message):
-    assert_refused(pretrain("--config", BASE, "data.train=[{prefix: a}]", *arguments), message)
+    assert_refused(forked(ENTRY, "--config", BASE, "data.train=[{prefix: a}]", *arguments), message)
 
 
 def test_the_printed_configuration_is_the_resolved_one(tmp_path):
@@ -65,7 +66,7 @@ def test_the_printed_configuration_is_the_resolved_one(tmp_path):
         "data.train=[{prefix: a}, {prefix: b, weight: 2}]",
         "optimizer.lr=1e-5",
     ]
-    printed = pretrain("--config", BASE, overrides[0], "--print-config", *overrides[1:])
+    printed = forked(ENTRY, "--config", BASE, overrides[0], "--print-config", *overrides[1:])
     assert printed.returncode == 0 and printed.stderr == ""
     copy = tmp_path / "copy.yaml"
     copy.write_text(printed.stdout)
@@ -83,7 +84,7 @@ def test_printing_and_refusing_do_not_load_torch():
 
 
 def test_the_launchers_arguments_are_accepted():
-    result = pretrain("--local_rank=0", "--deepspeed", "--config", BASE, "--print-config")
+    result = forked(ENTRY, "--local_rank=0", "--deepspeed", "--config", BASE, "--print-config")
     assert result.returncode == 0 and result.stderr == ""
 
 
@@ -115,15 +116,15 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(name):
     arguments, variables, message = MISTAKES[name]
-    assert_refused(pretrain("--config", BASE, *arguments, **variables), message)
+    assert_refused(forked(ENTRY, "--config", BASE, *arguments, **variables), message)
 
 
 def test_a_configuration_must_be_given():
-    assert_refused(pretrain("training.steps=3"), "no configuration given; pass --config FILE")
+    assert_refused(forked(ENTRY, "training.steps=3"), "no configuration given; pass --config FILE")
 
 
 def test_only_the_first_rank_of_a_node_reports_a_mistake():
-    result = pretrain("--config", "absent.yaml", LOCAL_RANK="1")
+    result = forked(ENTRY, "--config", "absent.yaml", LOCAL_RANK="1")
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
 
 

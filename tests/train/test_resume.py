@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import yaml
-from support.commands import assert_refused, pretrain
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks, start_ranks
 from support.project import small_run
 from support.training import fit
@@ -97,7 +97,7 @@ def test_a_run_whose_checkpoints_were_removed_is_refused(corpus, trained, tmp_pa
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(small_run(corpus, copy)))
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    result = pretrain("--config", str(config))
+    result = forked("pretrain_glm.py", "--config", str(config))
     message = f"{copy}/metrics.jsonl is of a run that has saved, but {copy}/checkpoints holds no checkpoint"
     assert_refused(result, message)
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
@@ -108,7 +108,7 @@ def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, 
     config = tmp_path / "config.yaml"
     empty = {"checkpoint": {"initialize_from": str(tmp_path)}, "data": {"train": [{"prefix": "none"}]}}
     config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), empty)))
-    result = pretrain("--config", str(config), RANK="0", WORLD_SIZE="2")
+    result = forked("pretrain_glm.py", "--config", str(config), RANK="0", WORLD_SIZE="2")
     assert_refused(result, f"{tmp_path} holds no checkpoint; give a run directory")
     assert not (tmp_path / "run").exists()
 

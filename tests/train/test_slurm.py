@@ -14,7 +14,7 @@ import pytest
 import yaml
 from support.project import ROOT
 from support.slurm_cluster import Cluster, reason_to_skip, running_cluster
-from support.waiting import wait_until
+from support.waiting import HANG_SECONDS, wait_until
 
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import merge
@@ -23,7 +23,6 @@ from megatron_lite.train.guard.heartbeats import read_heartbeats
 
 pytestmark = pytest.mark.launcher
 
-START_SECONDS = 240  # for a job's first step: every rank loads torch, on a machine that may be busy
 LAUNCHERS = ("srun", "deepspeed", "torchrun")
 
 
@@ -83,20 +82,22 @@ class Job:
         """Wait until the job is queued again, and spare it the two minutes that SLURM lets such jobs wait."""
         wait_until(lambda: self.restarts() == 1, seconds, what, self.logs)
         wait_until(
-            lambda: self.cluster.field(self.id, "JobState") == "PENDING", 60, "the job is pending", self.logs
+            lambda: self.cluster.field(self.id, "JobState") == "PENDING",
+            what="the job is pending",
+            logs=self.logs,
         )
         self.cluster.run(
             "scontrol", "update", f"JobId={self.id}", "StartTime=now+5"
         )  # the same second: "already killed"
 
     def wait_for_steps(self, count: int, what: str) -> None:
-        wait_until(lambda: len(self.steps()) >= count, START_SECONDS, what, self.logs)
+        wait_until(lambda: len(self.steps()) >= count, what=what, logs=self.logs)
 
     def wait_for_end(self) -> str:
         """The job's exit status, as SLURM knows it."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         wait_until(
-            lambda: self.cluster.field(self.id, "JobState") in ended, START_SECONDS, "the job ends", self.logs
+            lambda: self.cluster.field(self.id, "JobState") in ended, what="the job ends", logs=self.logs
         )
         return self.cluster.field(self.id, "ExitCode").partition(":")[0]
 
@@ -122,7 +123,7 @@ def interrupt_and_continue(cluster, settings, tmp_path, ranks_per_node, **variab
     job = Job(cluster, settings, tmp_path, ranks_per_node, **variables)
     job.wait_for_steps(5, "the job trains")
     cluster.send_usr1(job.id)
-    job.wait_for_requeue(START_SECONDS, "the job is queued again")
+    job.wait_for_requeue(HANG_SECONDS, "the job is queued again")
     saved, before = job.newest_checkpoint(), job.steps()
     assert before == list(range(1, saved + 1)), "the last step that was made is the saved one"
     job.wait_for_steps(saved + 3, "the job continues")
@@ -187,7 +188,7 @@ def test_a_chain_of_tasks_continues_one_run_and_ends_with_it(cluster, settings, 
     cluster.send_usr1(f"{job.id}_1")
     # A task that has ended may long be "completing" where its node is busy.
     waiting = ("squeue", "--noheader", "--states=PENDING,RUNNING")
-    wait_until(lambda: not cluster.run(*waiting), START_SECONDS, "all tasks end", job.logs)
+    wait_until(lambda: not cluster.run(*waiting), what="all tasks end", logs=job.logs)
     assert job.steps() == list(range(1, 1001))
     attempts = sorted((tmp_path / "logs").rglob("attempt-*.status"))
     assert [int(path.read_text()) for path in attempts] == [ExitStatus.STOPPED, ExitStatus.FINISHED]

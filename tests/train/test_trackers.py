@@ -17,6 +17,7 @@ from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit
+from support.waiting import HANG_SECONDS
 
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
@@ -118,7 +119,7 @@ def test_nothing_listens_on_a_network_and_the_machine_is_not_described(corpus, t
     tracker = metrics._trackers[0]._tracker
     send, tracker.send = tracker.send, lambda record: (send(record), written.set())
     metrics.write("train", 2, {"loss": 1.0}, "line")
-    assert written.wait(60)
+    assert written.wait(HANG_SECONDS)
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     assert any("wandb" in process.name() for process in processes)
     listening = [c for process in processes for c in process.net_connections("inet") if c.status == "LISTEN"]
@@ -205,7 +206,7 @@ def test_records_are_kept_while_a_service_fails(caplog):
 def test_a_service_that_hangs_does_not_hold_the_end(caplog):
     go_on = threading.Event()
     service = StandIn([])
-    service.send = lambda record: go_on.wait(60)
+    service.send = lambda record: go_on.wait(HANG_SECONDS)
     tracker = Background(service)
     tracker.write("train", 1, {"loss": 1.0})
     tracker.close("FINISHED", seconds=0.05)

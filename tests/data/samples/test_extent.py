@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import yaml
-from support.commands import pretrain
+from support.commands import forked
 from support.corpora import build
 from support.project import small_run
 
@@ -59,7 +59,7 @@ def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_p
     tree = small_run(corpus, tmp_path / "run")
     tree = merge(tree, {"data": {"validation": tree["data"]["train"]}, "training": {"steps": 3}})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = pretrain("--config", str(tmp_path / "config.yaml"))
+    done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr
     assert "the whole run reads " in done.stdout and f"tokens of text: {corpus}/corpus_train (" in done.stdout
     same = f"warning: the validation corpus {corpus}/corpus_train has the same tokens as the training corpus"
