@@ -34,6 +34,7 @@ def test_an_interrupted_start_is_one_line(command, module, tmp_path):
         [sys.executable, "-X", "importtime", *command, *folder],
         cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        pipesize=4096,  # so few lines may wait here: on a busy machine it would be at its end before the signal
     )  # fmt: skip
     said, seen = [], False
     for line in process.stderr:

@@ -201,7 +201,7 @@ read_tokens()
 
 def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
     done = start(
-        tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", backstop=1.0
+        tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", 4.0, backstop=1.0
     )
     assert done.returncode == ExitStatus.CRASHED
     assert "Timeout (0:00:0" in done.stderr and 'File "<string>"' in done.stderr
@@ -228,7 +228,7 @@ def test_the_beginning_of_a_save_is_noted_at_once(tmp_path):
     program = (
         "dog._limits['checkpoint'] = 9.0; dog.enter(Section.CHECKPOINT, 'saving', 7); os.kill(os.getpid(), 9)"
     )
-    assert start(tmp_path, program).returncode == -signal.SIGKILL
+    assert start(tmp_path, program, limit=60).returncode == -signal.SIGKILL
     (beat,) = read_heartbeats(tmp_path / "heartbeats")
     assert (beat.section, beat.place, beat.step) == ("checkpoint", "saving", 7)
 
