@@ -46,7 +46,7 @@ def test_half_precision_equals_one_process():
     "name", ["OFFLOAD", "DROPOUT", "OPTIONS", "POSITIONS", "PARTS", "SHARED_BY_STAGES", "WITH_MEMORY"]
 )
 def test_further_cases_equal_one_process(name):
-    assert failures(getattr(parity, name)) == []
+    assert failures(getattr(parity_cases, name)) == []
 
 
 @pytest.mark.parametrize(
