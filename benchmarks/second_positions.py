@@ -110,8 +110,8 @@ def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Pa
             steps = [point["step"] for point in one]
             label = None if seed else kind
             axes.plot(steps, [point["loss"] for point in one], color=f"C{number}", label=label, alpha=0.8)
-    axes.set_xlabel("step")
-    axes.set_ylabel("validation loss, nats per token; a line for each seed")
+    axes.set_xlabel("step; a line for each seed")
+    axes.set_ylabel("validation loss (nats per token)")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
