@@ -33,12 +33,11 @@ from data_utils.base.errors import ArgumentParser, run_command
 from data_utils.base.planes import FIELDS
 from data_utils.objectives import (
     OBJECTIVES,
-    BlankInfilling,
-    BlankInfillingConfig,
     SpecialTokens,
     Vocabulary,
     make_one,
 )
+from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(

@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import yaml
@@ -163,24 +163,35 @@ def setting_mapping(help: str) -> Any:
     return dataclasses.field(default_factory=dict, metadata={"help": help})
 
 
-def inline_sections(classes: Mapping[str, type]) -> Any:
-    """A mapping of sections by name, each with its defaults. The names are keys beside the field, not below it."""
-    return dataclasses.field(default_factory=lambda: _defaults(classes), metadata={"inline": classes})
+def inline_sections(names: Collection[str], class_of: Callable[[str], Any], help: str = "") -> Any:
+    """A mapping of sections by name, those that are given. The names are keys beside the field, not below it.
+
+    Args: class_of: called for a name whose section is given or described, so that it may import the class.
+    """
+    return dataclasses.field(
+        default_factory=dict, metadata={"inline": names, "class_of": class_of, "help": help}
+    )
 
 
-def _defaults(classes: Mapping[str, type]) -> dict[str, Any]:
-    return {name: cls() for name, cls in classes.items()}
+def _fields_by_key(cls: type) -> dict[str, dataclasses.Field]:
+    fields: dict[str, dataclasses.Field] = {}
+    for field in dataclasses.fields(cls):
+        own = dict.fromkeys(field.metadata.get("inline", (field.name,)), field)
+        assert not fields.keys() & own.keys(), (
+            f"{cls.__name__} has the keys {fields.keys() & own.keys()} twice"
+        )
+        fields |= own
+    return fields
+
+
+def _type_of(key: str, field: dataclasses.Field, hints: Mapping[str, Any]) -> Any:
+    return field.metadata["class_of"](key) if "inline" in field.metadata else hints[key]
 
 
 def keys_of(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
     """Keys of a section in a file, in order -> type and field."""
     hints = typing.get_type_hints(cls)
-    keys: dict[str, tuple[Any, dataclasses.Field]] = {}
-    for field in dataclasses.fields(cls):
-        own = field.metadata.get("inline", {field.name: hints[field.name]})
-        assert not keys.keys() & own.keys(), f"{cls.__name__} has the keys {keys.keys() & own.keys()} twice"
-        keys |= {key: (hint, field) for key, hint in own.items()}
-    return keys
+    return {key: (_type_of(key, field, hints), field) for key, field in _fields_by_key(cls).items()}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,26 +235,26 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
     """
     root = root or cls
-    known = keys_of(cls)
+    known, hints = _fields_by_key(cls), typing.get_type_hints(cls)
     tree = _with_preset(cls, _with_todays_names(cls, tree, path))
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
             raise ConfigError(_unknown_key(str(key), path, known, root))
-        hint, field = known[key]
-        converted = _convert(value, hint, f"{path}{key}", root)
+        field = known[key]
+        converted = _convert(value, _type_of(key, field, hints), f"{path}{key}", root)
         if field.metadata.get("is_path"):
             converted = _expanded(converted, f"{path}{key}")
         if "inline" in field.metadata:
-            values.setdefault(field.name, field.default_factory())[key] = converted  # type: ignore[index, operator]
+            values.setdefault(field.name, {})[key] = converted
             continue
         values[key] = converted
         _check_range(field, converted, f"{path}{key}")  # here with the place in a list
-    for name, (hint, field) in known.items():
+    for name, field in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if not required or name in values:
             continue
-        if not dataclasses.is_dataclass(hint):
+        if not dataclasses.is_dataclass(hint := hints[name]):
             help = field.metadata.get("help", "")
             raise ConfigError(
                 f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."

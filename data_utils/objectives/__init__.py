@@ -1,35 +1,26 @@
-"""Objectives by name: importing this package imports every module of the folder, and each registers its objective.
-
-A new objective is one file: see docs/own_objective.md.
-"""
+"""Objectives by name. A new one is one file, found by itself: see docs/own_objective.md."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import shown
-from data_utils.objectives import registry
-from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.objectives.interface import Objective
-from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.rows import RowObjective
+from data_utils.objectives.registry import Objectives, declared_in
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+if TYPE_CHECKING:
+    from data_utils.objectives.rows import RowObjective
 
-# In the order of the numbers of their losses, so that no file name matters.
-OBJECTIVES = dict(sorted(registry.OBJECTIVES.items(), key=lambda item: item[1].losses[0].number))
-# The `objective` plane holds an index into these.
-LOSSES = registry.losses_by_number(OBJECTIVES.values())
+OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__))
+LOSSES = OBJECTIVES.losses  # the `objective` plane holds an index into these
 LOSS_NAMES = tuple(loss.name for loss in LOSSES)
 SENTENCE_LEVEL = tuple(loss.name for loss in LOSSES if loss.sentence_level)
 
@@ -38,12 +29,9 @@ __all__ = [
     "LOSS_NAMES",
     "OBJECTIVES",
     "SENTENCE_LEVEL",
-    "BlankInfilling",
-    "BlankInfillingConfig",
     "Example",
     "Objective",
     "ObjectiveChoice",
-    "RowObjective",
     "SpecialTokens",
     "Vocabulary",
     "loss_share",
@@ -114,6 +102,8 @@ def make_objective(
         raise ConfigError(
             f"{whole[0]} is mixed with other objectives, but its samples are rows of whole documents; choose it alone."
         )
+    from data_utils.objectives.mixed import Mixed
+
     weights = [choice.weight for choice in choices]
     first_samples = [choice.first_sample for choice in choices]
     return Mixed(made, weights, first_samples, derive_seed(seed, "objective mixture"))

@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
-from data_utils.base.settings import build, check, checked, merge, setting, setting_mapping, to_tree
+from data_utils.base.settings import (
+    build,
+    check,
+    checked,
+    inline_sections,
+    merge,
+    setting,
+    setting_mapping,
+    to_tree,
+)
 from data_utils.objectives import OBJECTIVES
 from data_utils.samples.config import PhaseSamples
 from megatron_lite.config.schedule import ScheduleConfig
@@ -39,9 +48,8 @@ class PhaseConfig:
     objectives: dict[str, Any] = setting_mapping("instead of the run's objectives, among which they must be")
     loss_weights: dict[str, Any] = setting_mapping("instead of training.loss_weights")
     embedding_gradient_shrink: float | None = setting(None, "instead of that of model", above=0, at_most=1)
-    objective_settings: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "what of it differs", "inline": {name: dict[str, Any] for name in OBJECTIVES}},
+    objective_settings: dict[str, Any] = inline_sections(
+        OBJECTIVES, lambda name: dict[str, Any], "what of it differs"
     )
 
     def __post_init__(self) -> None:

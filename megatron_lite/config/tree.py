@@ -74,8 +74,8 @@ class Config:
     objective_starts: dict[str, Any] = setting_mapping(
         "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
     )
-    objective_sections: dict[str, ObjectiveConfig] = inline_sections(
-        {name: objective.config_class for name, objective in OBJECTIVES.items()}
+    objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
+        OBJECTIVES, lambda name: objective_class(name).config_class
     )
     phases: tuple[PhaseConfig, ...] = setting(
         (), "list of phases, each with its length and what changes: see docs/data.md; empty = one phase"
@@ -108,6 +108,7 @@ class Config:
             first is None or first <= steps,
             f"profiler.first_step is {first}, but training.steps is {steps}; trace an earlier step.",
         )
+        self._choose_sections()
         self._check_objectives()
         chosen = [choice.section for choice in self.objective_choices]
         needed = max(section.max_position_needed(self.data.sequence_length) for section in chosen)
@@ -154,9 +155,14 @@ class Config:
             f"and its masks; it must be at least {least}, null chooses {usual}.",
         )
 
+    def _choose_sections(self) -> None:
+        """Leave the sections of the run's objectives, with defaults where none is given."""
+        given, names = self.objective_sections, self.objectives or ("blank_infilling",)
+        chosen = {name: given.get(name) or objective_class(name).config_class() for name in names}
+        object.__setattr__(self, "objective_sections", chosen)
+
     def _check_objectives(self) -> None:
         for name, weight in self.objectives.items():
-            objective_class(name)
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),
@@ -199,19 +205,16 @@ class Config:
         """Heads, tables, and the objectives that need them."""
         model, chosen = self.model, self.objective_choices
         labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
-        with_borders = [
-            name for name, section in self.objective_sections.items() if section.has_span_boundaries
-        ]
         check(
             model.sentence_classes > 0 or not labelled,
             f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
             "labels; set it to 2, or switch the labels off in that section.",
         )
-        check(
-            not model.span_boundary_places or any(choice.section.has_span_boundaries for choice in chosen),
-            f"model.span_boundary_places is {model.span_boundary_places} without the objective "
-            f"{' or '.join(with_borders)}; set it to 0, or add that to objectives.",
-        )
+        if model.span_boundary_places and not any(choice.section.has_span_boundaries for choice in chosen):
+            raise ConfigError(
+                f"model.span_boundary_places is {model.span_boundary_places} without the objective "
+                f"{_with_ability('has_span_boundaries')}; set it to 0, or add that to objectives."
+            )
         segments = max(choice.section.segments for choice in chosen)
         check(
             model.segments in (0, 1) or model.segments >= segments,
@@ -347,13 +350,13 @@ class Config:
     def _check_second_stack(self) -> None:
         if any(choice.section.has_second_stack for choice in self.objective_choices):
             return
-        with_two = [name for name, section in self.objective_sections.items() if section.has_second_stack]
         for name in ("decoder", "decoder_tokenizer"):
-            check(
-                getattr(self, name) is None,
-                f"{name} is set without the objective {' or '.join(with_two)}; set it to null, or objectives to "
-                f"{{{with_two[0]}: 1}}.",
-            )
+            if getattr(self, name) is not None:
+                with_two = _with_ability("has_second_stack")
+                raise ConfigError(
+                    f"{name} is set without the objective {with_two}; set it to null, or objectives to "
+                    f"{{{with_two.partition(' ')[0]}: 1}}."
+                )
 
     @property
     def plan(self) -> Plan:
@@ -408,6 +411,11 @@ class Config:
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its floor."""
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+
+def _with_ability(ability: str) -> str:
+    """The objectives whose sections have it, for messages."""
+    return " or ".join(name for name, made in OBJECTIVES.items() if getattr(made.config_class, ability))
 
 
 def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:

@@ -13,7 +13,8 @@ from torch import nn
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import build
-from data_utils.objectives import BlankInfillingConfig, ObjectiveChoice
+from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives.blank_infilling import BlankInfillingConfig
 from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, SpecialTokens, Vocabulary
+from data_utils.objectives import Example, SpecialTokens, Vocabulary
+from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from support.recipes import FIRST_TEXT_TOKEN
 
 SPECIAL = SpecialTokens(

@@ -189,7 +189,7 @@ def _write_given(row, text, starts, ends, order, objective, tail, tables, settin
 class BlankInfilling(RowObjective):
     name = "blank_infilling"
     config_class = BlankInfillingConfig
-    losses = (Loss("token", TOKEN), Loss("sentence", SENTENCE), Loss("document", DOCUMENT))
+    losses = (Loss("token", 0), Loss("sentence", 1), Loss("document", 2))  # TOKEN, SENTENCE, DOCUMENT
     writing = Writing("glm", "blanks")
     entry = staticmethod(_fill_rows)
     compiled_files = (config.__file__, spans.__file__)

@@ -72,7 +72,7 @@ def recipe_of(config: Config) -> dict[str, Any]:
     """The settings of a run that an export writes."""
     tree = to_tree(config)
     recipe = {
-        name: tree[name] and {key: tree[name][key] for key in _portable(name, cls)}
+        name: tree.get(name) and {key: tree[name][key] for key in _portable(name, cls)}
         for name, cls in _sections().items()
     }
     return {**recipe, **{name: tree[name] for name in SHARES}}

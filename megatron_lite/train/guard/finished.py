@@ -15,6 +15,7 @@ from data_utils.base.checksums import identity
 from data_utils.base.errors import CheckpointError, UserError
 from data_utils.base.settings import build, path_settings, to_tree
 from data_utils.dataset.manifest import read_manifest
+from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import Block, Checkpoint, blocks, verify_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.run_state import RunState
@@ -135,9 +136,12 @@ def _identity(prefix: str) -> str:
 
 
 def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of each difference between two trees of settings."""
+    """(dotted key, old value, new value) of each difference between two trees of settings.
+
+    Sections of objectives that one tree lacks are none: `objectives` tells, and former versions recorded all.
+    """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             yield from changed(before.get(key), after.get(key), f"{path}{key}.")
-    elif before != after:
+    elif before != after and path.rstrip(".") not in OBJECTIVES:
         yield path.rstrip("."), before, after

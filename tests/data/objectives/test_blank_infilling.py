@@ -30,8 +30,15 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.planes import FIELDS
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example, Vocabulary
-from data_utils.objectives.blank_infilling import DOCUMENT, MOST_CUT, SENTENCE, TOKEN
+from data_utils.objectives import Example, Vocabulary
+from data_utils.objectives.blank_infilling import (
+    DOCUMENT,
+    MOST_CUT,
+    SENTENCE,
+    TOKEN,
+    BlankInfilling,
+    BlankInfillingConfig,
+)
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 

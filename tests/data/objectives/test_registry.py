@@ -24,8 +24,7 @@ from data_utils.objectives import (
     loss_share,
     make_one,
 )
-from data_utils.objectives.registry import losses_by_number, register
-from data_utils.objectives.rows import RowObjective
+from data_utils.objectives.registry import Declared, Objectives, declared_in, losses_by_number
 from data_utils.samples.loader import collate
 from megatron_lite.config.tree import load_config
 
@@ -42,8 +41,8 @@ def test_the_numbers_of_losses_never_change():
     assert SENTENCE_LEVEL == ("next_sentence", "sentence_order")
 
 
-def objective(*losses: Loss, name: str = "some") -> type[RowObjective]:
-    return type("Some", (OBJECTIVES["causal"],), {"losses": losses, "name": name})
+def objective(*losses: Loss, name: str = "some", module: str = "here") -> Declared:
+    return Declared(name, losses, module, "Some")
 
 
 A, B = Loss("a", 0), Loss("b", 1)
@@ -69,8 +68,47 @@ def test_losses_that_do_not_fit_together_are_refused(losses, message):
 
 
 def test_a_name_of_an_objective_is_taken_once():
-    with pytest.raises(ValueError, match=r"causal and \S*test_registry have the same name 'causal'"):
-        register(type("Again", (OBJECTIVES["causal"],), {"__module__": __name__}))
+    with pytest.raises(ValueError, match="objectives of here and there have the same name 'some'"):
+        Objectives([objective(A), objective(B, module="there")])
+
+
+@pytest.mark.parametrize("line", ["name = NAME", "losses = (*LOSSES,)", "losses = (Loss(NAME, 0),)", ""])
+def test_an_objective_that_is_not_written_out_is_refused(line, tmp_path):
+    lines = {"name": 'name = "some"', "losses": 'losses = (Loss("some", 0),)'}
+    lines[line.partition(" ")[0] or "losses"] = line
+    body = "".join(f"    {text}\n" for text in lines.values())
+    (tmp_path / "some.py").write_text(f"NAME = 'a'\n\n\n@register\nclass Some(RowObjective):\n{body}")
+    with pytest.raises(
+        ValueError, match=r"some\.py: class Some .* cannot be read without an import; write name"
+    ):
+        list(declared_in(tmp_path, "here"))
+
+
+LOADED = """
+import sys
+from data_utils.base.settings import build, to_tree
+from megatron_lite.config.tree import Config
+least = {"training": {"steps": 4}, "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}}
+config = build(Config, {**least, **%r})
+assert list(config.objective_sections) == [choice.name for choice in config.objective_choices]
+assert build(Config, to_tree(config)) == config
+print(*(name.rpartition(".")[2] for name in sys.modules if name.startswith("data_utils.objectives.")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, {"blank_infilling"}),
+        ({"objectives": {"t5": 1, "causal": 2}}, {"t5", "causal"}),
+        ({"objectives": {"causal": 1}, "xlnet": {"tokens_per_target": 5}}, {"causal", "xlnet"}),
+    ],
+)
+def test_a_configuration_loads_the_objectives_that_it_names(tree, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED % tree], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) & set(OBJECTIVES) == expected
 
 
 MORE_SHARES = [

@@ -10,13 +10,12 @@ from data_utils.base.planes import FIELDS
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
-    BlankInfilling,
-    BlankInfillingConfig,
     Example,
     SpecialTokens,
     Vocabulary,
     objective_class,
 )
+from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import collate
 
 SPECIAL = SpecialTokens(
