@@ -31,13 +31,11 @@ from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
-from megatron_lite.train.engine.nvidia_apex import require_apex
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.finished import nothing_to_do
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import RunState, state_of
 from megatron_lite.train.guard.watchdog import Section, Watchdog
-from megatron_lite.train.observe.trackers import require_trackers
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +176,13 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
     control = RunControl(directory, is_main=launch.rank == 0)
     found = require_start(directory, config.checkpoint)
     control.refuse_if_halted()
-    require_apex(config)
-    if launch.rank == 0:
+    if config.settings_for_apex:
+        from megatron_lite.train.engine.nvidia_apex import require_apex
+
+        require_apex(config)
+    if launch.rank == 0 and config.trackers.is_used:
+        from megatron_lite.train.observe.trackers import require_trackers
+
         require_trackers(config.trackers)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")

@@ -39,11 +39,12 @@ from benchmarks.arguments import check_at_least, check_places
 from data_utils.base.errors import ArgumentParser, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
 from data_utils.dataset.tools import adopt_dataset
-from data_utils.objectives import SpecialTokens, Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
+from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 
 WINDOW = 512  # tokens
 BATCH = 64  # samples

@@ -33,9 +33,10 @@ from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.memory import keep_freed_memory
 from data_utils.base.settings import build
-from data_utils.objectives import LOSS_NAMES, Vocabulary, make_objective
+from data_utils.objectives import LOSS_NAMES, make_objective
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
 from megatron_lite.model.trunk.build import build_model, model_flops

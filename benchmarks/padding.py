@@ -25,12 +25,13 @@ from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.planes import DOC
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.objectives import OBJECTIVES, Vocabulary, make_one
+from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
 from data_utils.samples.sentences import SentenceIndex
+from data_utils.text.vocabulary import Vocabulary
 
 # name: config of blank infilling, beside the objectives with their defaults
 MORE_CASES = {

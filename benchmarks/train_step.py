@@ -37,10 +37,10 @@ from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.memory import keep_freed_memory
 from data_utils.base.planes import DOC, ORD, TARGETS
-from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths

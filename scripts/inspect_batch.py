@@ -32,21 +32,13 @@ from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expan
 from data_utils.base.files import require_writable
 from data_utils.base.planes import FIELDS, Example
 from data_utils.base.settings import build, parse_override
-from data_utils.objectives import (
-    LOSS_NAMES,
-    OBJECTIVES,
-    SENTENCE_LEVEL,
-    ObjectiveChoice,
-    SpecialTokens,
-    Vocabulary,
-    make_objective,
-)
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate, open_datasets
 from data_utils.tasks.base import TaskSample
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.text.vocabulary import Vocabulary, vocabulary_of
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.attention.layout import allowed
 

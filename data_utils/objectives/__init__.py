@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import shown
 from data_utils.objectives.interface import Objective
 from data_utils.objectives.registry import Objectives, declared_in
-from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -23,22 +21,6 @@ OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__))
 LOSSES = OBJECTIVES.losses  # the `objective` plane holds an index into these
 LOSS_NAMES = tuple(loss.name for loss in LOSSES)
 SENTENCE_LEVEL = tuple(loss.name for loss in LOSSES if loss.sentence_level)
-
-__all__ = [
-    "LOSSES",
-    "LOSS_NAMES",
-    "OBJECTIVES",
-    "SENTENCE_LEVEL",
-    "Example",
-    "Objective",
-    "ObjectiveChoice",
-    "SpecialTokens",
-    "Vocabulary",
-    "loss_share",
-    "make_objective",
-    "make_one",
-    "objective_class",
-]
 
 
 @dataclass(frozen=True)

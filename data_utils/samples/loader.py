@@ -17,13 +17,11 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.local_copy import local_copy
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex
-from data_utils.samples.sentences import SentenceIndex
 from data_utils.text.tokenizers import Tokenizer
 from data_utils.text.vocabulary import Vocabulary, vocabulary_of
 
@@ -190,8 +188,8 @@ def open_datasets(
         validation = SampleLoader(mixture, objective)
     loaders = [train] if validation is None else [train, validation]
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
-    notes = [str(index) for index in indexes if isinstance(index, SentenceIndex)]
-    return Datasets(train, validation, LOSS_NAMES, notes)
+    notes = map(str, indexes) if objectives[0].section.whole_documents else ()
+    return Datasets(train, validation, LOSS_NAMES, tuple(notes))
 
 
 def _phased(
@@ -236,6 +234,8 @@ class _Corpora:
         dataset = self._open(corpus.prefix, self.tokenizer)
         if not self.section.whole_documents:
             return WindowIndex(dataset, length, DOCUMENT_OVERHEAD)
+        from data_utils.samples.sentences import SentenceIndex
+
         paired = None
         if corpus.decoder_prefix is not None:
             assert self.decoder_tokenizer is not None
@@ -244,8 +244,11 @@ class _Corpora:
         return SentenceIndex(dataset, length, overhead, self.row_length, paired)
 
     def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
-        directory = self.data.local_directory
-        dataset = IndexedDataset(prefix if directory is None else local_copy(prefix, directory))
+        if self.data.local_directory is not None:
+            from data_utils.dataset.local_copy import local_copy
+
+            prefix = str(local_copy(prefix, self.data.local_directory))
+        dataset = IndexedDataset(prefix)
         dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
         try:
             dataset.verify_some(_BLOCKS_CHECKED)

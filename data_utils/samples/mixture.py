@@ -14,7 +14,7 @@ The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,9 +29,11 @@ from data_utils.samples.sampler import (
     derive_key,
     place_windows,
 )
-from data_utils.samples.sentences import SentenceIndex
 
-Index = WindowIndex | SentenceIndex
+if TYPE_CHECKING:
+    from data_utils.samples.sentences import SentenceIndex
+
+Index: TypeAlias = "WindowIndex | SentenceIndex"
 
 BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1

@@ -44,6 +44,10 @@ class TrackersConfig:
     wandb: WandbConfig | None = setting(None, "Weights & Biases; null = not used")
     mlflow: MlflowConfig | None = setting(None, "MLflow; null = not used")
 
+    @property
+    def is_used(self) -> bool:
+        return self.wandb is not None or self.mlflow is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("profiler")

@@ -408,6 +408,12 @@ class Config:
         return deepspeed_options(self.deepspeed, *sections, dp_size)
 
     @property
+    def settings_for_apex(self) -> list[str]:
+        """The settings that ask for NVIDIA's apex."""
+        asked = {"optimizer.kernel": self.optimizer.kernel, "training.layernorm": self.training.layernorm}
+        return [name for name, value in asked.items() if value == "apex"]
+
+    @property
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its floor."""
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps

@@ -10,9 +10,9 @@ from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, se
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
-from data_utils.objectives import Vocabulary
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.tasks.layouts.render import Renderer
+from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.generate.filling import blank_context
 
 OWN = {"template": "{text} It was [MASK] and he ran", "verbalizers": {"0": "bad", "1": "good"}}

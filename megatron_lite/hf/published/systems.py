@@ -57,20 +57,14 @@ def _bert_rows(prefix: str, head: tuple[str, str, str], sentence: tuple[str, str
 
 
 _BERT_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("intermediate_size", "ffn_size"),
-    Field("max_position_embeddings", "max_position", counts_positions=True),
-    Field("type_vocab_size", "segments"),
-    Field("hidden_act", "activation", ACTIVATIONS),
-    Field("layer_norm_eps", "layernorm_epsilon"),
-    Field("hidden_dropout_prob", "output_dropout"),
-    Field("hidden_dropout_prob", "embedding_dropout"),
-    Field("attention_probs_dropout_prob", "attention_dropout"),
+    Field("vocab_size", "vocab_size"), Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"), Field("num_attention_heads", "num_attention_heads"),
+    Field("intermediate_size", "ffn_size"), Field("max_position_embeddings", "max_position", counts_positions=True),
+    Field("type_vocab_size", "segments"), Field("hidden_act", "activation", ACTIVATIONS),
+    Field("layer_norm_eps", "layernorm_epsilon"), Field("hidden_dropout_prob", "output_dropout"),
+    Field("hidden_dropout_prob", "embedding_dropout"), Field("attention_probs_dropout_prob", "attention_dropout"),
     Field("initializer_range", "init_std"),
-)
+)  # fmt: skip
 _CLS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions")
 _ENCODER = {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True}
 
@@ -152,17 +146,14 @@ ALBERT = System(
                     ("attention.query", "attention.key", "attention.value"),
                 ),
                 Row("attention.dense", ("attention.dense",)),
-                Row("post_attention_layernorm", ("attention.LayerNorm",)),
-                Row("mlp.dense_h_to_4h", ("ffn",)),
-                Row("mlp.dense_4h_to_h", ("ffn_output",)),
-                Row("output_layernorm", ("full_layer_layer_norm",)),
+                Row("post_attention_layernorm", ("attention.LayerNorm",)), Row("mlp.dense_h_to_4h", ("ffn",)),
+                Row("mlp.dense_4h_to_h", ("ffn_output",)), Row("output_layernorm", ("full_layer_layer_norm",)),
             ],
             "layers.{i}.",
             _ALBERT_BLOCK,
         ),
         Row("heads.projection.dense", ("predictions.dense",)),
-        Row("heads.projection.layernorm", ("predictions.LayerNorm",)),
-        Row("heads", ("predictions",)),
+        Row("heads.projection.layernorm", ("predictions.LayerNorm",)), Row("heads", ("predictions",)),
         Row("heads.sentence.dense", ("albert.pooler",)),
         Row("heads.sentence.classifier", ("sop_classifier.classifier",)),
     ),
@@ -179,7 +170,7 @@ ALBERT = System(
         "predictions.decoder.bias": "predictions.bias",
     },
     optional={"sentence_classes": "sop_classifier.classifier.weight"},
-)
+)  # fmt: skip
 
 
 def _gpt_rows(words: str, positions: str, norms: tuple[str, str], final: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -230,9 +221,7 @@ GPT2 = System(
     model_type="gpt2",
     prefix="transformer.",
     rows=_gpt_rows(
-        "wte",
-        "wpe",
-        ("input_layernorm", "post_attention_layernorm"),
+        "wte", "wpe", ("input_layernorm", "post_attention_layernorm"),
         (Row("final_layernorm", ("transformer.ln_f",)),),
     ),
     fields=(
@@ -243,15 +232,13 @@ GPT2 = System(
     class_of=lambda config: "GPT2LMHeadModel",
     classes={"GPT2LMHeadModel": "gpt2"},
     required={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
         "tie_word_embeddings": True,
     },
     ties={"lm_head.weight": "transformer.wte.weight"},
     is_causal=True,
     roles={"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "eos"},
-)
+)  # fmt: skip
 
 
 def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
@@ -274,10 +261,8 @@ BART = System(
                     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
                 ),
                 Row("attention.dense", ("self_attn.out_proj",)),
-                Row("post_attention_layernorm", ("self_attn_layer_norm",)),
-                Row("mlp.dense_h_to_4h", ("fc1",)),
-                Row("mlp.dense_4h_to_h", ("fc2",)),
-                Row("output_layernorm", ("final_layer_norm",)),
+                Row("post_attention_layernorm", ("self_attn_layer_norm",)), Row("mlp.dense_h_to_4h", ("fc1",)),
+                Row("mlp.dense_4h_to_h", ("fc2",)), Row("output_layernorm", ("final_layer_norm",)),
             ],
             "model.encoder.layers.{i}.",
             "model.decoder.layers.{i}.",
@@ -294,21 +279,15 @@ BART = System(
         ),
     ),
     fields=(
-        Field("vocab_size", "vocab_size"),
-        Field("encoder_layers", "num_layers"),
-        Field("decoder_layers", "decoder_layers"),
-        Field("d_model", "hidden_size"),
+        Field("vocab_size", "vocab_size"), Field("encoder_layers", "num_layers"),
+        Field("decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
         Field("encoder_attention_heads", "num_attention_heads"),
-        Field("decoder_attention_heads", "num_attention_heads"),
-        Field("encoder_ffn_dim", "ffn_size"),
+        Field("decoder_attention_heads", "num_attention_heads"), Field("encoder_ffn_dim", "ffn_size"),
         Field("decoder_ffn_dim", "ffn_size"),
         Field("max_position_embeddings", "max_position", counts_positions=True),
-        Field("activation_function", "activation", ACTIVATIONS),
-        Field("scale_embedding", "scale_embedding"),
-        Field("dropout", "output_dropout"),
-        Field("dropout", "embedding_dropout"),
-        Field("attention_dropout", "attention_dropout"),
-        Field("activation_dropout", "activation_dropout"),
+        Field("activation_function", "activation", ACTIVATIONS), Field("scale_embedding", "scale_embedding"),
+        Field("dropout", "output_dropout"), Field("dropout", "embedding_dropout"),
+        Field("attention_dropout", "attention_dropout"), Field("activation_dropout", "activation_dropout"),
         Field("init_std", "init_std"),
     ),
     class_of=lambda config: "BartForConditionalGeneration",
@@ -319,12 +298,9 @@ BART = System(
         "model.decoder.embed_tokens.weight": "model.shared.weight",
         "lm_head.weight": "model.shared.weight",
     },
-    skipped_positions=2,
-    counts_skipped=False,
-    zeros={"final_logits_bias": 1},
-    forces_ends=True,
+    skipped_positions=2, counts_skipped=False, zeros={"final_logits_bias": 1}, forces_ends=True,
     is_encoder_decoder=True,
-)
+)  # fmt: skip
 _T5_ATTENTION = [
     Row(
         "attention.query_key_value",
@@ -348,8 +324,7 @@ T5 = System(
     model_type="t5",
     prefix="",
     rows=(
-        Row("embedding.word_embeddings", ("shared",)),
-        Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
+        Row("embedding.word_embeddings", ("shared",)), Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
         Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
         *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
         *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
@@ -358,8 +333,7 @@ T5 = System(
                 Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
                 Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
                 Row("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
-                Row("cross_layernorm", ("layer.1.layer_norm",)),
-                *_t5_ffn(2),
+                Row("cross_layernorm", ("layer.1.layer_norm",)), *_t5_ffn(2),
             ],
             "layers.{d}.",
             "decoder.block.{i}.",
@@ -368,20 +342,13 @@ T5 = System(
         Row("final_layernorm", ("decoder.final_layer_norm",)),
     ),
     fields=(
-        Field("vocab_size", "vocab_size"),
-        Field("num_layers", "num_layers"),
-        Field("num_decoder_layers", "decoder_layers"),
-        Field("d_model", "hidden_size"),
-        Field("num_heads", "num_attention_heads"),
-        Field("d_kv", "head_dim"),
-        Field("d_ff", "ffn_size"),
+        Field("vocab_size", "vocab_size"), Field("num_layers", "num_layers"),
+        Field("num_decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
+        Field("num_heads", "num_attention_heads"), Field("d_kv", "head_dim"), Field("d_ff", "ffn_size"),
         Field("feed_forward_proj", "activation", {"relu": "relu"}),
-        Field("layer_norm_epsilon", "layernorm_epsilon"),
-        Field("dropout_rate", "output_dropout"),
-        Field("dropout_rate", "embedding_dropout"),
-        Field("dropout_rate", "attention_dropout"),
-        Field("dropout_rate", "activation_dropout"),
-        Field("dropout_rate", "final_dropout"),
+        Field("layer_norm_epsilon", "layernorm_epsilon"), Field("dropout_rate", "output_dropout"),
+        Field("dropout_rate", "embedding_dropout"), Field("dropout_rate", "attention_dropout"),
+        Field("dropout_rate", "activation_dropout"), Field("dropout_rate", "final_dropout"),
     ),
     class_of=lambda config: "T5ForConditionalGeneration",
     classes={"T5ForConditionalGeneration": "t5"},
@@ -397,7 +364,7 @@ T5 = System(
     },
     roles={"pad_token_id": "pad", "eos_token_id": "eos"},
     is_encoder_decoder=True,
-)
+)  # fmt: skip
 
 PUBLISHED: dict[str, System] = {  # by the type in config.json
     system.model_type: system

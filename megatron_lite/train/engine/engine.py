@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,11 +45,12 @@ from megatron_lite.model.trunk.block import Block, PositionEmbeddings
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.trained_model import usual_measures
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine import nvidia_apex
 from megatron_lite.train.engine.deepspeed_engines import deepspeed_engine
 from megatron_lite.train.engine.parameter_rates import USUAL, Rate
 from megatron_lite.train.engine.sharded import Outcome, ShardedOptimizer, Treatment
-from megatron_lite.train.engine.zero3 import Zero3
+
+if TYPE_CHECKING:
+    from megatron_lite.train.engine.zero3 import Zero3
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
         "eps": settings.eps,
     }
     if settings.kernel == "apex":
+        from megatron_lite.train.engine import nvidia_apex
+
         return nvidia_apex.make_adamw(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
@@ -172,6 +175,8 @@ class Engine(ABC):
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
+            from megatron_lite.train.engine import nvidia_apex
+
             nvidia_apex.use_layernorm(module, context.device)
         say_slow_attention(config, context)
         self.context = context
@@ -182,6 +187,8 @@ class Engine(ABC):
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
             if config.parallel.zero_stage == 3:
+                from megatron_lite.train.engine.zero3 import Zero3
+
                 self._engine = self._stage_3(module, options, mpu)
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
                     self._engine.optimizer,

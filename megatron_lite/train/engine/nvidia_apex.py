@@ -24,15 +24,9 @@ if TYPE_CHECKING:
 INSTALL = "install https://github.com/NVIDIA/apex with its C++ and CUDA extensions, as its README says"
 
 
-def settings_for_apex(config: Config) -> list[str]:
-    """The settings that ask for apex."""
-    asked = {"optimizer.kernel": config.optimizer.kernel, "training.layernorm": config.training.layernorm}
-    return [name for name, value in asked.items() if value == "apex"]
-
-
 def require_apex(config: Config) -> None:
     """Raise ConfigError if a setting asks for apex, and none or another package of that name is installed."""
-    asked = settings_for_apex(config)
+    asked = config.settings_for_apex
     if not asked:
         return
     spec = importlib.util.find_spec("apex")

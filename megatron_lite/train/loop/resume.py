@@ -27,7 +27,6 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.system_class import require_class
-from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of, model_shapes
 from megatron_lite.model.trunk.stacks import ENCODER
@@ -79,6 +78,8 @@ def keep_task_rows(config: Config) -> Config:
     """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
     if not config.model.task_types:
         return config
+    from megatron_lite.config.task_rows import with_task_rows
+
     checkpoint = newest_readable(checkpoint_directory(config))
     if checkpoint is None and config.checkpoint.initialize_from is not None:
         checkpoint = find_manifest(Path(config.checkpoint.initialize_from))

@@ -31,10 +31,8 @@ from megatron_lite.model.trunk.build import model_count, model_flops
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, StepResult
-from megatron_lite.train.engine.gradient_norms import GradientNorms
 from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.guard.control import Phase, Requests, RunControl
-from megatron_lite.train.guard.replicas import require_equal_replicas
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
 from megatron_lite.train.loop.judge import Judge
 from megatron_lite.train.loop.lr_schedule import learning_rate
@@ -57,7 +55,6 @@ from megatron_lite.train.observe.reports import (
 )
 from megatron_lite.train.observe.standstill import Standstill
 from megatron_lite.train.observe.step_profiler import StepProfiler
-from megatron_lite.train.observe.trackers import make_trackers
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +153,8 @@ class Trainer:
                 with self._aside(interval, Section.STEP, "writing a trace"):
                     self._profiler.write(self.step)
             if self._is_multiple(training.replica_check_interval):
+                from megatron_lite.train.guard.replicas import require_equal_replicas
+
                 with self._aside(interval, Section.STEP, "replica check"):
                     named, stage = self.engine.named_parameters, self.config.parallel.zero_stage
                     require_equal_replicas(named, self.context, stage, self.step, self.directory)
@@ -205,10 +204,13 @@ class Trainer:
             log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
-        trackers = make_trackers(self.config, self.restarts > 0) if self.context.is_main else []
-        self.metrics = Metrics(
-            self.directory, self.context.is_main, self.config.run.tensorboard, self.step, trackers
-        )
+        trackers = []
+        if self.context.is_main and self.config.trackers.is_used:
+            from megatron_lite.train.observe.trackers import make_trackers
+
+            trackers = make_trackers(self.config, self.restarts > 0)
+        tensorboard = self.config.run.tensorboard
+        self.metrics = Metrics(self.directory, self.context.is_main, tensorboard, self.step, trackers)
         self._record_start()
         for event in events:
             self._record(event, self.step)
@@ -326,6 +328,8 @@ class Trainer:
         self.engine.set_step(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
+        from megatron_lite.train.engine.gradient_norms import GradientNorms
+
         layers = GradientNorms(self.config, self.context)
         with self.engine.observed_gradients(layers.add):
             result = self.engine.train_step(micro_batches, lr)

@@ -13,13 +13,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import open_regular
-from megatron_lite.train.observe.trackers import Background
+
+if TYPE_CHECKING:
+    from megatron_lite.train.observe.trackers import Background
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from support.project import ROOT
 from support.recipes import FIRST_TEXT_TOKEN, many, text_of
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.planes import FIELDS
+from data_utils.base.planes import FIELDS, Example
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
-from data_utils.objectives import Example, Vocabulary
 from data_utils.objectives.blank_infilling import (
     DOCUMENT,
     MOST_CUT,
@@ -41,6 +40,7 @@ from data_utils.objectives.blank_infilling import (
 )
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
+from data_utils.text.vocabulary import Vocabulary
 
 PRESETS = sorted((ROOT / "configs" / "objectives").glob("*.yaml"))
 

@@ -21,8 +21,8 @@ from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, many, text_of
 
 from data_utils.base.errors import ConfigError
-from data_utils.objectives import BlankInfilling, BlankInfillingConfig, Example
-from data_utils.objectives.blank_infilling import TOKEN
+from data_utils.base.planes import Example
+from data_utils.objectives.blank_infilling import TOKEN, BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import collate
 
 

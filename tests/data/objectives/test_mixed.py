@@ -10,16 +10,10 @@ from support.recipes import SPECIAL, make, text_of, vocabulary
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import FIELDS, OBJECTIVE
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives import (
-    LOSS_NAMES,
-    OBJECTIVES,
-    ObjectiveChoice,
-    Vocabulary,
-    make_objective,
-    objective_class,
-)
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES, ObjectiveChoice, make_objective, objective_class
 from data_utils.objectives.mixed import Mixed
 from data_utils.samples.loader import collate
+from data_utils.text.vocabulary import Vocabulary
 
 
 def choice(name: str, weight: float = 1.0, first_sample: int = 0) -> ObjectiveChoice:

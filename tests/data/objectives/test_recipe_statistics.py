@@ -26,7 +26,8 @@ from support.recipes import (
 )
 
 from data_utils.base.errors import ConfigError
-from data_utils.objectives import LOSS_NAMES, Example
+from data_utils.base.planes import Example
+from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
 from data_utils.text.vocabulary import Vocabulary
 

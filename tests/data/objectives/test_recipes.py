@@ -25,8 +25,8 @@ from support.recipes import (
 )
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import FIELDS
-from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, Example
+from data_utils.base.planes import FIELDS, Example
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL
 from data_utils.samples.loader import collate as fill_rows
 
 CASES = 2000

@@ -189,7 +189,9 @@ def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
 
 CAUSAL_ROW = """
 import numpy as np
-from data_utils.objectives import make_one, Vocabulary, SpecialTokens
+from data_utils.objectives import make_one
+from data_utils.text.vocabulary import Vocabulary
+from data_utils.text.special_tokens import SpecialTokens
 from data_utils.objectives.causal import CausalConfig, _fill_rows
 special = SpecialTokens(*range(11))
 make_one("causal", CausalConfig(), Vocabulary(special, 99), 1, 24).example(np.arange(20, 30), 0)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recipes import collate, make, many, text_of
 
-from data_utils.base.planes import FIELDS
-from data_utils.objectives import Example
+from data_utils.base.planes import FIELDS, Example
 
 MEMORY, REST = 12, 30
 

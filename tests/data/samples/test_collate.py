@@ -6,17 +6,12 @@ import numpy as np
 import pytest
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import FIELDS
-from data_utils.objectives import (
-    LOSS_NAMES,
-    OBJECTIVES,
-    Example,
-    SpecialTokens,
-    Vocabulary,
-    objective_class,
-)
+from data_utils.base.planes import FIELDS, Example
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES, objective_class
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import collate
+from data_utils.text.special_tokens import SpecialTokens
+from data_utils.text.vocabulary import Vocabulary
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=302, eop=303, eos=0, pad=1, unk=100, dblock=99

@@ -13,9 +13,10 @@ from support.corpora import build as built
 from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.planes import Example
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset, IndexedDatasetWriter
-from data_utils.objectives import Example, ObjectiveChoice
+from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig
 from data_utils.samples import sentences
 from data_utils.samples.config import CorpusConfig, DataConfig
