@@ -32,7 +32,6 @@ from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.guard.control import RunControl
-from megatron_lite.train.guard.finished import nothing_to_do
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import RunState, state_of
 from megatron_lite.train.guard.watchdog import Section, Watchdog
@@ -197,11 +196,14 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         tokenizer=config.tokenizer.absolute(),
         decoder_tokenizer=None if other is None else other.absolute(),
     )
-    reason = nothing_to_do(config, found)
-    if reason is not None:
-        if launch.rank == 0:
-            log.info("%s", reason)
-        return ExitStatus.FINISHED
+    if found.newest is not None:
+        from megatron_lite.train.guard.finished import nothing_to_do
+
+        reason = nothing_to_do(config, found)
+        if reason is not None:
+            if launch.rank == 0:
+                log.info("%s", reason)
+            return ExitStatus.FINISHED
     # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:

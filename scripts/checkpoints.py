@@ -130,7 +130,7 @@ def rewind(run: Path, step: int) -> None:
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
     """A row of the table, and what is wrong with the checkpoint, "" if nothing."""
-    from megatron_lite.checkpoint.manifest import read_checkpoint
+    from megatron_lite.checkpoint.existing import read_checkpoint
 
     try:
         checkpoint = read_checkpoint(path)
@@ -160,7 +160,7 @@ def layout(checkpoint: Checkpoint) -> str:
 
 def verify(checkpoint: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
-    from megatron_lite.checkpoint.manifest import blocks, verify_checkpoint
+    from megatron_lite.checkpoint.existing import blocks, verify_checkpoint
 
     with tqdm(
         total=checkpoint.bytes, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=None

@@ -31,7 +31,7 @@ from data_utils.base.errors import (
 )
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint.manifest import find_manifest
+from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.engine.nvidia_apex import require_apex

@@ -164,17 +164,11 @@ def _plan(
     return {
         "plan_version": _PLAN_VERSION,
         "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos,
-        "text_key": config.text_key,
-        "text_split": config.text_split,
-        "split": config.split,
-        "split_seed": config.split_seed,
-        "deduplicate": config.deduplicate,
-        "evaluation_inputs": evaluation and evaluation.fingerprint,
-        "shard_bytes": config.shard_bytes,
-        "inputs": _identify(paths),
-    }
+        "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos, "text_key": config.text_key,
+        "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
+        "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
+        "shard_bytes": config.shard_bytes, "inputs": _identify(paths),
+    }  # fmt: skip
 
 
 def _has_manifest(prefix: str) -> bool:

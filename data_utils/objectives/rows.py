@@ -195,19 +195,9 @@ def fill_pieces(fill_piece, batch, pieces, tables, settings):
             if length > 0:
                 open_stream(stream, s.key, sample_indices[i], number, 0)
                 used = fill_piece(
-                    row,
-                    used,
-                    row.shape[1] - rest,
-                    number,
-                    text,
-                    unit_start,
-                    start,
-                    length,
-                    stream,
-                    w,
-                    cumulative,
+                    row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
                     s,
-                )
+                )  # fmt: skip
             start += piece_lengths[piece]
             piece += 1
 

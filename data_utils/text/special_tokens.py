@@ -16,29 +16,16 @@ ADDED_TOKENS = ("glm", "none", "t5", "optimus")
 
 # Role -> the name that is shown, and that train_tokenizer.py writes.
 SPECIAL_NAMES = {
-    "pad": "[PAD]",
-    "unk": "[UNK]",
-    "cls": "[CLS]",
-    "sep": "[SEP]",
-    "mask": "[MASK]",
-    "gmask": "[gMASK]",
-    "smask": "[sMASK]",
-    "sop": "<|startofpiece|>",
-    "eop": "<|endofpiece|>",
-    "eos": "<|endoftext|>",
+    "pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "gmask": "[gMASK]",
+    "smask": "[sMASK]", "sop": "<|startofpiece|>", "eop": "<|endofpiece|>", "eos": "<|endoftext|>",
     "dblock": "[dBLOCK]",
-}
+}  # fmt: skip
 # Further names under which a tokenizer.json may hold a role, tried in order after the name above.
 _OTHER_NAMES = {
-    "pad": ("<pad>", "<|padding|>"),
-    "unk": ("<unk>",),
-    "cls": ("<cls>", "<s>"),
-    "sep": ("<sep>",),
-    "mask": ("<mask>",),
-    "sop": ("<sop>", "[sop]"),
-    "eop": ("<eop>", "[eop]"),
+    "pad": ("<pad>", "<|padding|>"), "unk": ("<unk>",), "cls": ("<cls>", "<s>"), "sep": ("<sep>",),
+    "mask": ("<mask>",), "sop": ("<sop>", "[sop]"), "eop": ("<eop>", "[eop]"),
     "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
-}
+}  # fmt: skip
 # XLNet's document end, and no `eop`: its <eop> ends a paragraph.
 _PUBLISHED_NAMES = {"eos": ("<eod>", *_OTHER_NAMES["eos"]), "eop": ()}
 # RoBERTa's vocabulary: one token ends texts, separates and pads, as in the released GLM-RoBERTa. It also holds

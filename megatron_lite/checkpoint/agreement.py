@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from data_utils.base.errors import MESSAGE_LENGTH, CheckpointError
 from data_utils.base.setting_files import one_line
+from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -23,6 +25,19 @@ def agreement(context: ParallelContext, what: str) -> Iterator[None]:
     failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
     if failed:
         raise failed_together(what, failure, failed, context)
+
+
+def agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
+    """Steps of the checkpoints that rank 0 sees: another node may see an older state of a shared file system."""
+    steps: list[int] = []
+    with agreement(context, f"reading {directory}"):
+        if context.is_main:
+            steps = [step_of(path) for path in list_checkpoints(directory)]
+    count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
+    shared = torch.zeros(count, dtype=torch.int64, device=context.device)
+    if context.is_main:
+        shared += torch.tensor(steps, dtype=torch.int64, device=context.device)
+    return context.sum(shared).tolist() if count else []
 
 
 def failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:

@@ -11,25 +11,27 @@ import torch
 from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint.agreement import agreement
+from megatron_lite.checkpoint.agreement import agreed_steps, agreement
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from megatron_lite.checkpoint.existing import (
+    blocks,
+    check_same_number,
+    check_same_shape,
+    existing,
+    read_checkpoint,
+    verify_checkpoint,
+)
 from megatron_lite.checkpoint.fragments import StateOwner
 from megatron_lite.checkpoint.manifest import (
     KINDS,
     Checkpoint,
     Piece,
-    blocks,
-    check_same_number,
-    check_same_shape,
     checkpoint_name,
     checkpoints_in,
-    existing,
     is_checkpoint,
     list_checkpoints,
     none_is_valid,
-    read_checkpoint,
     step_of,
-    verify_checkpoint,
 )
 from megatron_lite.checkpoint.tensor_files import TensorFile
 from megatron_lite.model.layers.tensor_parallel import whole_shape
@@ -44,7 +46,7 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
 
     The ranks share the work of verifying. Raises CheckpointError if checkpoints exist but none is valid.
     """
-    steps = _agreed_steps(directory, context)
+    steps = agreed_steps(directory, context)
     for step in reversed(steps):
         path = next((p for p in list_checkpoints(directory) if step_of(p) == step), None)
         try:
@@ -79,19 +81,6 @@ def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
 def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
     """The items, with a progress bar on the main rank's terminal, if it has one."""
     return tqdm(items, desc=what, disable=None if context.is_main else True)
-
-
-def _agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
-    """The steps that rank 0 sees: another node may see an older state of a shared file system."""
-    steps: list[int] = []
-    with agreement(context, f"reading {directory}"):
-        if context.is_main:
-            steps = [step_of(path) for path in list_checkpoints(directory)]
-    count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
-    shared = torch.zeros(count, dtype=torch.int64, device=context.device)
-    if context.is_main:
-        shared += torch.tensor(steps, dtype=torch.int64, device=context.device)
-    return context.sum(shared).tolist() if count else []
 
 
 class _Reader:

@@ -25,9 +25,7 @@ from megatron_lite.checkpoint.manifest import (
     checkpoint_name,
     list_checkpoints,
     manifest_header,
-    read_checkpoint,
     step_of,
-    verify_checkpoint,
     write_manifest,
 )
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -248,6 +246,8 @@ def rewind(directory: Path, step: int) -> Path | None:
     Nothing is deleted. If a call is killed, another one moves the rest. Returns the new directory, None if there was
     nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
     """
+    from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
+
     paths = {step_of(path): path for path in list_checkpoints(directory)}
     if step not in paths:
         steps = ", ".join(map(str, paths)) or "none"

@@ -107,17 +107,11 @@ class Harness:
         """Number of requests of each kind, contexts cut, and the form in which the model got them, for a JSON file."""
         form, task = self.layout.inputs.form, self.layout.inputs.config
         found: dict[str, Any] = {
-            "form": form.name,
-            "objective": form.objective,
-            "step": self.run.checkpoint.step,
-            "sequence_length": self.longest,
-            "stride": task.stride,
-            "score_end": self.asking.score_end,
-            "first_token": self.layout.first_token,
-            "no_start": self.layout.no_start,
-            "requests": dict(self.asked),
+            "form": form.name, "objective": form.objective, "step": self.run.checkpoint.step,
+            "sequence_length": self.longest, "stride": task.stride, "score_end": self.asking.score_end,
+            "first_token": self.layout.first_token, "no_start": self.layout.no_start, "requests": dict(self.asked),
             "cut": self.cut,
-        }
+        }  # fmt: skip
         if form.name == "glm":
             mask, _ = self.layout.inputs.mask()
             found |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}

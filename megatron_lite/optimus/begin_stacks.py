@@ -9,7 +9,8 @@ from pathlib import Path
 
 from data_utils.base.errors import CheckpointError
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import Checkpoint, check_model, find_manifest
+from megatron_lite.checkpoint.existing import check_model, find_manifest
+from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config

@@ -20,7 +20,8 @@ from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.setting_files import MAX_BYTES, parse_yaml
 from data_utils.base.settings import build, to_tree
-from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_of
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.train.guard.run_state import MEANINGS, state_of

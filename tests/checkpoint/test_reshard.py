@@ -15,7 +15,8 @@ from support.whole_weights import compare_steps, compare_weights, placed_weights
 from data_utils.base.planes import WEIGHTS
 from data_utils.base.settings import build
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
-from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints
 from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig

@@ -13,7 +13,8 @@ from support.waiting import wait_until
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import write
 from megatron_lite.checkpoint.agreement import describe_error
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.sections import CheckpointConfig

@@ -12,7 +12,8 @@ from support.tasks import task_of, write_task
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.layouts.collate import collate
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies

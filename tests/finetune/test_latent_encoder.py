@@ -10,7 +10,7 @@ from support.tasks import votes, write_task, write_vocabulary
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint.manifest import find_manifest
+from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune

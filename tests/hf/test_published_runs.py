@@ -15,7 +15,8 @@ from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
 from data_utils.objectives import LOSSES
-from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint

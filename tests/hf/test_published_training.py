@@ -29,7 +29,8 @@ from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
 from data_utils.objectives import LOSSES, OBJECTIVES, make_one
 from data_utils.text.vocabulary import vocabulary_of
-from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config

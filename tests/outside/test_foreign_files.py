@@ -22,7 +22,7 @@ from data_utils.dataset import manifest as dataset_manifest
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tasks.readers.by_name import read_records
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint

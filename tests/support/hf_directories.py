@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_weights
 
 

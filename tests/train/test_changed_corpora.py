@@ -19,7 +19,8 @@ from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import Mixture, samples_of_corpora
 from data_utils.samples.sampler import WindowIndex
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora

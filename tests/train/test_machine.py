@@ -8,7 +8,7 @@ from support.distributed import run_ranks
 from support.training import make_trainer
 
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint.manifest import newest_readable
+from megatron_lite.checkpoint.existing import newest_readable
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.profile.gpus import GPUS
 from megatron_lite.train.observe import machine

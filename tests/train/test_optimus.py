@@ -12,7 +12,7 @@ from support.latent import RandomSentences, latent_config
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.checkpoint.manifest import find_manifest
+from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config

@@ -15,18 +15,19 @@ from support.whole_weights import placed_weights
 
 from data_utils.base.errors import DataError, DeviceMemoryError
 from data_utils.base.settings import merge
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.engine.engine import memory_advice
-from megatron_lite.train.loop.resume import changed_samples, config_changes
+from megatron_lite.train.loop.continuation import changed_samples, config_changes
 from megatron_lite.train.loop.trainer import TrainingError
 
 
 def warnings_of_fit(context, tree):
     said = []
-    log = logging.getLogger("megatron_lite.train.loop.resume")
+    log = logging.getLogger("megatron_lite.train.loop.continuation")
     log.handle = lambda record: said.append(record.getMessage())
     fit(context, tree)
     return said

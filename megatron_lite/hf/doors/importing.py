@@ -23,7 +23,8 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config

@@ -141,27 +141,15 @@ def write_card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
     checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
     state, model = checkpoint.state, config.model
     return _CARD.format(
-        **{"sizes": sizes(model), **words},
-        parameters=sum(map(math.prod, checkpoint.shapes.values())),
-        sources=sources,
-        run=checkpoint.path.parent.parent.name,
-        step=checkpoint.step,
-        steps=config.training.steps,
-        samples=state.get("consumed_samples", 0),
-        tokens=state.get("consumed_tokens", 0),
-        seed=config.training.seed,
-        precision=config.training.precision,
-        restarts=state.get("restarts", "not recorded"),
-        skipped=state.get("skipped_steps", "not recorded"),
-        batch=config.batch.global_batch_size,
-        length=config.data.sequence_length,
-        objectives="; ".join(map(_described, run.objectives)),
-        tokenizer_kind=tokenizer.config.kind,
-        vocabulary=tokenizer.vocab_size,
-        fingerprint=tokenizer.fingerprint,
-        data=_data_table(state.get("data")),
-        evaluation=_evaluation(checkpoint),
-    )
+        **{"sizes": sizes(model), **words}, parameters=sum(map(math.prod, checkpoint.shapes.values())),
+        sources=sources, run=checkpoint.path.parent.parent.name, step=checkpoint.step, steps=config.training.steps,
+        samples=state.get("consumed_samples", 0), tokens=state.get("consumed_tokens", 0), seed=config.training.seed,
+        precision=config.training.precision, restarts=state.get("restarts", "not recorded"),
+        skipped=state.get("skipped_steps", "not recorded"), batch=config.batch.global_batch_size,
+        length=config.data.sequence_length, objectives="; ".join(map(_described, run.objectives)),
+        tokenizer_kind=tokenizer.config.kind, vocabulary=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint,
+        data=_data_table(state.get("data")), evaluation=_evaluation(checkpoint),
+    )  # fmt: skip
 
 
 def _introduction(objectives: Sequence[ObjectiveChoice]) -> dict[str, str]:

@@ -22,7 +22,8 @@ from data_utils.base.settings import build, merge, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows

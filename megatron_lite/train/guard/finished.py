@@ -16,41 +16,22 @@ from data_utils.base.errors import CheckpointError, UserError
 from data_utils.base.settings import build, path_settings, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.checkpoint.manifest import Block, Checkpoint, blocks, verify_checkpoint
+from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.run_state import RunState
 from megatron_lite.train.observe.metrics import is_recorded
 
 # Settings with which a finished run remains the same run; every other one would have made another.
 SAME_RUN = (
-    *("run.", "timeouts.", "trackers.", "profiler.", "parallel.", "generation.", "finetune."),
-    *(
-        "checkpoint.save_interval",
-        "checkpoint.keep_",
-        "checkpoint.asynchronous",
-        "checkpoint.max_failed_saves",
-    ),
-    *(
-        "checkpoint.resume",
-        "checkpoint.accept_",
-        "batch.micro_batch_size",
-        "optimizer.kernel",
-        "training.kernels",
-    ),
-    *(
-        "training.steps",
-        "training.stop_after_step",
-        "training.eval_",
-        "training.recompute",
-        "training.layernorm",
-    ),
-    *("training.deterministic", "training.max_nonfinite_steps", "training.replica_check_interval"),
-    *("training.gradient_norm_interval", "data.validation", "data.local_directory", "tokenizer.path"),
-    *(
-        "decoder_tokenizer.path",
-        "model.task_rows",
-    ),  # the corpora name their tokenizer, and their content is compared
-)
+    "run.", "timeouts.", "trackers.", "profiler.", "parallel.", "generation.", "finetune.",
+    "checkpoint.save_interval", "checkpoint.keep_", "checkpoint.asynchronous", "checkpoint.max_failed_saves",
+    "checkpoint.resume", "checkpoint.accept_", "batch.micro_batch_size", "optimizer.kernel", "training.kernels",
+    "training.steps", "training.stop_after_step", "training.eval_", "training.recompute", "training.layernorm",
+    "training.deterministic", "training.max_nonfinite_steps", "training.replica_check_interval",
+    "training.gradient_norm_interval", "data.validation", "data.local_directory", "model.task_rows",
+    "tokenizer.path", "decoder_tokenizer.path",  # the corpora name their tokenizer, and their content is compared
+)  # fmt: skip
 _CHECKED_BYTES = 4 << 30  # of a finished run's newest checkpoint, by each rank: a few seconds
 _SHOWN = 3
 

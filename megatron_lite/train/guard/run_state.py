@@ -14,13 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint.manifest import (
-    Checkpoint,
-    MisnamedError,
-    list_checkpoints,
-    none_is_valid,
-    read_checkpoint,
-)
+from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, none_is_valid
 from megatron_lite.train.observe.metrics import FILE, has_saved
 
 
@@ -123,6 +117,8 @@ def state_of(run: Path) -> RunState:
     except OSError as error:
         problem = f"{error.filename or checkpoints}: {error.strerror}; get permission, or choose another run.directory."
         return RunState(run, Condition.UNREADABLE, problem)
+    from megatron_lite.checkpoint.existing import MisnamedError, read_checkpoint
+
     first: CheckpointError | None = None
     for path in reversed(paths):
         try:

@@ -1,0 +1,176 @@
+"""A run that begins with a checkpoint: its own newest, or the one that `checkpoint.initialize_from` names.
+
+resume.py asks for it where there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import to_tree
+from data_utils.objectives import OBJECTIVES
+from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
+from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.tree import Config
+from megatron_lite.model.trunk.build import kind_of, model_shapes
+from megatron_lite.model.trunk.stacks import ENCODER
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.engine import Engine
+from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora
+from megatron_lite.train.guard.finished import changed
+from megatron_lite.train.observe import version
+
+log = logging.getLogger(__name__)
+
+
+def check(config: Config, own: Checkpoint | None) -> None:
+    """See `check_beginning` in resume.py. Args: own: the run's newest checkpoint; None = it has `initialize_from`."""
+    checkpoint = own
+    if own is not None:
+        _check_may_continue(config, own)
+    else:
+        assert config.checkpoint.initialize_from is not None
+        initial = find_manifest(Path(config.checkpoint.initialize_from))
+        if config.checkpoint.initialize == "weights":
+            new_parameters(_for_model(initial, config), model_shapes(config))
+        else:
+            checkpoint = initial
+            require_same_corpora(config, initial.path, initial.trainer_state())
+    if checkpoint is not None:
+        check_model(checkpoint, model_shapes(config))
+
+
+def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError unless the configuration may continue from this checkpoint of the run's own."""
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{checkpoint.path.parent} already holds a checkpoint of step {checkpoint.step} and "
+            "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
+        )
+    before = checkpoint.trainer_state().config
+    kind_of(config).check_continuation(config, before, checkpoint.path)
+    old, new = before.get("training", {}).get("seed"), config.training.seed
+    if old != new:
+        raise CheckpointError(
+            f"training.seed is {new}, but the run of {checkpoint.path} has {old}, by which its samples are numbered: "
+            f"another seed would repeat some and leave out others. Set training.seed={old}, or begin another "
+            f"run.directory with checkpoint.initialize_from={checkpoint.path}."
+        )
+    require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
+
+
+def load(
+    config: Config,
+    directory: Path,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+    program: dict[str, Any],
+) -> tuple[TrainerState | None, bool, list[str]]:
+    """The state to go on with (None: at step 0), whether it is the run's own, and events to be recorded.
+
+    Args: directory: of the run's checkpoints. data, program: as for `load_beginning`.
+    """
+    own = newest_valid(directory, context)
+    if own is None:
+        state = _initialize(config, engine, context, data)
+        return state, False, [] if state is None else _changed(corpora_changes(config, state))
+    _check_may_continue(config, own)
+    state = _load(own, config, engine, context, data)
+    new = to_tree(config)
+    if context.is_main:
+        for change in config_changes(state.config, new):
+            log.warning("changed since the checkpoint: %s", change)
+        if state.program != program:
+            before, after = version.describe(state.program), version.describe(program)
+            log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
+    events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
+    return state, True, events + changed_plan(state.config, new)
+
+
+def _initialize(
+    config: Config, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
+) -> TrainerState | None:
+    assert config.checkpoint.initialize_from is not None
+    checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
+    if config.checkpoint.initialize == "all":
+        return _load(checkpoint, config, engine, context, data)
+    checkpoint = _for_model(checkpoint, config)
+    new = new_parameters(checkpoint, model_shapes(config))
+    load_weights_only(checkpoint, engine, context, new)
+    if context.is_main:
+        log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
+        if new:
+            log.info("new, with initial weights: %s", ", ".join(sorted(new)))
+    return None
+
+
+def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, where it has one."""
+    has_stacks = any(name.startswith(ENCODER) for name in checkpoint.shapes)
+    return checkpoint.part(ENCODER) if has_stacks and config.decoder is None else checkpoint
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+) -> TrainerState:
+    state = checkpoint.trainer_state()
+    load_checkpoint(checkpoint, engine, context)
+    if context.is_main:
+        log.info(
+            "resumed from %s: step %d, %d samples consumed",
+            checkpoint.path,
+            state.step,
+            state.consumed_samples,
+        )
+        if config.task is not None and state.data != data:
+            log.warning(
+                "the training records are not those of the checkpoint: its samples are not those of an unbroken run"
+            )
+    return state
+
+
+def _changed(changes: list[str]) -> list[str]:
+    return [f"changed, so that its samples are not those of an unbroken run: {change}" for change in changes]
+
+
+def corpora_changes(config: Config, state: TrainerState) -> list[str]:
+    """Accepted changes of the corpora. `check_beginning` has refused the others."""
+    change = changed_corpora(config, state)
+    return [] if change is None else [f"data.train: {change}"]
+
+
+def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Settings that differ between two configuration trees and make other samples of the same corpora."""
+    chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
+    decisive = ["data.sequence_length", "objective"]
+    for name in chosen & OBJECTIVES.keys():
+        keys = OBJECTIVES[name].config_class.sample_settings
+        decisive += (f"{name}.",) if keys is None else keys
+    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
+
+
+def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Changes of later steps, which phases allow: events of this start."""
+    if not (before.get("phases") or after.get("phases")):
+        return []
+    old, new = ({**tree, "phases": tree.get("phases") or []} for tree in (before, after))
+    keys = ("phases", "data.train")
+    return [
+        f"changed for later steps: {change}" for change in config_changes(old, new) if change.startswith(keys)
+    ]
+
+
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ, as `key: old -> new`."""
+    return [f"{key}: {old} -> {new}" for key, old, new in changed(before, after)]
