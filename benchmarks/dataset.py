@@ -37,8 +37,9 @@ import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places
 from data_utils.base.errors import ArgumentParser, expanded_path, run_command
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_pieces
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import Mixture

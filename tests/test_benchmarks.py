@@ -20,7 +20,7 @@ from support.project import ROOT
 from benchmarks import attention, loss_curves, optimus, padding, parallel, second_positions, train_step
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
-from data_utils.dataset.indexed_dataset import IndexedDatasetWriter
+from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.config.tree import load_config, require_validation

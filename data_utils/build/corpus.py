@@ -35,8 +35,8 @@ from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
-from data_utils.dataset.indexed_dataset import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
+from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.text.documents import (
     MAX_EXAMPLES,
     Place,

@@ -31,7 +31,7 @@ from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_r
 from data_utils.build.contamination import EvaluationTexts
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
-from data_utils.dataset.indexed_dataset import to_token_dtype
+from data_utils.dataset.writer import to_token_dtype
 from data_utils.text.documents import (
     MAX_EXAMPLES,
     Block,

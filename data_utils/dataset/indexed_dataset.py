@@ -21,15 +21,13 @@ by position and the index is held in memory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -37,13 +35,11 @@ from tqdm import tqdm
 
 from data_utils.base.checksums import FileChecksums, damage_at, damaged_block, difference
 from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, sync_directory, sync_file, write_synced
 from data_utils.dataset.manifest import (
     SUFFIXES,
     damaged,
     dataset_path,
     existing_files,
-    manifest_bytes,
     read_manifest,
     require_finished,
     tokenizer_name,
@@ -51,54 +47,13 @@ from data_utils.dataset.manifest import (
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
-_INDEX_VERSION = 1
-_DTYPE_CODES = {
-    1: "<u1",
-    2: "<i1",
-    3: "<i2",
-    4: "<i4",
-    5: "<i8",
-    8: "<u2",
-}  # 6 and 7 are floats: no token ids
-_UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
-_CHUNK = 1 << 20
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
+INDEX_VERSION = 1
+# 6 and 7 are floats: no token ids.
+DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that stores the ids of a vocabulary: uint16 below 65500 ids, else int32 (as Megatron-LM)."""
-    return np.dtype("<u2" if vocab_size < _UINT16_VOCAB_LIMIT else "<i4")
-
-
-def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Cast ids to the storage dtype. Raises DataError for an id outside [0, vocab_size), which would wrap."""
-    if ids.size:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
-            raise DataError(
-                f"token id {low if low < 0 else high} lies outside the vocabulary of {vocab_size} ids; "
-                f"check that the tokenizer and its vocabulary size belong together."
-            )
-    return ids.astype(token_dtype(vocab_size), copy=False)
-
-
-def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
-    """The bytes of the .idx file for documents of `lengths` [documents] and tokens of `dtype`."""
-    count = len(lengths)
-    code = next(code for code, known in _DTYPE_CODES.items() if np.dtype(known) == dtype)
-    yield _HEADER.pack(_MAGIC, _INDEX_VERSION, code, count, count + 1)
-    for start in range(0, count, _CHUNK):
-        yield lengths[start : start + _CHUNK].astype("<i4").tobytes()
-    end = 0
-    for start in range(0, count, _CHUNK):
-        size = lengths[start : start + _CHUNK].astype("<i8") * dtype.itemsize
-        ends = end + np.cumsum(size)
-        yield (ends - size).tobytes()
-        end = int(ends[-1])
-    for start in range(0, count + 1, _CHUNK):
-        yield np.arange(start, min(start + _CHUNK, count + 1), dtype="<i8").tobytes()
 
 
 def file_sizes(prefix: str | Path) -> dict[str, int]:
@@ -128,142 +83,15 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
     """The header of the .idx file: dtype, sequences, document boundaries. Raises DataError for damage."""
     path = dataset_path(prefix, ".idx")
     with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
-    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
-    if version != _INDEX_VERSION or code not in _DTYPE_CODES:
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+    if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
     if max(num_sequences, num_boundaries) > path.stat().st_size:
         raise damaged(prefix, ".idx", "is cut off")
-    return np.dtype(_DTYPE_CODES[code]), num_sequences, num_boundaries
-
-
-def remove_dataset(prefix: str | Path) -> None:
-    """Remove a dataset, the manifest first: if interrupted, the rest does not open."""
-    for suffix in reversed(SUFFIXES):
-        dataset_path(prefix, suffix).unlink(missing_ok=True)
-        sync_directory(dataset_path(prefix, suffix).parent)
-
-
-class IndexedDatasetWriter:
-    """Write one dataset: `add` batches of documents, then `finish`. Leaving the context without it aborts.
-
-    Memory use does not grow with the dataset. Ids must lie in [0, vocab_size).
-    Raises: DataError for a path that cannot be written, an id out of range, or another active writer.
-    """
-
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self.prefix = Path(prefix)
-        self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._sealed = False
-        self._finished = False
-        self._checksums = {".bin": FileChecksums(), ".idx": FileChecksums()}
-        with disk_errors(self.prefix), contextlib.ExitStack() as opened:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
-            self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
-            self._files = opened.pop_all()
-
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
-        assert not self._sealed and int(lengths.sum()) == len(tokens)
-        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
-        data = np.ascontiguousarray(to_token_dtype(tokens, self.vocab_size)).data
-        with disk_errors(self.prefix):
-            self._bin.write(data)
-            self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
-        self._checksums[".bin"].update(data)
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
-
-    def seal(self) -> None:
-        """Complete both files and force them to disk, still under their partial names."""
-        if self._sealed:
-            return
-        with disk_errors(self.prefix):
-            self._lengths.close()
-            sync_file(self._bin)
-            with open(self._partial(".idx"), "wb") as index:
-                lengths = (
-                    np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
-                )
-                for chunk in index_pieces(lengths, self.dtype):
-                    index.write(chunk)
-                    self._checksums[".idx"].update(chunk)
-                sync_file(index)
-            self._partial(".lengths").unlink()
-        self._sealed = True
-
-    def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Replace the dataset under the prefix by the new one. `manifest` adds entries to the writer's own."""
-        if not self.num_documents:
-            raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
-        self.seal()
-        with disk_errors(self.prefix):
-            self._write_manifest(manifest)
-            remove_dataset(self.prefix)
-            for suffix in SUFFIXES:  # the manifest last, when the names of the others are on disk
-                if suffix == ".json":
-                    sync_directory(self.prefix.parent)
-                os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
-            sync_directory(self.prefix.parent)
-        self._finished = True
-        self._files.close()
-
-    def abort(self) -> None:
-        """Remove the unfinished files; an old dataset under the prefix stays. After `finish`: does nothing."""
-        if self._finished:
-            return
-        for suffix in (".bin", ".lengths", ".idx", ".json"):
-            self._partial(suffix).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
-            self._files.close()  # last: it releases the lock
-
-    def __enter__(self) -> IndexedDatasetWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def _partial(self, suffix: str) -> Path:
-        return dataset_path(self.prefix, f"{suffix}.partial")
-
-    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest under its partial name."""
-        sums = self._checksums.items()
-        facts = {
-            "files": {s: {"bytes": self._partial(s).stat().st_size, **its.tree()} for s, its in sums},
-            "num_documents": self.num_documents,
-            "num_tokens": self.num_tokens,
-            "dtype": self.dtype.name,
-            "vocab_size": self.vocab_size,
-            **manifest,
-        }
-        write_synced(self._partial(".json"), manifest_bytes(facts))
-
-
-@contextlib.contextmanager
-def _create_exclusively(path: Path) -> Iterator[Any]:
-    """Open an empty file that only this process writes. The file of a dead process is reused."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with open(descriptor, "wb", closefd=True) as file:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks: two writers are not kept apart, one is still safe
-            pass
-        if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
-            raise BlockingIOError  # its writer finished and renamed it between our open and our lock
-        file.truncate(0)
-        yield file
+    return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
 class FileTokens:
@@ -321,7 +149,7 @@ class IndexedDataset:
                 raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
-        expected = _HEADER.size + 12 * self.num_documents + 8 * num_boundaries
+        expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
         if sizes[".idx"] != expected:
             raise self._damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
         if not self.num_documents or not self.num_tokens:
@@ -357,7 +185,7 @@ class IndexedDataset:
 
     def read_lengths(self, first: int, stop: int) -> np.ndarray:
         """The lengths of documents [first, stop), int32, read in order: the mapped ones are for reading at random."""
-        count, start = max(min(stop, self.num_documents) - first, 0), _HEADER.size + 4 * first
+        count, start = max(min(stop, self.num_documents) - first, 0), HEADER.size + 4 * first
         return np.fromfile(dataset_path(self.prefix, ".idx"), "<i4", count, offset=start)
 
     def prefetch(self, starts: np.ndarray, num_tokens: int) -> None:
@@ -391,7 +219,7 @@ class IndexedDataset:
         checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
         self._verify_tokens(checksums[".bin"])
         with open(dataset_path(self.prefix, ".idx"), "rb") as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(CHUNK):
                 checksums[".idx"].update(chunk)
         for suffix, recorded in entries:
             if problem := difference(recorded, checksums[suffix]):
@@ -410,19 +238,19 @@ class IndexedDataset:
 
     def _verify_pointers(self) -> None:
         end = 0
-        for start in range(0, self.num_documents, _CHUNK):
-            sizes = self.lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
+        for start in range(0, self.num_documents, CHUNK):
+            sizes = self.lengths[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
             ends = end + np.cumsum(sizes)
-            if not np.array_equal(self.pointers[start : start + _CHUNK], ends - sizes) or sizes.min() < 0:
+            if not np.array_equal(self.pointers[start : start + CHUNK], ends - sizes) or sizes.min() < 0:
                 problem = f"has pointers that do not match its lengths near document {start}"
                 raise self._damaged(".idx", problem)
             end = int(ends[-1])
 
     def _verify_tokens(self, checksums: FileChecksums) -> None:
         vocab_size = self.manifest.get("vocab_size")
-        chunks = range(0, self.num_tokens, _CHUNK)
+        chunks = range(0, self.num_tokens, CHUNK)
         for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
-            chunk = self.tokens[start : start + _CHUNK]
+            chunk = self.tokens[start : start + CHUNK]
             checksums.update(chunk.data)
             if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
                 raise self._damaged(
@@ -430,10 +258,10 @@ class IndexedDataset:
                 )
 
     def _verify_document_ends(self, eos: int) -> None:
-        for start in range(0, self.num_documents, _CHUNK):
+        for start in range(0, self.num_documents, CHUNK):
             ends = (
-                self.pointers[start : start + _CHUNK] // self.dtype.itemsize
-                + self.lengths[start : start + _CHUNK]
+                self.pointers[start : start + CHUNK] // self.dtype.itemsize
+                + self.lengths[start : start + CHUNK]
             )
             if np.any(self.tokens[ends - 1] != eos):
                 raise self._damaged(
@@ -459,7 +287,7 @@ class IndexedDataset:
         if mapped is not None:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read maps 2 MiB
-        path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, _HEADER.size
+        path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, HEADER.size
         if mapped is None:
             lengths = np.fromfile(path, "<i4", count, offset=start)
             return lengths, np.fromfile(path, "<i8", count, offset=start + 4 * count)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, require_prefix, write_atomically
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter, file_sizes, read_header
+from data_utils.dataset.indexed_dataset import IndexedDataset, file_sizes, read_header
 from data_utils.dataset.manifest import (
     damaged,
     dataset_path,
@@ -28,6 +28,7 @@ from data_utils.dataset.manifest import (
     require_facts,
     require_finished,
 )
+from data_utils.dataset.writer import IndexedDatasetWriter
 
 _DOCUMENTS = 1 << 16  # at a time
 _TOKENS = 1 << 22

@@ -55,29 +55,17 @@ ALWAYS_AT_STAGES_1_AND_2 = (
     "zero_optimization.allgather_partitions",
 )
 ONLY_AT_STAGE_3 = (
-    "bf16.immediate_grad_update",
-    "checkpoint.load_universal",
-    "disable_allgather",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.elastic_checkpoint",
-    "zero_optimization.load_from_fp32_weights",
-    "zero_optimization.use_multi_rank_bucket_allreduce",
-)
+    "bf16.immediate_grad_update", "checkpoint.load_universal", "disable_allgather", "gradient_predivide_factor",
+    "prescale_gradients", "zero_optimization.allgather_bucket_size", "zero_optimization.elastic_checkpoint",
+    "zero_optimization.load_from_fp32_weights", "zero_optimization.use_multi_rank_bucket_allreduce",
+)  # fmt: skip
 
 # Types of options, with the ranges that make sense.
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "flag": (bool, {}),
-    "text": (str, {}),
-    "names": (tuple[str, ...], {}),
-    "count": (int, {"at_least": 0}),
-    "size": (int, {"at_least": 1}),
-    "depth": (int, {"at_least": -1}),
-    "number": (float, {"at_least": 0}),
-    "factor": (float, {"above": 0}),
-    "dtype": (str, {"one_of": ("fp32", "fp16", "bf16")}),
-}
+    "flag": (bool, {}), "text": (str, {}), "names": (tuple[str, ...], {}), "count": (int, {"at_least": 0}),
+    "size": (int, {"at_least": 1}), "depth": (int, {"at_least": -1}), "number": (float, {"at_least": 0}),
+    "factor": (float, {"above": 0}), "dtype": (str, {"one_of": ("fp32", "fp16", "bf16")}),
+}  # fmt: skip
 
 
 def _options(sections: Mapping[str, type] | None = None, **keys: str) -> Any:

@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.build.corpus import BuildConfig, build_corpus
-from data_utils.dataset.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-)
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.writer import IndexedDatasetWriter
 from support.byte_tokenizer import ByteTokenizer
 
 

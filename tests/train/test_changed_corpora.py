@@ -14,7 +14,8 @@ from support.training import fit
 from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import build, merge, to_tree
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import SampleLoader
 from data_utils.samples.mixture import Mixture, samples_of_corpora

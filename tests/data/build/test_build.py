@@ -9,8 +9,9 @@ from support.corpora import files, make, texts_of, write_corpus
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.build.config import parse_split, split_rule
 from data_utils.build.corpus import BuildConfig, build_corpus
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import SUFFIXES
+from data_utils.dataset.writer import IndexedDatasetWriter
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"
 SPLIT_NAMES = ("train", "validation", "test")

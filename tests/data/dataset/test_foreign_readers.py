@@ -8,8 +8,9 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.writer import IndexedDatasetWriter
 
 VOCABULARIES = [5000, 70000]  # uint16 and int32
 

@@ -12,15 +12,10 @@ from support.corpora import build, damage
 
 from data_utils.base import files
 from data_utils.base.errors import DataError
-from data_utils.dataset import indexed_dataset
-from data_utils.dataset.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    index_pieces,
-    remove_dataset,
-    token_dtype,
-)
+from data_utils.dataset import indexed_dataset, writer
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces, remove_dataset, token_dtype
 from data_utils.samples.sampler import WindowIndex
 
 
@@ -62,7 +57,8 @@ def test_dtype_is_chosen_as_in_megatron():
 def test_round_trip(tmp_path_factory, documents, chunk):
     prefix = tmp_path_factory.mktemp("round") / "d.v1"  # a dot in the prefix is no suffix
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexed_dataset, "_CHUNK", chunk)  # every chunked loop is entered more than once
+        for module in (indexed_dataset, writer):
+            patch.setattr(module, "CHUNK", chunk)  # every chunked loop is entered more than once
         dataset = build(prefix, documents, eos=5)
         dataset.verify()
     assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
@@ -114,19 +110,19 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
 
             return wrapper
 
-        writer = IndexedDatasetWriter(tmp_path / "d", 1000)
-        writer.add(np.array([4, 5, 6]), np.array([2, 1]))
+        unfinished = IndexedDatasetWriter(tmp_path / "d", 1000)
+        unfinished.add(np.array([4, 5, 6]), np.array([2, 1]))
         with monkeypatch.context() as patch:
             patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
             patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
             patch.setattr(files, "sync_file", counted(files.sync_file))
-            patch.setattr(indexed_dataset, "sync_directory", counted(indexed_dataset.sync_directory))
+            patch.setattr(writer, "sync_directory", counted(writer.sync_directory))
             try:
-                writer.finish({"eos": 4})
+                unfinished.finish({"eos": 4})
                 finished = True
             except Crash:
                 finished = False
-        writer._files.close()  # what the end of the process would do
+        unfinished._files.close()  # what the end of the process would do
         try:
             dataset = IndexedDataset(tmp_path / "d")
             dataset.verify()

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.samples.mixture import BLOCK_SIZE, Mixture, batch_indices, quotas
 from data_utils.samples.sampler import WindowIndex
 
