@@ -188,8 +188,8 @@ def open_datasets(
         validation = SampleLoader(mixture, objective)
     loaders = [train] if validation is None else [train, validation]
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
-    notes = map(str, indexes) if objectives[0].section.whole_documents else ()
-    return Datasets(train, validation, LOSS_NAMES, tuple(notes))
+    notes = [*map(str, indexes)] if objectives[0].section.whole_documents else []
+    return Datasets(train, validation, LOSS_NAMES, notes)
 
 
 def _phased(
