@@ -11,7 +11,8 @@ from support.training import fit, make_trainer, records
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
-from megatron_lite.checkpoint.manifest import list_checkpoints, read_checkpoint
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.changed_corpora import require_same_corpora
 
