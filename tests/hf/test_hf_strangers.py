@@ -123,7 +123,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
 
     def plant(described):
         for section, values in former.items():
-            described["config"][section].update(values)
+            described["config"][section] = {**(described["config"][section] or {}), **values}
 
     edited(strange, plant)
     import_directory(honest, tmp_path / "expected", {}, verify=False)
