@@ -52,11 +52,11 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 555,
-    "lines loaded by importing tensor_parallel": 2537,
-    "lines loaded by importing glm": 7177,
+    "lines loaded by importing tensor_parallel": 2497,
+    "lines loaded by importing glm": 7137,
     "files of the trunk that name a system": 6,
     "lines of the product": 51300 + sum(ABILITIES.values()),
-    "files over 400 lines": 21,
+    "files over 400 lines": 18,
     "sentences that the lint of English refuses": 0,
 }
 

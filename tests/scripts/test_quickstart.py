@@ -88,7 +88,8 @@ def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
 
 def test_a_failure_of_pip_is_shown_with_where_the_rest_is(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("./absent\n")
-    script = f"set -o pipefail; source {ROOT}/scripts/setup_environment.sh; ensure_environment requirements.txt; echo on"
+    source = f"source {ROOT}/scripts/setup_environment.sh"
+    script = f"set -o pipefail; {source}; ensure_environment requirements.txt; echo on"
     environment = {**os.environ, "PYTHON": sys.executable}
     result = subprocess.run(
         ["bash", "-euc", script], capture_output=True, text=True, cwd=tmp_path, env=environment
