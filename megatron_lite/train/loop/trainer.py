@@ -41,7 +41,7 @@ from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.loop.step import HostStep, LossShares, Place, StepMaker, same_passes
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.machine import Yardstick
-from megatron_lite.train.observe.metrics import SAVED, Metrics, is_recorded, keep_aside
+from megatron_lite.train.observe.metrics import SAVED, Metrics, chosen_trackers, is_recorded, keep_aside
 from megatron_lite.train.observe.progress import Advance, progress_bar
 from megatron_lite.train.observe.reports import (
     Interval,
@@ -204,11 +204,7 @@ class Trainer:
             log.info("%s", start_line(self.config, self.context, self.step))
             if not self.restarts:
                 keep_aside(self.directory)
-        trackers = []
-        if self.context.is_main and self.config.trackers.is_used:
-            from megatron_lite.train.observe.trackers import make_trackers
-
-            trackers = make_trackers(self.config, self.restarts > 0)
+        trackers = chosen_trackers(self.config, self.restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
         self.metrics = Metrics(self.directory, self.context.is_main, tensorboard, self.step, trackers)
         self._record_start()

@@ -21,6 +21,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.foreign import open_regular
 
 if TYPE_CHECKING:
+    from megatron_lite.config.tree import Config
     from megatron_lite.train.observe.trackers import Background
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,15 @@ def record_rewind(directory: Path, step: int) -> None:
         metrics = Metrics(directory, enabled=True, tensorboard=False)
         metrics.write("rewind", step, {})
         metrics.close("FINISHED")
+
+
+def chosen_trackers(config: Config, continues: bool) -> list[Background]:
+    """The services that a configuration names, if any. Args: as for `make_trackers`."""
+    if not config.trackers.is_used:
+        return []
+    from megatron_lite.train.observe.trackers import make_trackers
+
+    return make_trackers(config, continues)
 
 
 class Metrics:

@@ -225,9 +225,7 @@ class Wandb:
             self._id.store(secrets.token_hex(4))
         config = self._config
         run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=config.name or self._directory.resolve().name,
+            project=config.project, entity=config.entity, name=config.name or self._directory.resolve().name,
             id=self._id.value,
             resume="allow"
             if config.mode == "online"
@@ -236,19 +234,12 @@ class Wandb:
             config=dict(self._settings),
             allow_val_change=True,
             settings=wandb.Settings(
-                mode="online" if config.mode == "online" else "offline",
-                console="off",
-                silent=True,
-                save_code=False,
-                disable_code=True,
-                disable_git=True,
-                x_disable_machine_info=True,
-                x_disable_meta=True,
-                x_disable_stats=True,
-                x_save_requirements=False,
+                mode="online" if config.mode == "online" else "offline", console="off", silent=True,
+                save_code=False, disable_code=True, disable_git=True, x_disable_machine_info=True,
+                x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
                 finish_timeout=CLOSE_SECONDS / 2,
             ),
-        )
+        )  # fmt: skip
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run
