@@ -80,10 +80,14 @@ def configuration(size: str, ranks: int, universal: bool) -> Config:
 
 def in_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """`function(context, *args)` in each of `ranks` new processes that form a group; their results."""
+    with socket.socket() as holder:  # as long as it is bound, the system gives the port to no other process
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        return _results(function, ranks, holder.getsockname()[1], args)
+
+
+def _results(function: Callable[..., Any], ranks: int, port: int, args: tuple) -> list[Any]:
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     results = fork.SimpleQueue()
     processes = [
         fork.Process(target=_rank_main, args=(results, function, rank, ranks, port, args))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.commands import LAUNCHER_VARIABLES
+from support.commands import LAUNCHER_VARIABLES, forked
 from support.project import ROOT, small_run
 
 # The same entry point, which kills itself where the first checkpoint would begin to be written.
@@ -39,6 +39,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 class Shell:
     """A home with a blank in its name, a folder in it, and the command that trains there with relative paths."""
 
+    options = ("--config", "~/some folder/my config.yaml")
+
     def __init__(self, root: Path, corpus: Path):
         self.home, self.folder = root / "my home", root / "my home/some folder"
         self.folder.mkdir(parents=True)
@@ -49,18 +51,18 @@ class Shell:
         tree["training"]["steps"], tree["schedule"] = 2, {"warmup_steps": 0}
         (self.folder / "my config.yaml").write_text(yaml.safe_dump(tree))
 
-    def start(self, *overrides: str, wrapped: tuple[str, ...] = (), folder: Path | None = None, **options):
+    def start(self, *overrides: str, folder: Path | None = None):
+        return forked(
+            "pretrain_glm.py", *self.options, *overrides, cwd=folder or self.folder, HOME=str(self.home)
+        )
+
+    def start_anew(self, *, wrapped: tuple[str, ...] = (), **options):
+        """In a new process. Args: wrapped: what Python is given before the entry point."""
         environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-        command = [
-            sys.executable,
-            *wrapped,
-            str(ROOT / "pretrain_glm.py"),
-            "--config",
-            "~/some folder/my config.yaml",
-        ]
+        command = [sys.executable, *wrapped, str(ROOT / "pretrain_glm.py"), *self.options]
         return subprocess.run(
-            [*command, *overrides],
-            cwd=folder or self.folder,
+            command,
+            cwd=self.folder,
             env={**environment, "HOME": str(self.home)},
             capture_output=True,
             text=True,
@@ -87,7 +89,7 @@ def listing(directory):
 def killed(corpus, tmp_path_factory):
     """A shell whose run was killed between `mkdir checkpoints` and the first `.partial`."""
     shell = Shell(tmp_path_factory.mktemp("shell"), corpus)
-    done = shell.start(wrapped=("-c", DIES))
+    done = shell.start_anew(wrapped=("-c", DIES))
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list((shell.run / "checkpoints").iterdir()) == [] and shell.records("train") == [1, 2]
     assert not (shell.folder / "~").exists() and not (ROOT / "~").exists()
@@ -215,7 +217,7 @@ def test_a_full_disk_at_the_first_save(corpus, tmp_path):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
-    done = shell.start(preexec_fn=small_files)
+    done = shell.start_anew(preexec_fn=small_files)
     assert done.returncode == 2 and "could not be saved; there is no checkpoint" in done.stderr, done.stderr
     done = shell.start()
     assert done.returncode == 0 and shell.records("checkpoint") == [2], done.stdout + done.stderr
