@@ -101,6 +101,27 @@ def test_the_weights_are_those_with_which_values_are_gathered(objective):
 
 
 @pytest.mark.parametrize("objective", MODELS)
+def test_rows_are_named_by_the_tokens_that_the_model_reads(objective):
+    run, taken = make_run(objective), []
+    worker, context, found = asked(run, TEXTS[2])
+    hook = run.model.embedding.register_forward_pre_hook(
+        lambda module, inputs: taken.extend(inputs[0].tolist())
+    )
+    best = [each[0] for each in found]
+    shown = worker.replay(context, best).shown
+    hook.remove()
+    read = {part: [row.token for row in rows] for part, (rows, _) in shown.items()}
+    assert taken == read["encoder"] + read.get("decoder", [])
+    if objective.startswith("unilm"):  # a mask predicts the token that takes its place
+        assert {row.token for row in shown["encoder"][0] if row.predicts} == {3}
+        assert shown["encoder"][1] == [token for token in taken if token != 3] + [3]
+    else:
+        assert all(keys == read[part] for part, (_, keys) in shown.items() if part != "cross")
+    if "cross" in shown:
+        assert shown["cross"] == (shown["decoder"][0], context)
+
+
+@pytest.mark.parametrize("objective", MODELS)
 def test_an_answer_that_is_read_again_has_the_probability_that_it_was_found_with(objective):
     run = make_run(objective)
     for text in TEXTS:
