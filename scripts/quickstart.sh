@@ -9,8 +9,9 @@ From a bare checkout to a small trained GLM, in 8 to 12 minutes on two CPU cores
 installs the requirements into .venv, collects English text from the documentation of the
 installed packages, trains a tokenizer, builds the corpora, trains the model of
 configs/tiny.yaml with the deepspeed launcher (stopping halfway and resuming), draws the
-losses, scores how it fills the blanks of the validation text beside simpler models, shows
-its answers, exports it to Hugging Face, loads the export, and writes a page about the run.
+losses, scores how it fills words left out of the validation text beside n-gram models, shows
+its answers, trains two tasks whose best possible score is known, exports the model to Hugging
+Face, loads the export, and writes a page about the run.
 
 Everything but .venv is written below DIRECTORY (default: quickstart). Run it again to
 continue after an interruption: finished stages are skipped.
@@ -42,9 +43,9 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 overrides=()
+megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 small=() overrides=()
 if $smoke; then
-    megabytes=0.5 vocab_size=512 margin=() scored_samples=40
+    megabytes=0.5 vocab_size=512 margin=() scored_samples=40 small=(--smoke)
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
         checkpoint.save_interval=0 run.log_interval=4)
 fi
@@ -63,7 +64,7 @@ sentence='If this is [MASK], the function returns the [MASK].'
 # ---- the frame of a stage ----
 
 number=0 title=preparation
-readonly number_of_stages=11
+readonly number_of_stages=12
 
 stage() { # TITLE FUNCTION
     number=$((number + 1)) title=$1
@@ -148,6 +149,11 @@ fill() {
     "$python" -m scripts.quickstart.fill_examples "$run" --count 6 | tee "$run/examples.txt"
 }
 
+learn_tasks() {
+    if up_to_date "$directory/tasks/tasks.txt" "$run/scores.json"; then cat "$directory/tasks/tasks.txt"; return; fi
+    "$python" -m scripts.quickstart.tasks "$run" "$directory/tasks" "${small[@]}"
+}
+
 export_it() {
     rm -rf "$exported"
     "$python" scripts/convert_checkpoint.py export --checkpoint "$run" --output "$exported"
@@ -159,23 +165,22 @@ report() {
 }
 
 tell() {
-    local minutes=$((SECONDS / 60)) seconds=$((SECONDS % 60))
     printf '\n%s\n' '================================================================================'
-    printf 'Everything worked, in %d minutes %d seconds.\n\n' "$minutes" "$seconds"
-    printf '1. The whole run as a page, for a browser: %s\n' "$directory/report.html"
-    printf '   The curves of its losses alone: %s\n\n' "$run/loss.png"
-    printf '2. How it fills blanks that it has never seen, beside models that count tokens:\n\n'
-    sed 's/^/   /' "$run/scores.txt"
-    printf '\n3. Its answers, the original words first; = marks them among the answers:\n\n'
+    printf 'Everything worked, in %d minutes %d seconds.\n' $((SECONDS / 60)) $((SECONDS % 60))
+    printf '\n1. English: '
+    sed '2,$s/^/   /' "$run/scores.txt"
+    printf '\n   The first of these texts, the word and the answers; = marks the word among them:\n'
     sed 's/^/   /' "$run/examples.txt"
+    printf '\n2. Tasks whose best possible score is known:\n'
+    sed 's/^/   /' "$directory/tasks/tasks.txt"
     cat <<END
 
-4. What to do next (source .venv/bin/activate):
-   your own sentence     python scripts/generate.py --checkpoint '$run' --text '$sentence'
-   train it longer       the model has just begun to learn: README.md, "Training"
+3. Next (source .venv/bin/activate):
+   a page to try it in   python scripts/try.py '$run'
+   the run as a page     $directory/report.html
    your own text         README.md, "Your own corpus"
    with transformers     pipeline("blank-infilling", model="$exported", trust_remote_code=True)
-   every logged number   $run/metrics.jsonl, or .venv/bin/tensorboard --logdir '$run/tensorboard'
+   every logged number   $run/metrics.jsonl, or tensorboard --logdir '$run/tensorboard'
 END
 }
 
@@ -215,7 +220,8 @@ stage "training on $processes processes, stopped at step $((steps / 2)) of $step
 stage 'training, the same command again: resumed to the end' train_to_the_end
 stage 'scores beside simpler models' compare
 stage 'loss plot' draw
-stage 'blanks of the validation text, the first of a random order' fill
+stage 'words left out of the validation text, the first of a random order' fill
+stage 'two tasks whose best possible score is known' learn_tasks
 stage 'export to Hugging Face, loaded with transformers' export_it
 stage 'a page about the run' report
 tell

@@ -88,11 +88,14 @@ def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
 
 def test_a_failure_of_pip_is_shown_with_where_the_rest_is(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("./absent\n")
-    source = f"source {ROOT}/scripts/setup_environment.sh"
-    script = f"set -o pipefail; {source}; ensure_environment requirements.txt; echo on"
+    script = f"source {ROOT}/scripts/setup_environment.sh; ensure_environment requirements.txt; echo on"
     environment = {**os.environ, "PYTHON": sys.executable}
     result = subprocess.run(
-        ["bash", "-euc", script], capture_output=True, text=True, cwd=tmp_path, env=environment
+        ["bash", "-euo", "pipefail", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
     )
     assert result.returncode == 1 and "on" not in result.stdout.split()
     assert result.stderr.splitlines()[-1] == (
