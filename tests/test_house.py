@@ -47,7 +47,7 @@ ABILITIES: dict[str, int] = {
     "phases, ramps, schedules in parts": 701,
     "scores of whole words, a 5-gram that sees both sides, corpora of a copied run": 156,
     "a page to try a run": 598,
-    "two tasks whose best possible score is known, in the quickstart": 131,
+    "two tasks whose best possible score is known, in the quickstart": 132,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {

@@ -94,8 +94,8 @@ def _tuned(output: Path, arguments: Sequence[object]) -> float:
     )
     if done.returncode:
         raise DataError(f"training in {output} ended with status {done.returncode}: {done.stdout[-2000:]}")
-    (of_file,) = json.loads((output / "results.json").read_text(encoding="utf-8"))["files"].values()
-    return float(of_file["mean"]["accuracy"])
+    (found,) = json.loads((output / "results.json").read_text(encoding="utf-8"))["files"].values()
+    return float(found["mean"]["accuracy"])
 
 
 def ngram_recall(train: str, validation: str) -> float:
@@ -114,7 +114,7 @@ def _numbers(text: str, numbers: Mapping[str, int]) -> list[int]:
 
 
 def table(scores: Mapping[str, float], ngram: float) -> str:
-    """What each task asks, the score, the best possible one, and what to compare it with."""
+    """Each task with its score, the best possible one, and another to compare it with."""
     best = {path: optimum(_files(path)[1])["accuracy"] for path in (RECALL, VOTES)}
     rows = (
         ("the word of one of two keys, from nothing", scores["recall"], best[RECALL], f"5-gram {ngram:.3f}"),
