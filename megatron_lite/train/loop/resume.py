@@ -15,7 +15,6 @@ from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.agreement import agreed_steps, agreement
 from megatron_lite.checkpoint.manifest import rewinds
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.config.system_class import require_class
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
@@ -40,7 +39,10 @@ def check_beginning(config: Config) -> None:
     found = state_of(Path(config.run.directory))
     found.require_start()
     if found.newest is None:
-        require_class(config.model)
+        if config.model.system is not None:
+            from megatron_lite.config.system_class import require_class
+
+            require_class(config.model)
         if config.checkpoint.initialize_from is None:
             kind_of(config).check_beginning(config)
             return
