@@ -16,8 +16,8 @@ from support.engines import expected, fill, layout, make_engine, placed, run_lay
 from data_utils.base.errors import CheckpointError
 from megatron_lite.checkpoint import tensor_files
 from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs
-from megatron_lite.checkpoint.existing import read_checkpoint
-from megatron_lite.checkpoint.manifest import _overlapping, checkpoint_name, list_checkpoints, write_manifest
+from megatron_lite.checkpoint.existing import _overlapping, read_checkpoint
+from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, write_manifest
 from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
 from megatron_lite.checkpoint.write import retain, save_checkpoint
 from megatron_lite.model.layers.tensor_parallel import Partition, local_shard, partition_of, whole_shape
