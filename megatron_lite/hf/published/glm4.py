@@ -38,36 +38,22 @@ def _glm4_rows(more_norms: bool) -> tuple[Row, ...]:
 
 
 _GLM4_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("num_key_value_heads", "num_key_value_heads"),
-    Field("head_dim", "head_dim"),
-    Field("intermediate_size", "ffn_size"),
-    Field("max_position_embeddings", "max_position", counts_positions=True),
+    Field("vocab_size", "vocab_size"), Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"), Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_key_value_heads"), Field("head_dim", "head_dim"),
+    Field("intermediate_size", "ffn_size"), Field("max_position_embeddings", "max_position", counts_positions=True),
     Field("rope_parameters.rope_theta", "rotary_base"),
-    Field("rope_parameters.partial_rotary_factor", "rotary_share"),
-    Field("hidden_act", "activation", ACTIVATIONS),
-    Field("attention_bias", "biases", {True: "qkv", False: "none"}),
-    Field("rms_norm_eps", "layernorm_epsilon"),
-    Field("tie_word_embeddings", "tie_word_embeddings"),
-    Field("attention_dropout", "attention_dropout"),
+    Field("rope_parameters.partial_rotary_factor", "rotary_share"), Field("hidden_act", "activation", ACTIVATIONS),
+    Field("attention_bias", "biases", {True: "qkv", False: "none"}), Field("rms_norm_eps", "layernorm_epsilon"),
+    Field("tie_word_embeddings", "tie_word_embeddings"), Field("attention_dropout", "attention_dropout"),
     Field("initializer_range", "init_std"),
-)
+)  # fmt: skip
 GLM4 = System(
-    model_type="glm",
-    prefix="model.",
-    rows=_glm4_rows(more_norms=False),
-    fields=_GLM4_FIELDS,
-    class_of=lambda config: "GlmForCausalLM",
-    classes={"GlmForCausalLM": "glm4"},
-    required={"rope_parameters.rope_type": "default"},
-    ties={"lm_head.weight": "model.embed_tokens.weight"},
-    is_causal=True,
-    may_untie=True,
-    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
-)
+    model_type="glm", prefix="model.", rows=_glm4_rows(more_norms=False), fields=_GLM4_FIELDS,
+    class_of=lambda config: "GlmForCausalLM", classes={"GlmForCausalLM": "glm4"},
+    required={"rope_parameters.rope_type": "default"}, ties={"lm_head.weight": "model.embed_tokens.weight"},
+    is_causal=True, may_untie=True, roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+)  # fmt: skip
 GLM4_0414 = replace(
     GLM4,
     model_type="glm4",

@@ -89,45 +89,34 @@ def _pretraining_or_masked(name: str) -> Callable[[ModelConfig], str]:
 
 
 BERT = System(
-    model_type="bert",
-    prefix="bert.",
-    rows=_bert_rows("bert.", _CLS, ("bert.pooler.dense", "cls.seq_relationship")),
-    fields=_BERT_FIELDS,
-    class_of=_pretraining_or_masked("Bert"),
-    classes={"BertForPreTraining": "bert", "BertForMaskedLM": "bert"},
-    required=_ENCODER,
-    ties=_cls_ties("bert."),
-    optional={"sentence_classes": "cls.seq_relationship.weight"},
-)
+    model_type="bert", prefix="bert.",
+    rows=_bert_rows("bert.", _CLS, ("bert.pooler.dense", "cls.seq_relationship")), fields=_BERT_FIELDS,
+    class_of=_pretraining_or_masked("Bert"), classes={"BertForPreTraining": "bert", "BertForMaskedLM": "bert"},
+    required=_ENCODER, ties=_cls_ties("bert."), optional={"sentence_classes": "cls.seq_relationship.weight"},
+)  # fmt: skip
 ERNIE = System(
-    model_type="ernie",
-    prefix="ernie.",
+    model_type="ernie", prefix="ernie.",
     rows=_bert_rows("ernie.", _CLS, ("ernie.pooler.dense", "cls.seq_relationship")),
-    fields=(*_BERT_FIELDS, Field("task_type_vocab_size", "task_types")),
-    class_of=_pretraining_or_masked("Ernie"),
-    classes={"ErnieForPreTraining": "ernie", "ErnieForMaskedLM": "ernie"},
-    required=_ENCODER,
+    fields=(*_BERT_FIELDS, Field("task_type_vocab_size", "task_types")), class_of=_pretraining_or_masked("Ernie"),
+    classes={"ErnieForPreTraining": "ernie", "ErnieForMaskedLM": "ernie"}, required=_ENCODER,
     ties=_cls_ties("ernie."),
     optional={
         "sentence_classes": "cls.seq_relationship.weight",
         "task_types": "ernie.embeddings.task_type_embeddings.weight",
     },
-)
+)  # fmt: skip
 ROBERTA = System(
-    model_type="roberta",
-    prefix="roberta.",
+    model_type="roberta", prefix="roberta.",
     rows=_bert_rows("roberta.", ("lm_head.dense", "lm_head.layer_norm", "lm_head"), None),
     fields=tuple(_fixed(entry, FIXED["roberta"]) for entry in _BERT_FIELDS),
-    class_of=lambda config: "RobertaForMaskedLM",
-    classes={"RobertaForMaskedLM": "roberta"},
-    required=_ENCODER,
+    class_of=lambda config: "RobertaForMaskedLM", classes={"RobertaForMaskedLM": "roberta"}, required=_ENCODER,
     ties={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
     skipped_positions=2,  # pad_token_id is 1 in the class
     skips_pad=True,
-)
+)  # fmt: skip
 
 _ALBERT_BLOCK = "albert.encoder.albert_layer_groups.0.albert_layers.0."
 ALBERT = System(
@@ -191,32 +180,23 @@ def _gpt_rows(words: str, positions: str, norms: tuple[str, str], final: tuple[R
 
 
 _GPT_FIELDS = (
-    Field("vocab_size", "vocab_size"),
-    Field("n_layer", "num_layers"),
-    Field("n_embd", "hidden_size"),
-    Field("n_head", "num_attention_heads"),
-    Field("n_positions", "max_position", counts_positions=True),
-    Field("layer_norm_epsilon", "layernorm_epsilon"),
-    Field("resid_pdrop", "output_dropout"),
-    Field("embd_pdrop", "embedding_dropout"),
-    Field("attn_pdrop", "attention_dropout"),
+    Field("vocab_size", "vocab_size"), Field("n_layer", "num_layers"), Field("n_embd", "hidden_size"),
+    Field("n_head", "num_attention_heads"), Field("n_positions", "max_position", counts_positions=True),
+    Field("layer_norm_epsilon", "layernorm_epsilon"), Field("resid_pdrop", "output_dropout"),
+    Field("embd_pdrop", "embedding_dropout"), Field("attn_pdrop", "attention_dropout"),
     Field("initializer_range", "init_std"),
-)
+)  # fmt: skip
 GPT = System(
     model_type="openai-gpt",
     prefix="transformer.",
     rows=_gpt_rows("tokens_embed", "positions_embed", ("post_attention_layernorm", "output_layernorm"), ()),
     # Their "gelu" is the tanh form.
     fields=(*_GPT_FIELDS, Field("afn", "activation", {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu"})),
-    class_of=lambda config: "OpenAIGPTLMHeadModel",
-    classes={"OpenAIGPTLMHeadModel": "gpt"},
-    required={"tie_word_embeddings": True},
-    ties={"lm_head.weight": "transformer.tokens_embed.weight"},
-    is_causal=True,
-    counts_real_tokens=False,
-    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+    class_of=lambda config: "OpenAIGPTLMHeadModel", classes={"OpenAIGPTLMHeadModel": "gpt"},
+    required={"tie_word_embeddings": True}, ties={"lm_head.weight": "transformer.tokens_embed.weight"},
+    is_causal=True, counts_real_tokens=False, roles={"pad_token_id": "pad", "eos_token_id": "eos"},
     unused_ids=("bos_token_id",),
-)
+)  # fmt: skip
 GPT2 = System(
     model_type="gpt2",
     prefix="transformer.",
