@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""List and verify the checkpoints of a run, or go back to an older one. See docs/checkpoints.md.
+"""List and verify the checkpoints of a run, go back to an older one, or merge several. See docs/checkpoints.md.
 
 python scripts/checkpoints.py list runs/base
 python scripts/checkpoints.py verify runs/base
 python scripts/checkpoints.py verify runs/base/checkpoints/step_00001000
 python scripts/checkpoints.py rewind runs/base 1000
+python scripts/checkpoints.py merge runs/base 1000 2000 3000 --weights linear --output runs/merged
+python scripts/checkpoints.py merge runs/one runs/two --weights 0.3,0.7 --output runs/merged
 
 `list` reads manifests and file sizes; `verify` reads everything and compares the checksums; `rewind` moves the
-checkpoints after a step aside, so that the run continues from it. Exit status: 0 when all checkpoints are good, 1 when
-one is damaged, 2 when there is none or the command is wrong.
+checkpoints after a step aside, so that the run continues from it; `merge` writes the weighted mean of the weights of
+steps or runs: `linear` and `1-sqrt` are as if the learning rate had decayed so over the steps. Exit status: 0 when all
+checkpoints are good, 1 when one is damaged, 2 when there is none or the command is wrong.
 """
 
 from __future__ import annotations
@@ -59,23 +62,37 @@ class _State(TypedDict):
 
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("list", "verify", "rewind"))
+    parser.add_argument("command", choices=("list", "verify", "rewind", "merge"))
     parser.add_argument(
         "directory", type=Path, help="a run, its directory of checkpoints, or one step_... directory"
     )
-    parser.add_argument("step", type=int, nargs="?", help="of rewind: the step to continue from")
+    parser.add_argument(
+        "more",
+        nargs="*",
+        help="of rewind: the step to continue from; of merge: steps of the run, or other runs",
+    )
+    parser.add_argument(
+        "--weights", default="mean", help="of merge: mean, linear, 1-sqrt, or 0.2,0.8 (default: mean)"
+    )
+    parser.add_argument("--output", type=Path, help="of merge: a new run directory for the merged checkpoint")
     arguments = parser.parse_args()
-    if (arguments.command == "rewind") != (arguments.step is not None):
-        raise ConfigError(
-            f"{arguments.command} takes {'RUN and STEP' if arguments.step is None else 'no STEP'}."
-        )
+    command, more = arguments.command, arguments.more
+    if command == "rewind" and not (len(more) == 1 and more[0].isdigit()):
+        raise ConfigError("rewind takes RUN and STEP.")
+    if command in ("list", "verify") and more:
+        raise ConfigError(f"{command} takes no STEP.")
+    if (command == "merge") != (arguments.output is not None):
+        raise ConfigError(f"{command} takes {'--output DIRECTORY' if command == 'merge' else 'no --output'}.")
     return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
     if arguments.command == "rewind":
-        rewind(arguments.directory, arguments.step)
+        rewind(arguments.directory, int(arguments.more[0]))
+        return 0
+    if arguments.command == "merge":
+        merge_into(arguments.output, arguments.directory, arguments.more, arguments.weights)
         return 0
     paths = find(arguments.directory)
     check = verify if arguments.command == "verify" else lambda checkpoint: None
@@ -126,6 +143,30 @@ def rewind(run: Path, step: int) -> None:
         return
     count = len(list_checkpoints(aside))
     print(f"{run} continues from step {step}; {count} newer checkpoints are in {aside}, which may be deleted")
+
+
+def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
+    """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
+    from megatron_lite.checkpoint.existing import find_manifest
+    from megatron_lite.checkpoint.manifest import checkpoint_name, checkpoints_in
+    from megatron_lite.checkpoint.merge import merge, shares_of
+
+    are_steps = bool(more) and all(each.isdigit() for each in more)
+    paths = [run, *map(Path, more)]
+    if are_steps:
+        paths = [checkpoints_in(run) / checkpoint_name(step) for step in sorted(map(int, more))]
+    if len(set(paths)) < max(2, len(paths)):
+        raise ConfigError(f"merge got {len(set(paths))} checkpoints; give two or more different ones.")
+    shares = shares_of(weights, len(paths))
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; name a new directory.")
+    sources = [find_manifest(path) for path in paths]
+    for source in sources:
+        verify(source)
+    path = merge(sources, shares, output / "checkpoints")
+    for source, share in zip(sources, shares, strict=True):
+        print(f"{share:8.4f}  {source.path}")
+    print(f"{path} holds their weighted mean, and no optimizer state")
 
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:

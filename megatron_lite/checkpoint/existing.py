@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -67,6 +67,7 @@ class _LossScaler(TypedDict):
 
 
 class _Optimizer(TypedDict):
+    kind: NotRequired[str]  # AdamW's if absent
     adam_step: _Value
     adam_steps: NotRequired[dict[str, _Value]]  # of parameters with another count
     loss_scaler: _LossScaler
@@ -77,6 +78,7 @@ class _Manifest(TypedDict):
     shapes: dict[str, Annotated[list[_Number], Field(min_length=1)]]
     files: dict[str, _File]
     pieces: list[_Piece]
+    kinds: NotRequired[dict[str, dict[str, Annotated[list[_Number], Field(min_length=2, max_length=2)]]]]
     optimizer: _Optimizer
     state: dict[str, Any]
     saved_at: NotRequired[str | None]
@@ -113,7 +115,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{checkpoint_name(checkpoint.step)}, or remove it."
         )
     _check_files(checkpoint)
-    _check_coverage(checkpoint)
+    _check_coverage(checkpoint, manifest.get("kinds", {}))
     return checkpoint
 
 
@@ -173,9 +175,14 @@ def _check_files(checkpoint: Checkpoint) -> None:
             )
 
 
-def _check_coverage(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError unless each parameter's boxes are inside it, disjoint, and together as large."""
-    stored: dict[tuple[str, str], list[Box]] = {(n, k): [] for n in checkpoint.shapes for k in KINDS}
+def _check_coverage(checkpoint: Checkpoint, kinds: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+    """Raise CheckpointError unless each parameter's boxes are inside it, disjoint, and together as large.
+
+    Args: kinds: parameter -> kind of its state -> rows and columns; for those that do not have just KINDS.
+    """
+    stored: dict[tuple[str, str], list[Box]] = {
+        (name, kind): [] for name in checkpoint.shapes for kind in {"weight", *kinds.get(name, KINDS)}
+    }
     for piece in checkpoint.pieces:
         if (piece.name, piece.kind) not in stored or piece.file not in checkpoint.files:
             raise CheckpointError(
@@ -183,7 +190,8 @@ def _check_coverage(checkpoint: Checkpoint) -> None:
             )
         stored[piece.name, piece.kind].append(piece.box)
     for (name, kind), boxes in stored.items():
-        rows, columns = matrix_shape(checkpoint.shapes[name])
+        whole_shape = matrix_shape(checkpoint.shapes[name])
+        rows, columns = whole_shape if kind in KINDS else kinds[name][kind]
         whole = Box(0, rows, 0, columns)
         outside = any(box.overlap(whole) != box for box in boxes)
         if outside or _overlapping(boxes) or sum(box.size for box in boxes) != whole.size:

@@ -15,19 +15,22 @@ from megatron_lite.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of one parameter's flattened shard that this rank owns: fp32 weights and Adam moments."""
+    """Consecutive elements of one parameter's flattened shard that this rank owns: fp32 weights and moments.
+
+    State that belongs to no single element is a fragment of its own, which is whole on every rank.
+    """
 
     name: str
     shape: tuple[int, ...]  # of this rank's tensor-parallel shard
     partition: Partition
     tp: Group
     start: int  # first element, in the flattened shard
-    tensors: dict[str, torch.Tensor]  # weight, exp_avg, exp_avg_sq: fp32 [numel] views of the engine's state
+    tensors: dict[str, torch.Tensor]  # weight, exp_avg, ...: fp32 views of the engine's state, of one shape
     is_copy: bool  # the same values are owned by another rank, which writes them
 
     def runs(self) -> Iterator[Run]:
         """Where the fragment's elements lie in the whole parameter."""
-        count = self.tensors["weight"].numel()
+        count = next(iter(self.tensors.values())).numel()
         return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
 
 

@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a parameter for which the manifest does not name its own
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 # In the names of what fine-tuning adds to a model.
 TASK_HEAD = "heads.task."

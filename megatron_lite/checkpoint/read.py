@@ -23,7 +23,6 @@ from megatron_lite.checkpoint.existing import (
 )
 from megatron_lite.checkpoint.fragments import StateOwner
 from megatron_lite.checkpoint.manifest import (
-    KINDS,
     Checkpoint,
     Piece,
     checkpoint_name,
@@ -93,9 +92,12 @@ class _Reader:
         for piece in checkpoint.pieces:
             self._pieces.setdefault((piece.name, piece.kind), []).append(piece)
 
+    def has(self, name: str, kind: str) -> bool:
+        return (name, kind) in self._pieces
+
     def fill(self, target: torch.Tensor, box: Box, name: str, kind: str) -> None:
         """Copy `box` of a parameter into the matrix `target` from the pieces that overlap it."""
-        for piece in self._pieces[name, kind]:
+        for piece in self._of(name, kind):
             common = box.overlap(piece.box)
             if common is None:
                 continue
@@ -104,11 +106,19 @@ class _Reader:
             for part, values in self._files[piece.file].read(piece.key, piece.box, common):
                 target[part.within(box)] = values.to(target.device)
 
+    def _of(self, name: str, kind: str) -> list[Piece]:
+        if not self.has(name, kind):
+            raise CheckpointError(
+                f"checkpoint {self._path} holds no {kind} of {name}; continue with the settings of its run, or begin "
+                "with its weights by checkpoint.initialize_from in another run.directory."
+            )
+        return self._pieces[name, kind]
+
 
 @torch.no_grad()
 def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
     """Fill this rank's fragments from the boxes that overlap them, then publish the weights to the model."""
-    _load_fragments(checkpoint, engine, context, KINDS)
+    _load_fragments(checkpoint, engine, context, None)
     engine.load_scalar_state(checkpoint.optimizer)
     engine.publish_weights()
 
@@ -117,7 +127,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
 def load_weights_only(
     checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, new: Collection[str] = ()
 ) -> None:
-    """Load the weights of a checkpoint without its optimizer state.
+    """Load the weights of a checkpoint, or the averages that its run uses, without its optimizer state.
 
     Args: new: parameters that stay as they are too, see `new_parameters`.
     """
@@ -129,39 +139,57 @@ def _load_fragments(
     checkpoint: Checkpoint,
     engine: StateOwner,
     context: ParallelContext,
-    kinds: Iterable[str],
+    kinds: Collection[str] | None,
     new: Collection[str] | None = None,
 ) -> None:
-    """Fill the fragments. Args: new: as for `load_weights_only`; None: names must be exactly the checkpoint's."""
+    """Fill the fragments.
+
+    Args: kinds: None = all. new: as for `load_weights_only`; None: names must be exactly the checkpoint's.
+    """
     count = engine.count_parameters()
     with agreement(context, f"loading {checkpoint.path}"):
         if new is None:
             check_same_number(checkpoint, count)
-        reader = _Reader(checkpoint)
+        reader, used = _Reader(checkpoint), used_kind(checkpoint)
         fragments = [fragment for fragment in engine.fragments() if fragment.name not in (new or ())]
         for fragment in _shown(fragments, f"loading {checkpoint.path.name}", context):
-            shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
-            check_same_shape(checkpoint, fragment.name, shape)
+            chosen = {k: values for k, values in fragment.tensors.items() if kinds is None or k in kinds}
+            if "weight" in chosen:
+                shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+                check_same_shape(checkpoint, fragment.name, shape)
+            for kind in [kind for kind in chosen if not reader.has(fragment.name, kind)]:
+                if kind == "ema" or not checkpoint.optimizer["adam_step"]:  # moments of before the first step
+                    chosen.pop(kind).zero_()
             for run in fragment.runs():
-                for kind in kinds:
-                    values = fragment.tensors[kind][run.start - fragment.start : run.stop - fragment.start]
-                    reader.fill(values.view(run.box.shape), run.box, fragment.name, kind)
+                for kind, flat in chosen.items():
+                    values = flat[run.start - fragment.start : run.stop - fragment.start]
+                    stored = kind if kinds is None else used
+                    reader.fill(values.view(run.box.shape), run.box, fragment.name, stored)
+            if "ema" in fragment.tensors and "ema" not in chosen:  # averages begin
+                fragment.tensors["ema"].copy_(fragment.tensors["weight"])
+
+
+def used_kind(checkpoint: Checkpoint) -> str:
+    """The kind of state that its run uses as weights: their averages, if `ema.use` says so and it has them."""
+    settings = checkpoint.state.get("config", {}).get("ema", {})
+    has_averages = any(piece.kind == "ema" for piece in checkpoint.pieces)
+    return "ema" if settings.get("use") and has_averages else "weight"
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights, without padding rows."""
+    """The whole fp32 model weights as `weight_reader` reads them."""
     read = weight_reader(checkpoint)
     return {name: read(name) for name in checkpoint.shapes}
 
 
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """A function that reads one whole fp32 weight, without padding rows, by its parameter's name."""
-    reader = _Reader(checkpoint)
+    """A function that reads one whole fp32 weight, or its average, without padding rows, by its parameter's name."""
+    reader, kind = _Reader(checkpoint), used_kind(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         rows, columns = matrix_shape(checkpoint.shapes[name])
         matrix = torch.empty(rows, columns)
-        reader.fill(matrix, Box(0, rows, 0, columns), name, "weight")
+        reader.fill(matrix, Box(0, rows, 0, columns), name, kind)
         return matrix.view(checkpoint.shapes[name])
 
     return read

@@ -19,8 +19,10 @@ from typing import Any
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
+from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import (
+    KINDS,
     NAME,
     checkpoint_name,
     list_checkpoints,
@@ -149,7 +151,7 @@ class Save:
     def _commit(self) -> None:
         if self._context.is_main:
             _write_manifest(self._partial, self._header, self._context.world_size)
-            _publish(self._partial, self.path)
+            publish(self._partial, self.path)
             self._after_commit()
 
 
@@ -177,10 +179,14 @@ def _clear_leftovers(directory: Path) -> None:
 
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
     tensors, stored, pieces, shapes = [], {}, [], {}
+    kinds: dict[str, dict[str, tuple[int, int]]] = {}
     for fragment in fragments:
-        shapes[fragment.name] = list(whole_shape(fragment.shape, fragment.partition, fragment.tp.size))
         if fragment.is_copy:
             continue
+        shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+        if "weight" in fragment.tensors:
+            shapes[fragment.name] = list(shape)
+        kinds.setdefault(fragment.name, {}).update(dict.fromkeys(fragment.tensors, matrix_shape(shape)))
         for run in fragment.runs():
             for kind, values in fragment.tensors.items():
                 key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
@@ -188,7 +194,7 @@ def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> No
                 stored[key] = run.box.shape
                 pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
     described = write_tensors(directory / _rank_file(rank), stored, tensors)
-    listing = {"file": described, "shapes": shapes, "pieces": pieces}
+    listing = {"file": described, "shapes": shapes, "pieces": pieces, "kinds": kinds}
     write_synced(directory / _rank_listing(rank), json.dumps(listing).encode())
 
 
@@ -203,18 +209,23 @@ def _rank_listing(rank: int) -> str:
 def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) -> None:
     """Merge the ranks' listings into the manifest. It is on disk when this returns."""
     files, pieces, shapes = {}, [], {}
+    kinds: dict[str, dict[str, list[int]]] = {}
     for rank in range(world_size):
         listing = json.loads((directory / _rank_listing(rank)).read_text(encoding="utf-8"))
         files[_rank_file(rank)] = listing["file"]
         shapes.update(listing["shapes"])
         pieces += [{"file": _rank_file(rank), **piece} for piece in listing["pieces"]]
-    write_manifest(directory, {**header, "shapes": shapes, "files": files, "pieces": pieces})
+        for name, own in listing["kinds"].items():
+            kinds.setdefault(name, {}).update(own)
+    unusual = {name: own for name, own in kinds.items() if set(own) != set(KINDS)}
+    content = {**header, "shapes": shapes, "files": files, "pieces": pieces}
+    write_manifest(directory, {**content, "kinds": unusual} if unusual else content)
     for rank in range(world_size):
         os.unlink(directory / _rank_listing(rank))
     sync_directory(directory)
 
 
-def _publish(partial: Path, final: Path) -> None:
+def publish(partial: Path, final: Path) -> None:
     """Give a complete directory its name, durably."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():  # the same step again, for example after a fallback to an older checkpoint

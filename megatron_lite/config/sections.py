@@ -13,6 +13,7 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import REQUIRED, check, checked, choice, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
 
+OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
 
 
@@ -220,28 +221,58 @@ class TrainingConfig:
 class OptimizerConfig:
     kind: str = setting(
         "adamw",
-        "adamw; lamb (ALBERT) and adafactor (T5), which some recipes name, are refused",
-        one_of=("adamw", "lamb", "adafactor"),
+        "adamw; lamb (ALBERT), stable_adamw (ModernBERT), adafactor (T5), or muon for the matrices of blocks and AdamW "
+        "for the rest: those at parallel.zero_stage 1 or 2",
+        one_of=OPTIMIZERS,
     )
     kernel: str = setting(
         "torch",
         "whose AdamW kernel: torch's or that of NVIDIA apex (FusedAdam), which must be installed",
         one_of=("torch", "apex"),
     )
-    lr: float = setting(1e-4, "peak learning rate of AdamW", above=0)
+    lr: float = setting(1e-4, "peak learning rate; adafactor's is relative to the weights", above=0)
     beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     beta2: float = setting(0.98, "decay of the second moment", at_least=0, below=1)
     eps: float = setting(1e-6, "Adam epsilon", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay; none on LayerNorm and biases", at_least=0)
+    bias_correction: bool = setting(
+        False, "lamb: correct the moments of the first steps, which ALBERT does not"
+    )
+    momentum: float = setting(0.95, "muon: decay of its momentum", at_least=0, below=1)
     clip_grad_norm: float = setting(
         1.0, "global gradient norm above which gradients are scaled down; 0 = off", at_least=0
     )
 
     def __post_init__(self) -> None:
         check(
-            self.kind == "adamw",
-            f"optimizer.kind is {self.kind}, which needs whole matrices, while each rank updates flat pieces of them; "
-            "set it to adamw, and tune the learning rate again.",
+            self.kind == "adamw" or self.kernel == "torch",
+            f"optimizer.kernel is {self.kernel}, which has no {self.kind}; set it to torch, or optimizer.kind to "
+            "adamw.",
+        )
+        readers = {
+            "bias_correction": ("lamb",),
+            "momentum": ("muon",),
+            **dict.fromkeys(("beta1", "beta2", "eps"), tuple(set(OPTIMIZERS) - {"adafactor"})),
+        }
+        for name, kinds in readers.items():
+            value = getattr(self, name)
+            check(
+                self.kind in kinds or value == type(self).__dataclass_fields__[name].default,
+                f"optimizer.{name} is {shown(value)} with optimizer.kind {self.kind}, which does not read it; leave it "
+                "out.",
+            )
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Raise ConfigError unless the optimizer runs in this layout."""
+        check(
+            self.kind == "adamw" or parallel.zero_stage < 3,
+            f"optimizer.kind is {self.kind} with parallel.zero_stage 3, where DeepSpeed's own optimizer runs AdamW "
+            "only; set zero_stage to 1 or 2.",
+        )
+        check(
+            self.kind == "adamw" or not parallel.offload_optimizer,
+            f"optimizer.kind is {self.kind} with parallel.offload_optimizer, which serves AdamW only; set that "
+            "to false.",
         )
 
 

@@ -31,6 +31,7 @@ from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
+from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
@@ -56,6 +57,7 @@ class Config:
     batch: BatchConfig = section(BatchConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
+    ema: EmaConfig = section(EmaConfig)
     parallel: ParallelConfig = section(ParallelConfig)
     tokenizer: TokenizerConfig | None = setting(
         None, "the tokenizer the corpora were built with; required for training"
@@ -287,6 +289,8 @@ class Config:
             f"optimizer.kernel is {self.optimizer.kernel}, which runs on GPUs only, with parallel.offload_optimizer; "
             "set the kernel to torch, or do not offload.",
         )
+        self.optimizer.check_layout(parallel)
+        self.ema.check_layout(parallel)
         check(
             model.inner_size % tp == 0,
             f"the inner width of the FFN ({model.inner_size}) must be divisible by parallel.tensor_parallel_size "
@@ -301,6 +305,10 @@ class Config:
 
     def _check_task(self) -> None:
         task, head = self.task, self.model.task_head
+        check(
+            task is None or self.ema.decay is None,
+            f"ema.decay is {self.ema.decay} with a task, whose best checkpoint is of the weights; set it to null.",
+        )
         check(
             task is not None or head == "none",
             f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",

@@ -70,10 +70,13 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
         own = stage.numbers / s.dp
         live = min(stage.numbers, LIVE_PARAMETERS) * e
         return own * e + live, own * 4 + STAGE_3_BUCKET * 4, own * 12 * on_device
-    numbers = sum(bucket.numbers for bucket in buckets(stage, s))
+    found = buckets(stage, s)
+    numbers = sum(bucket.numbers for bucket in found)
     own = numbers / s.dp
+    kept = 4 * (1 + (s.config.ema.decay is not None))  # weights, and their averages
+    state = sum(bucket.numbers * (kept + 4 * len(bucket.moments)) for bucket in found) / s.dp
     gradients = numbers if zero == 1 else own if s.micro_batches > 1 else 0.0
-    return numbers * e, gradients * 4, own * 12 * on_device
+    return numbers * e, gradients * 4, state * on_device
 
 
 def _in_exchange(stage: Stage, s: Sizes) -> tuple[float, float]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.layers.tensor_parallel import TensorParallel, is_partial
+from megatron_lite.model.layers.tensor_parallel import TensorParallel, is_partial, partition_of
 from megatron_lite.model.trunk.counts import WORDS
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.profile.sizes import Sizes
+from megatron_lite.train.engine.optimizers.kinds import moments_of
+from megatron_lite.train.engine.optimizers.whole_tensors import whole_blocks
 from megatron_lite.train.engine.sharded import ADDED_ALONE, ALIGNMENT, MOVED_AT_ONCE
 from megatron_lite.train.engine.stage_counts import stage_shares
 
@@ -26,6 +29,8 @@ class Counted:
     numbers: int
     is_partial: bool  # its gradient is summed over the tensor-parallel ranks
     is_matrix: bool  # a product's, whose gradient goes into the sums where it is computed
+    tensors: tuple[tuple[int, int], ...]  # the whole shape of each block of it
+    moments: tuple[str, ...]  # the optimizer's state of each number, beside the fp32 weight
 
     @property
     def decays(self) -> bool:
@@ -58,19 +63,26 @@ class Bucket:
     def decays(self) -> bool:
         return self.parameters[0].decays
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return self.parameters[0].moments
+
     @cached_property
     def numbers(self) -> int:
         return sum(-(-p.numbers // ALIGNMENT) * ALIGNMENT for p in self.parameters)
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool) -> tuple[Counted, ...]:
+def _counted(
+    model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool, kind: str
+) -> tuple[Counted, ...]:
     group = Group(None, 0, tp, tuple(range(tp)))
     with torch.device("meta"):
         module = GLM(model, parallel=TensorParallel(group, is_split, sums_at_once))
     return tuple(
         Counted(
-            name, p.numel(), is_partial(p), p.dim() == 2 and name.startswith("layers.") and "adapter" not in name
+            name, p.numel(), is_partial(p), p.dim() == 2 and name.startswith("layers.") and "adapter" not in name,
+            whole_blocks(tuple(p.shape), partition_of(p), tp), moments_of(kind, name, p),
         )
         for name, p in module.named_parameters()
     )  # fmt: skip
@@ -81,14 +93,19 @@ def stages(sizes: Sizes) -> list[Stage]:
     config = sizes.config
     of_stage_3 = config.parallel.zero_stage == 3
     shares = tuple(stage_shares(config))
-    return _stages(config.model, shares, sizes.tp, sizes.share > 1, of_stage_3)
+    return _stages(config.model, shares, sizes.tp, sizes.share > 1, of_stage_3, config.optimizer.kind)
 
 
 @functools.lru_cache(maxsize=256)
 def _stages(
-    model: ModelConfig, shares: tuple[tuple[int, bool, bool], ...], tp: int, is_split: bool, of_stage_3: bool
+    model: ModelConfig,
+    shares: tuple[tuple[int, bool, bool], ...],
+    tp: int,
+    is_split: bool,
+    of_stage_3: bool,
+    kind: str,
 ) -> list[Stage]:
-    every = _counted(model, tp, is_split, of_stage_3)
+    every = _counted(model, tp, is_split, of_stage_3, kind)
     found, begin = [], 0
     for blocks, is_first, is_last in shares:
         within = range(begin, begin + blocks)
@@ -121,12 +138,12 @@ def buckets(stage: Stage, sizes: Sizes) -> list[Bucket]:
 
 @functools.lru_cache(maxsize=1024)
 def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
-    filling: dict[tuple[bool, bool, bool], Bucket] = {}
-    filled: dict[tuple[bool, bool, bool], int] = {}
+    filling: dict[Any, Bucket] = {}
+    filled: dict[Any, int] = {}
     full = []
     for parameter in reversed(stage.parameters):
         copied = is_tied and parameter.name == WORDS
-        key = parameter.decays, parameter.is_partial, copied
+        key = parameter.decays, parameter.is_partial, copied, parameter.moments
         if key not in filling or filled[key] + parameter.numbers > limit:
             full += [filling[key]] if key in filling else []
             filling[key], filled[key] = Bucket([], parameter.is_partial or copied), 0

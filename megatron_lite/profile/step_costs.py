@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.optimizer_costs import add_update
 from megatron_lite.profile.parameters import Bucket, Stage, buckets, is_small, moves
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
@@ -204,8 +205,9 @@ def _gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
     tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0), "optimizer")
     tally.kernel(4 * own, 1, "optimizer")
     tally.kernel(8 * own, 1, "optimizer")
-    groups = {bucket.decays for bucket in found}
-    for decays in groups:
+    if s.config.optimizer.kind != "adamw":
+        add_update(tally, found, s)
+    for decays in {bucket.decays for bucket in found} if s.config.optimizer.kind == "adamw" else ():
         updated = sum(bucket.numbers for bucket in found if bucket.decays == decays) / s.dp
         if not s.config.parallel.offload_optimizer:
             tally.kernel(32 * updated, 1, "optimizer")

@@ -135,6 +135,24 @@ def test_parts_of_memory_are_those_of_a_hand_calculation():
 
 
 @pytest.mark.parametrize(
+    ("kind", "of_matrices", "of_rest"),
+    [("lamb", 12, 12), ("stable_adamw", 12, 12), ("adafactor", 4, 4), ("muon", 8, 12)],
+)
+def test_each_optimizer_has_its_state_and_its_time(kind, of_matrices, of_rest):
+    """Bytes for each number of the matrices of blocks, and of the rest, which is embeddings; averages have 4 more."""
+    plain = config_of(PAPER, 8, 1, ())
+    rows = average_rows(plain)
+    config = config_of(PAPER, 8, 1, (f"optimizer.kind={kind}", "ema.decay=0.9"))
+    usual, found = (estimate(each, 8, H100, rows) for each in (plain, config))
+    (stage,) = stages(Sizes(plain, 8, rows))
+    blocks = sum(p.numbers for p in stage.parameters if p.is_matrix)
+    expected = blocks * of_matrices + (stage.numbers - blocks) * of_rest + stage.numbers * 4
+    assert found.peak.optimizer == pytest.approx(expected / 8, rel=0.01)
+    assert 1.0 < found.kinds["optimizer"] / usual.kinds["optimizer"] < 20.0
+    assert found.launches > usual.launches
+
+
+@pytest.mark.parametrize(
     ("change", "part"),
     [
         ("parallel.zero_stage=2", "gradients"),

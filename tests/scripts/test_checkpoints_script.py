@@ -4,10 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.project import ROOT
 from support.stub_engine import StubEngine
 
+from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
+from megatron_lite.checkpoint.merge import shares_of
+from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.guard.lease import LeaseError, held
@@ -70,6 +74,57 @@ def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
     for absent in (tmp_path / "absent", tmp_path / "step_00000001"):
         status, _, err = run("list", absent)
         assert status == 2 and err.startswith("error: ") and "holds no checkpoint" in err
+
+
+def test_merge_writes_the_weighted_mean(directory, run, tmp_path):
+    output = tmp_path / "merged"
+    status, out, err = run("merge", directory, 20, 10, "--weights", "0.3,0.7", "--output", output)
+    assert status == 0, err
+    assert out.splitlines()[0].split() == ["0.3000", str(directory / "checkpoints/step_00000010")]
+    (path,) = list_checkpoints(output / "checkpoints")
+    merged = read_checkpoint(path)
+    assert merged.step == 20 and {piece.kind for piece in merged.pieces} == {"weight"}
+    one, two = (load_weights(read_checkpoint(each)) for each in list_checkpoints(directory / "checkpoints"))
+    for name, weight in load_weights(merged).items():
+        exact = 0.3 * one[name].double() + 0.7 * two[name].double()
+        assert torch.equal(weight, exact.float())  # rounded once
+    assert run("verify", output)[0] == 0
+
+
+def test_shares_are_those_of_a_decay():
+    """With factors f on the changes between checkpoints: 1, f_1, ..., f_k, where the last is 0."""
+    assert shares_of("mean", 4) == [0.25] * 4
+    assert shares_of("linear", 6) == pytest.approx([0.2] * 5 + [0])
+    assert shares_of("1-sqrt", 6) == pytest.approx([0.4472, 0.1852, 0.1421, 0.1198, 0.1056, 0], abs=1e-4)
+    for name, factors in (
+        ("linear", [1, 2 / 3, 1 / 3, 0]),
+        ("1-sqrt", [1, 1 - 3**-0.5, 1 - (2 / 3) ** 0.5, 0]),
+    ):
+        weights = torch.tensor([3.0, 4.5, 4.0, 7.0], dtype=torch.float64)
+        decayed = weights[0] + (weights.diff() * torch.tensor(factors[1:], dtype=torch.float64)).sum()
+        merged = (weights * torch.tensor(shares_of(name, 4), dtype=torch.float64)).sum()
+        assert merged.item() == pytest.approx(decayed.item(), rel=1e-12)
+
+
+def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
+    def refused(*arguments):
+        status, out, err = run("merge", *arguments)
+        assert status == 2 and out == "" and err.count("\n") == 1, err
+        return err
+
+    output = "--output", tmp_path / "merged"
+    assert "merge takes --output" in refused(directory, 10, 20)
+    assert "two or more different ones" in refused(directory, 10, *output)
+    assert "two or more different ones" in refused(directory, 10, 10, *output)
+    assert "must be mean, linear, 1-sqrt" in refused(directory, 10, 20, "--weights", "cosine", *output)
+    assert "2 numbers with the sum 0.9" in refused(directory, 10, 20, "--weights", "0.3,0.6", *output)
+    assert "exists; name a new directory" in refused(directory, 10, 20, "--output", tmp_path)
+    assert "step_00000030" in refused(directory, 10, 30, *output)
+    assert not (tmp_path / "merged").exists()
+    other = StubEngine()
+    state = {"config": {"tokenizer": {"path": "other"}}}
+    save_checkpoint(tmp_path / "other/checkpoints", 20, other, state, ParallelContext.alone())
+    assert "of another tokenizer" in refused(directory, tmp_path / "other", *output)
 
 
 def test_rewind_sets_newer_checkpoints_aside(directory, run):

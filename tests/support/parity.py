@@ -44,6 +44,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, parameter_groups
 from megatron_lite.train.engine.plain import make_engine
 from support.distributed import run_ranks
+from support.optimizers import Plain
 from support.parity_cases import (
     CLIP,
     DROPOUT,
@@ -117,15 +118,15 @@ def _one_process(case: Case) -> Record:
     model = build_model(config, case.num_losses)
     named = dict(model.named_parameters())
     settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(named, config),
-        lr=LR,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
+    groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
+    update = (
+        torch.optim.AdamW(groups, lr=LR, betas=betas, eps=settings.eps).step
+        if case.optimizer == "adamw"
+        else functools.partial(Plain(named, settings).step, LR)
     )
     record = Record(as_matrices(named))
     for step in range(case.steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         batch, factor = micro_batch(case, step, 0, case.num_samples)
         data = ModelInput.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=step)
         loss_sum, sums = model(data)
@@ -135,7 +136,7 @@ def _one_process(case: Case) -> Record:
         record.norms.append(
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm or math.inf).item()
         )
-        optimizer.step()
+        update()
     record.weights = as_matrices(named)
     return record
 

@@ -111,6 +111,7 @@ class Case:
     dropout: float = 0.0  # after embeddings, attention and FFN
     attention_dropout: float = 0.0
     variant: str = ""  # of VARIANTS
+    optimizer: str = "adamw"
 
     @property
     def ranks(self) -> int:
@@ -132,6 +133,7 @@ class Case:
             dropout=self.dropout,
             attention_dropout=self.attention_dropout,
             variant=self.variant,
+            optimizer=self.optimizer,
         )
 
     def samples(self, step: int) -> np.ndarray:
@@ -159,6 +161,7 @@ class Case:
         words += ["dropout"] * bool(self.dropout or self.attention_dropout) + [self.variant] * bool(
             self.variant
         )
+        words += [self.optimizer] * (self.optimizer != "adamw")
         return "-".join(words)
 
     def config(self) -> Config:
@@ -179,7 +182,8 @@ class Case:
             "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
             "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
             "data": {"sequence_length": 32, "row_length": ROW_LENGTH},
-            "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "eps": 1e-3},
+            "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "kind": self.optimizer}
+            | ({} if self.optimizer == "adafactor" else {"eps": 1e-3}),
             "parallel": self.parallel,
         }  # fmt: skip
         if self.variant == MEMORY:

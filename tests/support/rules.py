@@ -221,7 +221,34 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("model.segments is 2", "the objectives use 6", "set it to 6, to 1"),
     ),
-    "lamb": (over("optimizer.kind=lamb"), ("optimizer.kind is lamb", "flat pieces", "set it to adamw")),
+    "averages at ZeRO 3": (
+        over("ema.decay=0.9", "parallel.zero_stage=3"),
+        ("ema.decay is 0.9 with parallel.zero_stage 3", "set zero_stage to 1 or 2"),
+    ),
+    "averages that there are not": (
+        over("ema.use=true"),
+        ("ema.use is true, but ema.decay is null", "set that to a factor"),
+    ),
+    "muon at ZeRO 3": (
+        over("optimizer.kind=muon", "parallel.zero_stage=3"),
+        ("optimizer.kind is muon with parallel.zero_stage 3", "set zero_stage to 1 or 2"),
+    ),
+    "lamb on the CPU": (
+        over("optimizer.kind=lamb", "parallel.offload_optimizer=true"),
+        ("optimizer.kind is lamb with parallel.offload_optimizer", "set that to false"),
+    ),
+    "adafactor of apex": (
+        over("optimizer.kind=adafactor", "optimizer.kernel=apex"),
+        ("optimizer.kernel is apex, which has no adafactor", "set it to torch"),
+    ),
+    "momentum of AdamW": (
+        over("optimizer.momentum=0.9"),
+        ("optimizer.momentum is 0.9 with optimizer.kind adamw", "leave it out"),
+    ),
+    "moments of adafactor": (
+        over("optimizer.kind=adafactor", "optimizer.beta2=0.95"),
+        ("optimizer.beta2 is 0.95 with optimizer.kind adafactor", "leave it out"),
+    ),
     "memory longer than half of a text": (
         over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
         ("xlnet.memory_length is 300", "twice as many tokens", "sequence_length is 512", "set that to 600"),
@@ -422,6 +449,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "pooler": (over("model.task_pool=concat", "model.task_pooler=true"), ("concat with", "leave task_p")),
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
+    "averages in fine-tuning": (
+        over(TASK, "model.task_head=classes", "ema.decay=0.9"),
+        ("ema.decay is 0.9 with a task", "set it to null"),
+    ),
     "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),
     "task with means": (
         over(TASK, "training.loss_normalization=mean_of_means"),

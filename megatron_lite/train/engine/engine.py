@@ -36,6 +36,7 @@ from megatron_lite.model.input.model_input import (
 )
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
+    Partition,
     RowParallelLinear,
     is_partial,
     partition_of,
@@ -44,12 +45,14 @@ from megatron_lite.model.layers.tensor_parallel import (
 from megatron_lite.model.trunk.block import Block, PositionEmbeddings
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.trained_model import usual_measures
+from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.deepspeed_engines import deepspeed_engine
 from megatron_lite.train.engine.parameter_rates import USUAL, Rate
-from megatron_lite.train.engine.sharded import Outcome, ShardedOptimizer, Treatment
+from megatron_lite.train.engine.sharded import MOMENTS, Bucket, Outcome, ShardedOptimizer, Treatment
 
 if TYPE_CHECKING:
+    from megatron_lite.train.engine.averages import Averages
     from megatron_lite.train.engine.zero3 import Zero3
 
 log = logging.getLogger(__name__)
@@ -76,8 +79,11 @@ def parameter_groups(
 
 
 def _weight_decay(name: str, config: Config) -> float:
-    no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)
-    return 0.0 if no_decay else config.optimizer.weight_decay
+    return config.optimizer.weight_decay if _decays(name, config) else 0.0
+
+
+def _decays(name: str, config: Config) -> bool:
+    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -199,6 +205,12 @@ class Engine(ABC):
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
                 self._zero = self._engine.optimizer
                 self._sum_products(module, self._engine.optimizer)
+        self._averages: Averages | None = None
+        if config.ema.decay is not None:
+            from megatron_lite.train.engine.averages import Averages
+
+            assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
+            self._averages = Averages(self._zero, config.ema)
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
 
@@ -224,9 +236,18 @@ class Engine(ABC):
             clip_grad_norm=self._config.optimizer.clip_grad_norm,
             communication_type=TYPES[options["communication_data_type"]],
             loss_scaler=loss_scaler,
-            make_optimizer=lambda groups: make_adamw(groups, self._config.optimizer),
+            make_optimizer=self._make_optimizer,
             offload=self._config.parallel.offload_optimizer,
         )
+
+    def _make_optimizer(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> torch.optim.Optimizer:
+        config, names = self._config, {parameter: name for name, parameter in self._named.items()}
+        if config.optimizer.kind == "adamw":
+            return make_adamw(groups, config.optimizer)
+        from megatron_lite.train.engine.optimizers.kinds import make_optimizer
+
+        decays = functools.partial(_decays, config=config)
+        return make_optimizer(groups, buckets, names, decays, config, self.context)
 
     def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
@@ -255,7 +276,17 @@ class Engine(ABC):
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
             rate=self._rates.get(name, USUAL),
+            moments=self._moments(name, parameter),
         )
+
+    def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The optimizer's state of each element of a parameter."""
+        kind = self._config.optimizer.kind
+        if kind == "adamw":
+            return MOMENTS
+        from megatron_lite.train.engine.optimizers.kinds import moments_of
+
+        return moments_of(kind, name, parameter)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -293,14 +324,22 @@ class Engine(ABC):
         )
         return replace(made, loss_factor=loss_factor)
 
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
+        if self._averages is None or not self._config.ema.use:
+            return contextlib.nullcontext()
+        return self._averages.in_the_model()
+
     def _announce_updates(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
         optimizer = self._engine.optimizer
         step = optimizer.step
 
-        def announced_step(*args: Any, **kwargs: Any) -> Any:
+        def announced_step(*args: Any, **kwargs: Any) -> None:
             self.before_update()
-            return step(*args, **kwargs)
+            step(*args, **kwargs)
+            if self._averages is not None:
+                self._averages.update(self._step)
 
         optimizer.step = announced_step
 
@@ -349,7 +388,8 @@ class Engine(ABC):
                 return
             flats = [flat for group in optimizer.param_groups for flat in group["params"]]
             for fragment in self.fragments():
-                gradient = _gradient_of(fragment.tensors["weight"], flats)
+                weight = fragment.tensors.get("weight")
+                gradient = None if weight is None else _gradient_of(weight, flats)
                 if gradient is not None:
                     observer(fragment, gradient)
 
@@ -379,7 +419,14 @@ class Engine(ABC):
             shape, start, tensors = owned
             partition = partition_of(parameter)
             is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
+            if self._averages is not None:
+                tensors["ema"] = self._averages.part(parameter)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
+            for kind, values in self._zero.whole_state(name).items():
+                is_copy |= start > 0 or tp.rank > 0
+                yield Fragment(
+                    name, tuple(values.shape), Partition(), SINGLE, 0, {kind: values.flatten()}, is_copy
+                )
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
@@ -393,7 +440,7 @@ class Engine(ABC):
         return name.startswith(("embedding.", *SHARED_BY_STAGES)) and self.context.pp.rank > 0
 
     def scalar_state(self) -> dict[str, Any]:
-        """Adam's step count, that of parameters with another one by their names, and the loss scaler; JSON values."""
+        """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""
         self._zero.outcome()  # it adapts the loss scale
         counts = {name: self._zero.step_count(parameter) for name, parameter in self._named.items()}
         read = {id(count): float(count) for count in counts.values()}  # few: each read waits for the device
@@ -401,7 +448,12 @@ class Engine(ABC):
         others = {name: read[id(count)] for name, count in counts.items() if read[id(count)] != most}
         scaler = self._zero.loss_scaler
         values = {key: getattr(scaler, key) for key in SCALER_STATE if hasattr(scaler, key)}
-        return {"adam_step": most, "adam_steps": others, "loss_scaler": values}
+        return {
+            "kind": self._config.optimizer.kind,
+            "adam_step": most,
+            "adam_steps": others,
+            "loss_scaler": values,
+        }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         others = state.get("adam_steps", {})

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 for AdamW: every data-parallel rank updates its part of the weights.
+"""ZeRO stages 1 and 2: every data-parallel rank updates its part of the weights.
 
 DeepSpeed 0.19.8 has no settings that reduce-scatter fp32 sums during the backward pass (docs/log.md), so its engine
 gets this optimizer instead of one of its own. Parameters lie in buckets, in the order in which the backward pass
@@ -41,9 +41,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.parameter_rates import USUAL, Rate
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
-ADDED_ALONE = (
-    1 << 18
-)  # elements: a kernel of its own costs less than passing the gradient through memory twice
+# Elements for which a kernel of its own costs less than passing the gradient through memory twice.
+ADDED_ALONE = 1 << 18
 MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,10 +53,9 @@ class Treatment:
 
     weight_decay: float
     counts: bool  # in the gradient norm; False where another rank counts the same gradient
-    summed_over: Group | None = (
-        None  # ranks that each hold a part of the gradient, beside the data-parallel ranks
-    )
+    summed_over: Group | None = None  # ranks that each hold a part of the gradient, data-parallel ones aside
     rate: Rate = USUAL
+    moments: tuple[str, ...] = MOMENTS  # the optimizer's state of each element
 
 
 def assign(
@@ -78,12 +76,14 @@ def assign(
     return sorted(full, key=lambda item: last[id(item[1])])
 
 
-def allocate_moments(optimizer: torch.optim.Optimizer, flats: Iterable[torch.Tensor]) -> None:
-    """Adam's moments and step count, before the first step, so that saving and loading always find them."""
+def allocate_moments(
+    optimizer: torch.optim.Optimizer, flats: Iterable[torch.Tensor], moments: Iterable[str] = MOMENTS
+) -> None:
+    """Moments and step count, before the first step, so that saving and loading always find them."""
     for flat in flats:
         state = optimizer.state[flat]
         state["step"] = torch.tensor(0.0, device=flat.device)
-        for key in MOMENTS:
+        for key in moments:
             state[key] = torch.zeros_like(flat)
 
 
@@ -245,7 +245,7 @@ class ToHost:
 
 
 class ShardedOptimizer:
-    """AdamW on this rank's parts of all buckets, with the interface that DeepSpeed's engine expects of its own."""
+    """An optimizer of this rank's parts of all buckets, with the interface of those of DeepSpeed's engine."""
 
     overflow = False  # DeepSpeed would read it in every step; `outcome` says it
 
@@ -259,14 +259,14 @@ class ShardedOptimizer:
         clip_grad_norm: float,
         communication_type: torch.dtype,
         loss_scaler: Any,
-        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        make_optimizer: Callable[[list[dict[str, Any]], list[Bucket]], torch.optim.Optimizer],
         offload: bool = False,
     ):
         """Args:
         treatments: in the order in which the backward pass finishes the gradients.
         bucket_size: elements that are reduced at once; a larger parameter is a bucket of its own.
         loss_scaler: DeepSpeed's.
-        make_optimizer: AdamW of parameter groups; it allocates its state as `exp_avg`, `exp_avg_sq` and `step`.
+        make_optimizer: of groups of the buckets' fp32 weights, and the buckets.
         offload: keep the fp32 state on the CPU and update there.
         """
         self._context, self._stage, self._offload = context, stage, offload
@@ -276,20 +276,20 @@ class ShardedOptimizer:
             Bucket(parameters, treatment, context.dp, offload)
             for treatment, parameters in assign(treatments, bucket_size)
         ]
-        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
-        for parameter in self._bucket_of:
+        for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
-        masters: dict[tuple[float, Rate], list[torch.Tensor]] = {}
+        groups: dict[Any, dict[str, Any]] = {}
         for bucket in self.buckets:
             treatment = bucket.treatment
-            masters.setdefault((treatment.weight_decay, treatment.rate), []).append(bucket.master)
-        groups = [
-            {"params": flats, "weight_decay": decay, "rate": rate} for (decay, rate), flats in masters.items()
-        ]
-        self.optimizer = make_optimizer(groups)
-        allocate_moments(self.optimizer, (bucket.master for bucket in self.buckets))
-        self._skipped = torch.zeros((), device=context.device)
+            shared = {key: getattr(treatment, key) for key in ("weight_decay", "rate", "moments")}
+            group = groups.setdefault(tuple(shared.values()), {"params": [], **shared})
+            group["params"].append(bucket.master)
+        self.optimizer = make_optimizer(list(groups.values()), self.buckets)
+        for bucket in self.buckets:
+            allocate_moments(self.optimizer, [bucket.master], bucket.treatment.moments)
+        self.skipped = torch.zeros((), device=context.device)
         # Outcome of the last step. The call waits for the gradient norm, and adapts the loss scale.
         self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
         self.set_step(1)
@@ -317,7 +317,7 @@ class ShardedOptimizer:
     def _take(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:  # its product was taken
             return
-        self._bucket_of[parameter].add(parameter)
+        self.bucket_of[parameter].add(parameter)
         self._reduce_complete()
 
     def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -330,7 +330,7 @@ class ShardedOptimizer:
     def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""
         if parameter.requires_grad:
-            self._bucket_of[parameter].add_product(parameter, grad, rows)
+            self.bucket_of[parameter].add_product(parameter, grad, rows)
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
@@ -396,12 +396,12 @@ class ShardedOptimizer:
         total = torch.stack(squares).sum() if squares else parts[0].new_zeros((), dtype=torch.float64)
         scale = float(self.loss_scaler.cur_scale)
         norm = self._context.sum(total).sqrt().float() / scale
-        self._skipped = (~norm.isfinite()).float()
-        self.outcome = self._on_the_host(ToHost(torch.stack([norm, self._skipped])))
+        self.skipped = (~norm.isfinite()).float()
+        self.outcome = self._on_the_host(ToHost(torch.stack([norm, self.skipped])))
         factor = torch.full_like(norm, 1 / scale)
         if self._clip_grad_norm > 0:
             factor /= ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
-        factor.masked_fill_(self._skipped.bool(), 0.0)  # what lies between the parameters stays 0
+        factor.masked_fill_(self.skipped.bool(), 0.0)  # what lies between the parameters stays 0
         torch._foreach_mul_(parts, factor)
         self._update(parts)
         for bucket in self._trained:
@@ -418,7 +418,7 @@ class ShardedOptimizer:
         for bucket, part in zip(self._trained, parts, strict=True):
             # On the CPU only after the copy: the next step may overwrite the part while the CPU is still updating.
             bucket.master.grad = part.cpu() if self._offload else part
-        skipped = self._skipped.cpu() if self._offload else self._skipped
+        skipped = self.skipped.cpu() if self._offload else self.skipped
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # torch's fused kernel leaves weights, moments and step count as they are if this is 1
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
@@ -446,7 +446,7 @@ class ShardedOptimizer:
         buckets = self.buckets
         if part is not None:
             if part not in self._buckets_of:
-                self._buckets_of[part] = list(dict.fromkeys(self._bucket_of[p] for p in part.parameters()))
+                self._buckets_of[part] = list(dict.fromkeys(self.bucket_of[p] for p in part.parameters()))
             buckets = self._buckets_of[part]
         for bucket in buckets:
             if bucket.gathering is not None:
@@ -460,7 +460,7 @@ class ShardedOptimizer:
 
     def is_skipping(self) -> bool:
         """Whether the step under way leaves the weights unchanged. Waits for the device."""
-        return bool(self._skipped)
+        return bool(self.skipped)
 
     def _on_the_host(self, values: ToHost) -> Callable[[], Outcome]:
         @functools.cache  # the scale changes once per step
@@ -479,15 +479,22 @@ class ShardedOptimizer:
 
     def owned(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
         """Shape of the shard; first element and state of the range that this rank owns; None if it owns nothing."""
-        bucket = self._bucket_of[parameter]
+        bucket = self.bucket_of[parameter]
         found = bucket.owned(parameter)
         if found is None:
             return None
         start, place = found
         state = self.optimizer.state[bucket.master]
-        tensors = {"weight": bucket.master[place], **{key: state[key][place] for key in MOMENTS}}
+        tensors = {
+            "weight": bucket.master[place],
+            **{key: state[key][place] for key in bucket.treatment.moments},
+        }
         return tuple(parameter.shape), start, tensors
+
+    def whole_state(self, name: str) -> dict[str, torch.Tensor]:
+        """State of a parameter that each rank with a part of it holds whole."""
+        return self.optimizer.whole_state(name) if hasattr(self.optimizer, "whole_state") else {}
 
     def step_count(self, parameter: nn.Parameter) -> torch.Tensor:
         """Adam's count of steps, which the parameter shares with others of the same rate."""
-        return self.optimizer.state[self._bucket_of[parameter].master]["step"]
+        return self.optimizer.state[self.bucket_of[parameter].master]["step"]

@@ -93,6 +93,10 @@ class Zero3:
         tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
         return tuple(parameter.ds_shape), start, tensors
 
+    def whole_state(self, name: str) -> dict[str, torch.Tensor]:
+        """None: AdamW alone runs at stage 3."""
+        return {}
+
     def publish_weights(self) -> None:
         """Copy the fp32 weights of every rank's part to the model on all ranks."""
         for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):

@@ -43,7 +43,19 @@ def check(config: Config, own: Checkpoint | None) -> None:
             checkpoint = initial
             require_same_corpora(config, initial.path, initial.trainer_state())
     if checkpoint is not None:
+        require_same_optimizer(config, checkpoint)
         check_model(checkpoint, model_shapes(config))
+
+
+def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the state of a trained checkpoint is another optimizer's."""
+    before, kind = checkpoint.optimizer.get("kind", "adamw"), config.optimizer.kind
+    if before != kind and checkpoint.optimizer["adam_step"]:
+        raise CheckpointError(
+            f"optimizer.kind is {kind}, but checkpoint {checkpoint.path} holds the state of {before}; set "
+            f"optimizer.kind={before}, or begin another run.directory with checkpoint.initialize_from and a fresh "
+            "optimizer."
+        )
 
 
 def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
@@ -91,6 +103,8 @@ def load(
             before, after = version.describe(state.program), version.describe(program)
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
+    if config.ema.decay is not None and not any(piece.kind == "ema" for piece in own.pieces):
+        events.append(f"averages of the weights begin at step {state.step}")
     return state, True, events + changed_plan(state.config, new)
 
 
@@ -125,6 +139,7 @@ def _load(
     data: list[dict[str, Any]],
 ) -> TrainerState:
     state = checkpoint.trainer_state()
+    require_same_optimizer(config, checkpoint)
     load_checkpoint(checkpoint, engine, context)
     if context.is_main:
         log.info(

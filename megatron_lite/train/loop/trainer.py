@@ -425,15 +425,16 @@ class Trainer:
             return {}
         training, size = self.config.training, self.config.batch.micro_batch_size
         batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
-        sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
-        losses = self._shares.means(sums, self.step)
-        values = {**losses, **self.engine.more_measures(losses["loss"])}
-        self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+        with self.engine.averaged_weights():
+            sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
+            losses = self._shares.means(sums, self.step)
+            values = {**losses, **self.engine.more_measures(losses["loss"])}
+            self.metrics.write("validation", self.step, values, validation_line(self.step, values))
+            self._record_fillings()
         rate_share = self._learning_rate(self.step) / self.config.optimizer.lr
         advice = self._standstill.advice(self.step, values["loss"], rate_share)
         if advice and self.context.is_main:
             log.warning("%s", advice)
-        self._record_fillings()
         return values
 
     def _record_fillings(self) -> None:

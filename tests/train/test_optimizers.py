@@ -1,0 +1,289 @@
+"""The optimizers beside AdamW: each equals its reference, in every layout, and goes on from its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.optim._muon
+from support import parity, parity_cases
+from support.distributed import run_ranks
+from support.optimizers import ALL, Ours, Plain, blocks, decays, fused, newton_schulz
+from support.parity import Case, Outcome, compare_fragment, run_step
+from support.stub_engine import StubEngine
+from torch import nn
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.settings import build
+from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.sections import OptimizerConfig, ParallelConfig
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.optimizers.muon import cost, is_served, orthogonal, owners
+from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.train.loop.continuation import require_same_optimizer
+
+WEIGHTS = [[0.5, -0.25, 0.125], [1.0, 0.75, -0.5]]
+FIRST = [[0.1, -0.2, 0.3], [-0.4, 0.5, -0.6]]
+SECOND = [[0.02, 0.04, -0.06], [0.08, -0.10, 0.12]]
+LAMB = {"kind": "lamb", "beta2": 0.999, "weight_decay": 0.01}
+STABLE = {"kind": "stable_adamw", "beta2": 0.99, "weight_decay": 0.01}
+# Settings, learning rates, gradients; weights after them. Those of timm's LAMB, transformers' Adafactor, torch's Muon
+# and optimi's StableAdamW.
+GOLDEN = [
+    (LAMB, 0.01, (FIRST, SECOND), (0.485632, -0.238688, 0.113693, 1.011259, 0.738665, -0.488676)),
+    (
+        {**LAMB, "bias_correction": True}, 0.01, (FIRST, SECOND),
+        (0.485602, -0.238681, 0.113701, 1.011115, 0.738599, -0.488640),
+    ),
+    (
+        {"kind": "adafactor", "weight_decay": 0.0}, 0.01, (FIRST, SECOND),
+        (0.495206, -0.246029, 0.120218, 1.004423, 0.745767, -0.495922),
+    ),
+    (
+        {"kind": "muon", "weight_decay": 0.1}, 0.02, (FIRST, SECOND),
+        (0.495764, -0.252110, 0.118143, 0.999429, 0.739491, -0.493396),
+    ),
+    (STABLE, 0.01, (FIRST, SECOND), (0.481854, -0.234830, 0.109855, 1.014920, 0.734730, -0.484780)),
+    (STABLE, 0.01, (SECOND, FIRST), (0.483705, -0.255640, 0.130662, 0.994144, 0.755554, -0.505597)),
+]  # fmt: skip
+NAME = "layers.0.dense.weight"
+
+
+@pytest.mark.parametrize("settings, lr, gradients, expected", GOLDEN, ids=lambda value: str(value)[:30])
+def test_two_steps_by_hand(settings, lr, gradients, expected):
+    norm = {"final_layernorm.weight": torch.zeros(2)}
+    named = {name: nn.Parameter(values) for name, values in {NAME: torch.tensor(WEIGHTS), **norm}.items()}
+    ours = Ours(named, build(OptimizerConfig, settings))
+    for gradient in gradients:
+        ours.step({NAME: torch.tensor(gradient), **norm}, lr)
+    assert ours.weights()[NAME].flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def problem():
+    """Parameters of unlike shapes and sizes."""
+    torch.manual_seed(3)
+    made = {
+        "embedding.word_embeddings.weight": torch.randn(11, 6),
+        "layers.0.attention.query_key_value.weight": torch.cat([torch.randn(8, 6), torch.randn(8, 6) * 9]),
+        "layers.0.attention.query_key_value.bias": torch.randn(16),
+        "layers.0.mlp.weight": torch.randn(5, 16) * 0.1,
+        "final_layernorm.weight": torch.ones(6),
+    }
+    named = {name: nn.Parameter(values) for name, values in made.items()}
+    for name in made:
+        if "query_key_value" in name:
+            fused(named[name], (2, 1, 1))
+    return named
+
+
+def gradients_of(named, step):
+    """Of a quadratic function of the weights, with noise; now and then many times as large."""
+    generator = torch.Generator().manual_seed(step)
+    factor = 30.0 if step % 7 == 6 else 1.0
+    return {
+        name: factor * (weights.detach() + 0.5 * torch.randn(weights.shape, generator=generator))
+        for name, weights in named.items()
+    }
+
+
+def of_the_library(kind, named, settings):
+    """torch's or transformers' class on each block of the parameters."""
+    parts = {
+        (name, block): nn.Parameter(values.detach().clone())
+        for name, parameter in named.items()
+        for block, values in enumerate(blocks(parameter, parameter))
+    }
+    groups = [
+        {"params": [p], "weight_decay": settings.weight_decay if decays(name) else 0.0, "name": name}
+        for (name, _), p in parts.items()
+    ]
+    if kind == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return parts, [Adafactor(groups, lr=0.0, scale_parameter=True, relative_step=False)]
+    served = [g for g in groups if is_served(g["name"], g["params"][0])]
+    others = [g for g in groups if not is_served(g["name"], g["params"][0])]
+    betas = (settings.beta1, settings.beta2)
+    return parts, [
+        torch.optim.Muon(served, lr=0.0, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.0, betas=betas, eps=settings.eps),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_fifty_steps_are_those_of_the_library(kind, monkeypatch):
+    # torch iterates in bf16 always; in an fp32 run ours does in fp32.
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda u, *_: newton_schulz(u))
+    settings = build(OptimizerConfig, {"kind": kind, "weight_decay": 0.1})
+    named = problem()
+    parts, optimizers = of_the_library(kind, named, settings)
+    ours = Ours(named, settings)
+    for step in range(50):
+        lr = 0.02 / (1 + step) ** 0.5
+        gradients = gradients_of(ours.weights(), step)
+        ours.step(gradients, lr)
+        for (name, block), part in parts.items():
+            part.grad = list(blocks(named[name], gradients[name]))[block].clone()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    for (name, block), part in parts.items():
+        mine = list(blocks(named[name], ours.weights()[name]))[block]
+        # fp32, 50 steps of up to 0.02 on weights of about 1: rounding of 6e-8 each.
+        assert torch.allclose(mine, part.detach(), rtol=1e-6, atol=1e-6), (name, block)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_fifty_steps_are_those_of_whole_tensors(kind):
+    settings = build(OptimizerConfig, {"kind": kind, "weight_decay": 0.1})
+    ours, named = Ours(problem(), settings), problem()
+    plain = Plain(named, settings)
+    for step in range(50):
+        gradients = gradients_of(ours.weights(), step)
+        ours.step(gradients, 0.01)
+        for name, parameter in named.items():
+            parameter.grad = gradients[name].clone()
+        plain.step(0.01)
+    for name, mine in ours.weights().items():
+        assert torch.allclose(mine, named[name].detach(), rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("before", [0, 2], ids=["first", "later"])
+def test_a_skipped_step_changes_nothing(kind, before):
+    ours = Ours(problem(), build(OptimizerConfig, {"kind": kind}))
+    for step in range(before):
+        ours.step(gradients_of(ours.weights(), step), 0.01)
+    state = ours.state()
+    bad = gradients_of(ours.weights(), 9)
+    for values in bad.values():
+        values[0], values[-1] = float("inf"), float("nan")
+    ours.step(bad, 0.01, found_inf=1.0)
+    assert all(torch.equal(*pair) for pair in zip(state, ours.state(), strict=True))
+    ours.step(gradients_of(ours.weights(), 3), 0.01)
+    assert all(values.isfinite().all() for values in ours.state())
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (48, 64), (96, 24)])
+def test_the_iteration_in_bf16_is_that_of_torch(shape):
+    u = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(u, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonal(u.bfloat16()), theirs)
+    singular = torch.linalg.svdvals(orthogonal(u))
+    assert singular.min() > 0.3 and singular.max() < 1.3
+
+
+def test_owners_of_matrices_share_the_work():
+    shapes = {number: ((96, 24), (96, 32), (24, 96), (24, 24))[number % 4] for number in range(40)}
+    owner = owners(shapes, 4)
+    work = [sum(cost(shapes[n]) for n in shapes if owner[n] == rank) for rank in range(4)]
+    assert max(work) < 1.1 * sum(work) / 4
+    assert owners(shapes, 1) == dict.fromkeys(shapes, 0)
+
+
+# Layouts and checkpoints
+
+
+def case_of(kind, case):
+    """AdaFactor takes a gradient at its sign: one that is only rounding, as of the key's bias, would differ."""
+    return replace(case, optimizer=kind, variant="rms-norm" if kind == "adafactor" else case.variant)
+
+
+def state_of(engine):
+    """What a checkpoint holds of this rank's elements: no rows of padding."""
+    return {
+        (fragment.name, kind, run.box): values[run.start - fragment.start : run.stop - fragment.start].clone()
+        for fragment in engine.fragments()
+        for kind, values in fragment.tensors.items()
+        for run in fragment.runs()
+    }
+
+
+def train_and_go_on(context, cases, records, directory):
+    """Compare the steps with one process; save before the last one, load into a new engine, and repeat it.
+
+    Returns: what differs too much; whether the repeated step gave the same state bit for bit.
+    """
+    failures, equal = [], []
+    for case, record in zip(cases, records, strict=True):
+        outcome, path = Outcome(case), directory / case.optimizer
+        engine = make_engine(case.config(), context, case.num_losses)
+        for step in range(case.steps):
+            if step == case.steps - 1:
+                saved = save_checkpoint(path, step, engine, {}, context)
+            run_step(context, engine, case, step, record, outcome)
+        for fragment in engine.fragments():
+            if "weight" in fragment.tensors:
+                weight = fragment.tensors["weight"]
+                compare_fragment(outcome, "weights", step, fragment, weight, record.weights)
+        failures += outcome.failures()
+        again = make_engine(case.config(), context, case.num_losses)
+        load_checkpoint(read_checkpoint(saved), again, context)
+        run_step(context, again, case, case.steps - 1, record, Outcome(case))
+        states = state_of(engine), state_of(again)
+        equal.append(
+            states[0].keys() == states[1].keys()
+            and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+        )
+    return failures, equal
+
+
+def go_on(context, cases, records, directory):
+    """The last step of each case, from the checkpoint of another layout: what differs too much from one process."""
+    failures = []
+    for case, record in zip(cases, records, strict=True):
+        outcome = Outcome(case)
+        engine = make_engine(case.config(), context, case.num_losses)
+        (path,) = (directory / case.optimizer).iterdir()
+        load_checkpoint(read_checkpoint(path), engine, context)
+        run_step(context, engine, case, case.steps - 1, record, outcome)
+        for fragment in engine.fragments():
+            if "weight" in fragment.tensors:
+                weight = fragment.tensors["weight"]
+                compare_fragment(outcome, "weights", case.steps - 1, fragment, weight, record.weights)
+        failures += outcome.failures()
+    return failures
+
+
+def run(function, cases, *args):
+    case = cases[0]
+    parallel = ParallelConfig(tensor_parallel_size=case.tensor, pipeline_parallel_size=case.pipeline)
+    return run_ranks(
+        function, case.ranks, cases, [parity.reference_of(c) for c in cases], *args, parallel=parallel
+    )
+
+
+def test_a_layout_equals_one_process_and_goes_on_in_any(tmp_path):
+    cases = [case_of(kind, Case(2, 1, 2, 2, True, accumulation=4)) for kind in ALL]
+    for failures, equal in run(train_and_go_on, cases, tmp_path):
+        assert failures == [] and equal == [True] * len(ALL)
+    alone = [case_of(kind, Case()) for kind in ALL]
+    assert run(go_on, alone, tmp_path) == [[]]
+
+
+SLOW = [case for case in parity_cases.reduced() if case.zero_stage < 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_layouts_equal_one_process(case, tmp_path):
+    for failures, equal in run(train_and_go_on, [case_of(kind, case) for kind in ALL], tmp_path):
+        assert failures == [] and equal == [True] * len(ALL)
+
+
+def test_another_optimizer_does_not_take_up_the_state(tmp_path):
+    """Unless nothing has been trained, as in an import."""
+    engine = StubEngine()
+    engine.train(3)
+    trained = read_checkpoint(save_checkpoint(tmp_path, 3, engine, {}, ParallelContext.alone()))
+    config = case_of("muon", Case()).config()
+    with pytest.raises(
+        CheckpointError, match=r"optimizer.kind is muon, but .* holds the state of adamw; set"
+    ):
+        require_same_optimizer(config, trained)
+    require_same_optimizer(Case().config(), trained)
+    require_same_optimizer(config, replace(trained, optimizer={**trained.optimizer, "adam_step": 0.0}))
