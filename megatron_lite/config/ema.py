@@ -29,8 +29,12 @@ class EmaConfig:
             "ema.use is true, but ema.decay is null; set that to a factor such as 0.999, or use to false.",
         )
 
-    def check_layout(self, parallel: ParallelConfig) -> None:
-        """Raise ConfigError unless averages can be kept in this layout."""
+    def check_run(self, parallel: ParallelConfig, has_task: bool) -> None:
+        """Raise ConfigError unless averages can be kept in this layout, for what is trained."""
+        check(
+            self.decay is None or not has_task,
+            f"ema.decay is {self.decay} with a task, whose best checkpoint is of the weights; set it to null.",
+        )
         check(
             self.decay is None or parallel.zero_stage < 3,
             f"ema.decay is {self.decay} with parallel.zero_stage 3, where DeepSpeed holds the weights; set zero_stage "

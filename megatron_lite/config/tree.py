@@ -290,7 +290,7 @@ class Config:
             "set the kernel to torch, or do not offload.",
         )
         self.optimizer.check_layout(parallel)
-        self.ema.check_layout(parallel)
+        self.ema.check_run(parallel, self.task is not None)
         check(
             model.inner_size % tp == 0,
             f"the inner width of the FFN ({model.inner_size}) must be divisible by parallel.tensor_parallel_size "
@@ -305,10 +305,6 @@ class Config:
 
     def _check_task(self) -> None:
         task, head = self.task, self.model.task_head
-        check(
-            task is None or self.ema.decay is None,
-            f"ema.decay is {self.ema.decay} with a task, whose best checkpoint is of the weights; set it to null.",
-        )
         check(
             task is not None or head == "none",
             f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",

@@ -450,7 +450,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "averages in fine-tuning": (
-        over(TASK, "model.task_head=classes", "ema.decay=0.9"),
+        over(TASK, "ema.decay=0.9"),
         ("ema.decay is 0.9 with a task", "set it to null"),
     ),
     "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),

@@ -3,7 +3,7 @@
     u = m / (sqrt v + eps) + weight_decay w;  w -= lr |w| / |u| u
 
 The factor is 1 where a norm is 0, and for biases and norms. Source: arXiv:1904.00962; without bias correction as
-google-research/albert, lamb_optimizer.py.
+google-research/albert, `LAMBOptimizer`.
 """
 
 from __future__ import annotations

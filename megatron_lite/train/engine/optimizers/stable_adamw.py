@@ -3,7 +3,7 @@
     r = sqrt(mean(g^2 / max(v, eps^2))) over a tensor;  a = lr / max(1, r)
     w = (1 - a weight_decay) w - a m / (sqrt v + eps)
 
-The moments' betas have the bias correction in them. Source: arXiv:2304.13013; as ModernBERT, src/optimizer.py.
+The moments' betas have the bias correction in them. Source: arXiv:2304.13013; as AnswerDotAI/ModernBERT, `StableAdamW`.
 """
 
 from __future__ import annotations
