@@ -48,7 +48,7 @@ ABILITIES: dict[str, int] = {
     "scores of whole words, a 5-gram that sees both sides, corpora of a copied run": 156,
     "a page to try a run": 598,
     "two tasks whose best possible score is known, in the quickstart": 132,
-    "LAMB, StableAdamW, AdaFactor and Muon, with their checkpoints and estimates": 823,
+    "LAMB, StableAdamW, AdaFactor and Muon, with their checkpoints and estimates": 828,
     "averages of the weights": 130,
     "merged checkpoints": 139,
 }
