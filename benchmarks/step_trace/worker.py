@@ -27,7 +27,6 @@ from data_utils.base.errors import UserError, run_command
 
 def load_libraries() -> None:
     """Import the slow libraries that every traced rank needs, before the ranks are forked."""
-    import deepspeed.compile.backend
     import deepspeed.ops
     import deepspeed.runtime.pipe.engine
     import deepspeed.runtime.zero.stage3
