@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
 
-The second table has the three kernels of megatron_lite/model/attention/cpu_kernels.py, casts included, and the
+The second table has the three kernels of megatron_lite/model/attention/calls.py, casts included, and the
 one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
@@ -43,7 +43,7 @@ from data_utils.base.planes import DOC
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
-from megatron_lite.model.attention.cpu_kernels import KERNELS, Kernel, choose
+from megatron_lite.model.attention.calls import KERNELS, Kernel, choose
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.kernels.compat import widens
@@ -113,7 +113,7 @@ class Step:
         self.made = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], torch.device("cpu"))
 
     def run(self) -> None:
-        out = self.made.attend(0, self.qkv, None)
+        out = self.made.attend(0, [self.qkv], None)
         torch.autograd.grad(out, self.qkv, self.grad)
 
 

@@ -24,7 +24,7 @@ from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
-from megatron_lite.model.attention.cpu_kernels import KERNELS
+from megatron_lite.model.attention.calls import KERNELS
 from megatron_lite.model.attention.layout import make_layout
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch

@@ -7,37 +7,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from data_utils.base.planes import ID_PLANES
 from megatron_lite.generate.watch import Watch
-from megatron_lite.model.attention.cpu_kernels import attend_all
+from megatron_lite.model.attention.calls import Packed, ScoreBias, attend_all
 from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.dense import ScoreBias
 from megatron_lite.model.kernels.dropout import AttentionDropout
-from megatron_lite.model.layers.relative import RelativeBuckets
-from megatron_lite.model.trunk.block import Condition, Flow, Stream
+from megatron_lite.model.trunk.block import Condition, Flow
 from megatron_lite.model.trunk.encoder_decoder import DecoderFlow
 from megatron_lite.model.trunk.forward import flow_of
 from megatron_lite.model.trunk.glm import GLM
-
-_EMPTY = torch.empty(0)
 
 
 class CachedPlan:
     """Attention of new tokens to all tokens so far. `expect` says before each pass what the new tokens are."""
 
-    def __init__(self, num_layers: int, watch: Watch | None = None):
+    def __init__(self, watch: Watch | None = None):
         self._watch = watch
-        self.keys: list[torch.Tensor] = [_EMPTY] * num_layers
-        self.values: list[torch.Tensor] = [_EMPTY] * num_layers
+        self._kept: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
         self.length = 0  # tokens that are kept
         self._real: torch.Tensor | None = None  # bool [R, K]; None: no padding
         self._positions: torch.Tensor | None = None  # int64 [R, K]
         self._seen: torch.Tensor | None = None  # of this pass, bool [R or 1, 1, N, K]
-        self._all_positions = _EMPTY  # of this pass, int64 [R, K]
+        self._all_positions = torch.empty(0)  # of this pass, int64 [R, K]
+        self._new = 0  # N of this pass
 
     def expect(
         self,
@@ -55,6 +50,7 @@ class CachedPlan:
             kept: number of leading new tokens that later passes see; None: all.
         """
         (rows, new), past = positions.shape, self.length
+        self._new = new
         whole = None
         if real is not None or self._real is not None:
             every = torch.ones(rows, past + new, dtype=torch.bool, device=positions.device)
@@ -71,47 +67,46 @@ class CachedPlan:
         self._positions = self._all_positions[:, : self.length]
         self._real = None if whole is None else whole[:, : self.length]
 
-    def bias(self, table: RelativeBuckets, new: int) -> ScoreBias:
-        """Score bias of this pass, the same for all layers: [R, H, N, K]."""
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [R K]: those of all tokens of this pass."""
+        return self._all_positions.flatten()
+
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries [R, N] and keys [R, K] of this pass, int64 places in `positions`."""
         rows, keys = self._all_positions.shape
-        places = torch.arange(rows * keys, device=self._all_positions.device).view(rows, keys)
-        (made,) = table([(places[:, keys - new :], places)], self._all_positions.flatten())
-        return lambda call, queries, keys: made
+        places = torch.arange(rows * keys, device=device).view(rows, keys)
+        return [(places[:, keys - self._new :], places)]
 
     def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        dropout: AttentionDropout | None,
-        bias: ScoreBias | None = None,
+        self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
-        """qkv [R, N, 3, H, D] -> [R, N, H, D]; there is no dropout."""
-        q, k, v = qkv.unbind(2)
-        if self.keys[layer] is not _EMPTY:
-            k = torch.cat([self.keys[layer], k], dim=1)
-            v = torch.cat([self.values[layer], v], dim=1)
-        self.keys[layer], self.values[layer] = k[:, : self.length], v[:, : self.length]
+        """[R, N, 3, H, D] -> [R, N, H, D]; there is no dropout."""
+        q, key_value = inputs[0].select(2, 0), inputs[0][:, :, 1:]
+        if layer in self._kept:
+            key_value = torch.cat([self._kept[layer], key_value], dim=1)
+        self._kept[layer] = key_value[:, : self.length]
         mask = self._seen
         if bias is not None:
-            added = bias(0, _EMPTY, _EMPTY).float()
+            added = bias(0, *self.pairs(q.device)[0]).float()
             mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
+        k, v = key_value.unbind(2)
         if self._watch is not None:
             self._watch.look(layer, q, k, mask)
         return attend_all(q, k, v, mask)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the given rows of the batch, some of them several times."""
-        if self.keys and self.keys[0] is not _EMPTY:
-            chosen = torch.tensor(rows, device=self.keys[0].device)
-            self.keys = [x[chosen] for x in self.keys]
-            self.values = [x[chosen] for x in self.values]
+        if self._kept:
+            chosen = torch.tensor(rows, device=self._all_positions.device)
+            self._kept = {layer: x[chosen] for layer, x in self._kept.items()}
             self._real = None if self._real is None else self._real[chosen]
             self._positions = None if self._positions is None else self._positions[chosen]
 
     def copy(self) -> CachedPlan:
         """A copy that continues independently. The kept tensors are shared, since they are never changed in place."""
         other = copy.copy(self)
-        other.keys, other.values = list(self.keys), list(self.values)
+        other._kept = dict(self._kept)
         return other
 
 
@@ -124,14 +119,15 @@ class CachedCross:
         self.rows = 0
 
     def attend(
-        self, layer: int, q: torch.Tensor, key_value: torch.Tensor, dropout: AttentionDropout | None
+        self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
-        """q [R N, H, D] -> the same; key_value [R K, 2, H, D] counts at a layer's first call only."""
+        """[R N, 1, H, D] -> [R N, H, D]; keys and values [R K, 2, H, D] count at a layer's first call only."""
+        q, key_value = inputs
         if layer not in self._kept:
             self._kept[layer] = key_value.view(self.rows, -1, *key_value.shape[1:])
         k, v = self._kept[layer].unbind(2)
         mask = None if self.real is None else self.real[:, None, None, :]
-        q = q.view(self.rows, -1, *q.shape[1:])
+        q = q.view(self.rows, -1, *q.shape[2:])
         if self._watch is not None:
             self._watch.look(layer, q, k, mask)
         return attend_all(q, k, v, mask).flatten(0, 1)
@@ -147,12 +143,6 @@ class CachedCross:
             chosen = torch.tensor(rows, device=next(iter(self._kept.values())).device)
             self._kept = {layer: x[chosen] for layer, x in self._kept.items()}
             self.real = None if self.real is None else self.real[chosen]
-
-    def arrays(self) -> list:
-        return []
-
-    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> CachedCross:
-        return self
 
 
 def padded(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,12 +171,8 @@ def stack_rows(
     Args: tokens: int64 [R, N]. ids: as for `id_planes`. plan: which expects them. condition: of the R x N tokens.
     """
     flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
-    if model.relative_bias is not None:
-        flow = replace(flow, bias=plan.bias(model.relative_bias, tokens.shape[1]))
-    stream = Stream(model.embedding(tokens.flatten(), ids.flatten(1), flow))
-    for layer in range(model.config.num_layers):
-        stream = model.layers[layer % len(model.layers)](stream, flow, layer)
-    return stream.summed().view(*tokens.shape, -1)
+    hidden = model.embedding(tokens.flatten(), ids.flatten(1), flow)
+    return model.run_blocks(hidden, flow, plan.positions).summed().view(*tokens.shape, -1)
 
 
 def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
@@ -204,16 +190,12 @@ def decoder_rows(
     cross: CachedCross,
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the decoder, before its last norm. Args: encoded: of `encoded_rows`."""
-    cross.rows, config = len(tokens), model.config
+    cross.rows = len(tokens)
     rows = encoded.flatten(0, 1)
     if cross.is_filled:
         rows = rows[:1]  # not looked at again
     parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
     flow = DecoderFlow(tokens.shape, plan, None, None, cross=cross, both=None)
-    if model.decoder_relative_bias is not None:
-        flow = replace(flow, bias=plan.bias(model.decoder_relative_bias, tokens.shape[1]))
     whole = Flow((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)
-    for layer in range(config.num_layers, len(model.layers)):
-        hidden = model.layers[layer](hidden, rows, flow, layer - config.num_layers)
-    return hidden.view(*tokens.shape, -1)
+    return model.run_decoder(hidden, rows, flow, plan.positions).summed().view(*tokens.shape, -1)

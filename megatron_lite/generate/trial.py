@@ -106,7 +106,8 @@ class Trial:
                 f"the text has {count} tokens with its answers, and attention is shown for up to {MOST_TOKENS}; "
                 "shorten it."
             )
-        watch = Watch(part, layer + parts[part] * (part == "cross"))
+        before = itertools.takewhile(lambda name: name != part, parts)
+        watch = Watch(part, layer + sum(parts[name] for name in before))
         rows, keys = worker.replay(given.context, best, watch).shown[part]
         weights, name = watch.rows(len(keys)), self._run.tokenizer.token_to_text
         chosen = weights.mean(0) if head is None else weights[head]

@@ -31,7 +31,7 @@ class Replay(NamedTuple):
 
 @dataclass
 class Watch:
-    """Keeps the weights of one layer for a text alone. A decoder's cross-attention counts on from its other layers."""
+    """Keeps the weights of one layer for a text alone. Layers are counted through the encoder, decoder and cross."""
 
     part: str  # encoder, decoder or cross
     layer: int

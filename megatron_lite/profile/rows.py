@@ -14,6 +14,7 @@ import torch
 
 from data_utils.base.planes import OBJECTIVE
 from megatron_lite.config.tree import Config
+from megatron_lite.model.attention.calls import spans_of
 from megatron_lite.model.attention.cross_attention import rectangles
 from megatron_lite.model.attention.dense import DensePlan
 from megatron_lite.model.attention.flex import BLOCK, FlexPlan
@@ -168,6 +169,6 @@ def _cross(layout: Layout, kernel: str) -> Call:
         return Call(whole, 0, whole, whole * layout.shape[1])
     orders = [plan_attention(part, _CUDA, kernel).order for part in layout.parts]
     found = rectangles(layout, orders[1], orders[0])
-    keys = sum(each.key_stop - each.key_start for each in found)
-    pairs = sum((each.stop - each.start) * (each.key_stop - each.key_start) for each in found)
+    lengths = [[stop - start for start, stop in spans_of(unit)] for unit in found]
+    keys, pairs = sum(keys for _, keys in lengths), sum(queries * keys for queries, keys in lengths)
     return Call(len(orders[1]), keys, keys, pairs)

@@ -32,7 +32,8 @@ def parts_of(run):
     config = run.config.model
     parts = [("encoder", layer, layer) for layer in range(config.num_layers)]
     for layer in range(config.decoder_layers):
-        parts += [("decoder", layer, layer), ("cross", layer, layer + config.decoder_layers)]
+        number = config.num_layers + layer
+        parts += [("decoder", layer, number), ("cross", layer, number + config.decoder_layers)]
     return parts
 
 

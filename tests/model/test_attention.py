@@ -21,14 +21,14 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention import cpu_kernels
+from megatron_lite.model.attention import calls
 from megatron_lite.model.attention import layout as attention_layout
 from megatron_lite.model.attention import plan as plans
-from megatron_lite.model.attention.cpu_kernels import KERNELS, choose
+from megatron_lite.model.attention.calls import KERNELS, choose
 from megatron_lite.model.attention.dense import DensePlan
 from megatron_lite.model.attention.flex import FlexPlan
 from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import CallPlan, plan_attention
+from megatron_lite.model.attention.plan import CallPlan, LongUnit, UnitGroup, plan_attention
 from megatron_lite.model.attention.varlen import VarlenPlan, _joined
 from megatron_lite.model.kernels.fused import join_pair_kernel
 
@@ -133,7 +133,7 @@ def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(name):
         keys = call.gathered if call.keys is None else range(plan.length)[call.keys]
         counts = (call.queries.stop - call.queries.start, len(keys), len(keys))
         grads.append(tuple(torch.randn(count, 2, 8, generator=generator) for count in counts))
-    expected = _joined(qkv, plan, grads)
+    (expected,) = _joined([qkv], plan, grads)
     place = plan.calls[1].place
     with interpreted_kernels():
         ours, sums = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place)
@@ -231,7 +231,7 @@ def test_a_batch_of_padding_gives_zeros(dropout):
         plan = plan_attention(make_layout(*arrays), CPU, kernel, multiple=10)
         qkv = torch.stack(draw((10, 2, 8), count=3), dim=1)
         out = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], CPU).attend(
-            0, qkv, dropout_of(arrays, dropout, plan=plan) if dropout else None
+            0, [qkv], dropout_of(arrays, dropout, plan=plan) if dropout else None
         )
         assert out.shape == (10, 2, 8) and not out.any()
 
@@ -281,8 +281,8 @@ def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
     """As on a CPU that multiplies bf16 natively, where the choice is made."""
     taken = []
     monkeypatch.setattr(plans, "SHORT_PRODUCTS", 0)
-    monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
-    monkeypatch.setattr(plans, "choose", lambda *args, **options: taken.append(name) or name)
+    monkeypatch.setattr(calls, "widens", lambda x: False)
+    monkeypatch.setattr(calls, "choose", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
     *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)
@@ -302,12 +302,22 @@ def test_groups_of_short_documents_equal_calls_for_each(recipe, monkeypatch):
     for products in (plans.SHORT_PRODUCTS, 0):
         monkeypatch.setattr(plans, "SHORT_PRODUCTS", products)
         plan = plan_attention(make_layout(*arrays), CPU, multiple=arrays[0].size)
-        out = plan.attend(0, qkv, None)
+        out = plan.attend(0, [qkv], None)
         results.append((out, *torch.autograd.grad(out, qkv, grad)))
-        groups, long_units = plan.parts(16)
-        assert not (long_units if products else groups)
+        kinds = {type(part) for part in plan.parts(16)}
+        assert kinds == {UnitGroup if products else LongUnit}
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_group_hides_tokens_that_no_query_sees():
+    """A query stream that sees all content: one call without a mask, on fewer keys than there are tokens."""
+    doc, order = np.zeros((2, 2, 100), np.int32)
+    order[:, :30] = -1
+    arrays = doc, order, np.zeros_like(doc)
+    plan = plan_attention(make_layout(*arrays), CPU)
+    assert {call.keys for unit in plan.units for call in unit.calls} == {((30, 100),)}
+    assert_equals_reference(arrays, plan)
 
 
 def test_equal_documents_share_a_call_without_a_mask():
@@ -315,9 +325,11 @@ def test_equal_documents_share_a_call_without_a_mask():
         doc = np.zeros((5, 70), np.int32)
         order = np.tile(np.arange(70, dtype=np.int32), (5, 1)) if is_causal else np.zeros((5, 70), np.int32)
         plan = plan_attention(make_layout(doc, order, np.zeros_like(doc)), CPU)
-        ((group,), long_units) = plan.parts(16)
-        assert not long_units and group.place.shape == (5, 70), recipe
-        assert group.is_causal == is_causal and group.mask(plan, torch.float64)[0] is None
+        (group,) = plan.parts(16)
+        assert group.queries.place.shape == (5, 70), recipe
+        assert (group.kind == attention_layout.CAUSAL) == is_causal and group.mask(plan, torch.float64)[
+            0
+        ] is None
         assert_equals_reference((doc, order, np.zeros_like(doc)), plan)
 
 
@@ -332,7 +344,7 @@ def test_memory_grows_linearly_with_the_row_length(recipe):
         rows = max((call.stop - call.start for call in masked), default=0)
         assert rows <= attention_layout.BLOCK_ROWS
         tensors = [x for x in vars(plan).values() if isinstance(x, torch.Tensor)]
-        sizes.append(sum(x.numel() for x in tensors) / len(plan.layout.rows))
+        sizes.append(sum(x.numel() for x in tensors) / (plan.order >= 0).sum())
     assert sizes[0] == sizes[1] <= 5
 
 
@@ -344,8 +356,8 @@ def test_plans_save_no_masks_for_the_backward_pass():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         plan = plan_attention(layout, CPU)
-        plan.on_device([], CPU).attend(0, qkv, None)
-    tokens = len(plan.layout.rows)
+        plan.on_device([], CPU).attend(0, [qkv], None)
+    tokens = len(layout.rows)
     assert sum(saved) <= 4 * tokens * 2 * 8 + tokens * 2
 
 

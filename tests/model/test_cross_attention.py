@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention import cross_attention
-from megatron_lite.model.attention.cross_attention import CrossCalls, CrossVarlen, constant_length, plan_parts
+from megatron_lite.model.attention.cross_attention import constant_length, plan_parts
 from megatron_lite.model.attention.layout import make_layout
+from megatron_lite.model.attention.plan import CallPlan, LongUnit, UnitGroup
 from megatron_lite.model.attention.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import salts
 
@@ -79,10 +79,10 @@ def three(plan, inputs, shape, dropouts=(None, None, None)):
         (plan.decoder, decoder, inputs[1], dropouts[1]),
     ):
         packed = torch.stack([ordered(x, order) for x in qkv], dim=1)
-        outs.append(in_place(part.attend(0, packed, dropout), order, shape))
+        outs.append(in_place(part.attend(0, [packed], dropout), order, shape))
     q, k, v = inputs[2]
     key_value = torch.stack([ordered(x, encoder) for x in (k, v)], dim=1)
-    out = plan.cross.attend(0, ordered(q, decoder), key_value, dropouts[2])
+    out = plan.cross.attend(0, [ordered(q, decoder)[:, None], key_value], dropouts[2])
     assert out.shape == (plan.lengths[1], HEADS, SIZE)
     return [*outs, in_place(out, decoder, shape)]
 
@@ -133,15 +133,14 @@ def test_calls_on_cpu_equal_the_rule(name, products, monkeypatch):
     """In groups of short documents, and each document by itself."""
     if products is not None:
         monkeypatch.setattr("megatron_lite.model.attention.plan.SHORT_PRODUCTS", products)
-        monkeypatch.setattr(cross_attention, "SHORT_PRODUCTS", products)
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = arrays_of(name, sequence_length, seed=seed)
         plan = plan_parts(make_layout(*arrays), CPU, multiple=16)
-        assert isinstance(plan.cross, CrossCalls)
+        assert isinstance(plan.cross, CallPlan)
         expected = assert_equals_the_rule(arrays, plan)
         assert all(out.any() for out in expected)
-        groups, long = plan.cross.parts(HEADS * SIZE)
-        assert bool(groups) == (products is None) and bool(long) == (products == 0)
+        kinds = {type(part) for part in plan.cross.parts(HEADS * SIZE)}
+        assert kinds == {UnitGroup if products is None else LongUnit}
 
 
 @EACH
@@ -165,9 +164,8 @@ def test_the_dense_plans_equal_the_rule(name):
 
 
 @EACH
-def test_calls_for_cuda_equal_the_rule(name, emulated_kernel, monkeypatch):
+def test_calls_for_cuda_equal_the_rule(name, emulated_kernel):
     """The kernel is written out in the test; its place, queries and keys are the product's."""
-    monkeypatch.setattr(cross_attention, "varlen_kernel", lambda dtype: emulated_kernel)
     for seed, multiple in ((4, 1), (5, 64)):
         arrays = arrays_of(name, seed=seed)
         plan = plan_parts(make_layout(*arrays), CPU, "varlen", multiple)
@@ -183,11 +181,11 @@ def test_on_cuda_each_part_is_a_call_without_a_mask(name):
     assert isinstance(plan.encoder, VarlenPlan) and isinstance(plan.decoder, VarlenPlan)
     assert [call.causal for call in plan.encoder.calls] == [False]
     assert any(call.causal for call in plan.decoder.calls) and len(plan.decoder.calls) <= 2
-    assert isinstance(plan.cross, CrossVarlen) and not len(plan.cross.blind)
+    assert isinstance(plan.cross, VarlenPlan) and not len(plan.cross.hidden)
     document, decoder = make_layout(*arrays).document, orders(plan)[1]
     with_targets = len(np.unique(document[make_layout(*arrays).is_target]))
-    assert len(plan.cross.call.query_ends) - 1 == with_targets
-    assert plan.cross.call.query_ends[-1] == len(decoder)
+    assert len(plan.cross.calls[0].query_ends) - 1 == with_targets
+    assert plan.cross.calls[0].query_ends[-1] == len(decoder)
 
 
 def test_mass_hides_the_fragment_from_the_decoder():
@@ -197,8 +195,8 @@ def test_mass_hides_the_fragment_from_the_decoder():
     grp = np.array([[1, 1, 1, 1, 0, 0]], np.int32)
     plan = plan_parts(make_layout(doc, order, grp), CPU)
     assert orders(plan)[0].tolist() == [1, 2, 0, 3] and orders(plan)[1].tolist() == [4, 5]
-    (found,) = plan.cross.rectangles
-    assert found == cross_attention.Rectangle(0, 2, 2, 4)
+    (found,) = plan.cross.units
+    assert (found.start, found.stop, found.keys) == (0, 2, (2, 4))
 
 
 @given(st.integers(0, 10**6))
@@ -209,20 +207,18 @@ def test_cross_calls_serve_any_contexts_and_targets(seed):
     assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU))
 
 
-def test_targets_without_a_context_give_zeros_on_cuda(emulated_kernel, monkeypatch):
-    monkeypatch.setattr(cross_attention, "varlen_kernel", lambda dtype: emulated_kernel)
+def test_targets_without_a_context_give_zeros_on_cuda(emulated_kernel):
     doc = np.array([[0, 0, 0, 1, 1, 2, 2, -1]], np.int32)
     order = np.array([[0, 1, 2, 1, 2, 0, 1, 0]], np.int32)
     arrays = doc, order, np.zeros_like(doc)
     plan = plan_parts(make_layout(*arrays), CPU, "varlen", 8)
-    assert orders(plan)[1][plan.cross.blind].tolist() == [3, 4]
+    assert orders(plan)[1][plan.cross.hidden].tolist() == [3, 4]
     assert_equals_the_rule(arrays, plan)
 
 
 @pytest.mark.parametrize("kernel", ["calls", "dense", "varlen"])
 @pytest.mark.parametrize("which", ["padding", "contexts", "targets"])
-def test_a_part_may_be_empty(kernel, which, emulated_kernel, monkeypatch):
-    monkeypatch.setattr(cross_attention, "varlen_kernel", lambda dtype: emulated_kernel)
+def test_a_part_may_be_empty(kernel, which, emulated_kernel):
     doc = np.full((2, 5), -1 if which == "padding" else 0, np.int32)
     order = np.tile(np.arange(1, 6, dtype=np.int32), (2, 1)) if which == "targets" else np.zeros_like(doc)
     arrays = doc, order, np.zeros_like(doc)
@@ -258,7 +254,7 @@ def test_cross_attention_drops_by_the_salt_of_its_layer():
     encoder, decoder = orders(plan)
     key_value = torch.stack([ordered(x, encoder) for x in (k, v)], dim=1)
     outs = [
-        plan.cross.attend(layer, ordered(q, decoder), key_value, parent.attention(0.3, layer))
+        plan.cross.attend(layer, [ordered(q, decoder)[:, None], key_value], parent.attention(0.3, layer))
         for layer in (0, 1)
     ]
     assert (outs[0] != outs[1]).any()

@@ -24,7 +24,6 @@ from data_utils.base.planes import (
 )
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import cross_attention
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
@@ -183,7 +182,6 @@ def test_the_model_equals_blocks_and_attention_written_out(config, name):
 
 @EACH_CONFIG
 def test_the_calls_of_cuda_give_the_same(config, emulated_kernel, monkeypatch):
-    monkeypatch.setattr(cross_attention, "varlen_kernel", lambda dtype: emulated_kernel)
     model, planes = make(config), batch_of("mass")
     assert_close(results(model, planes, "varlen", multiple=64), results(model, planes))
 

@@ -62,7 +62,7 @@ def attend(plan, qkv, dropout=None, device=CPU):
     # Padding takes values that would be seen in the output.
     ordered = torch.where(real[:, None, None, None], packed[order.clamp(min=0)], 3.0)
     arrays = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in plan.arrays()]
-    out = plan.on_device(arrays, device).attend(0, ordered.to(device), dropout).cpu()
+    out = plan.on_device(arrays, device).attend(0, [ordered.to(device)], dropout).cpu()
     whole = torch.zeros_like(packed[:, 0])
     return whole.index_copy(0, order[real], out[real]).view_as(qkv[0])
 

@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from data_utils.base.planes import PADDING_DOC
+from megatron_lite.model.attention.calls import Packed, ScoreBias
 from megatron_lite.model.attention.layout import LENGTHS, Layout, may_see, padded_order
 from megatron_lite.model.kernels.dropout import AttentionDropout, pairs_formula, stays
 
@@ -137,7 +138,11 @@ class FlexPlan:
         )
         return self
 
-    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
+    ) -> torch.Tensor:
+        assert bias is None, "FlexAttention has the mask alone"
+        (qkv,) = inputs
         heads = [x.transpose(0, 1)[None] for x in qkv.unbind(1)]
         run = functools.partial(_kernel(self.compiled), *heads, block_mask=self.block_mask)
         if dropout is None:

@@ -38,9 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.planes import (
-    PADDING_DOC,
-)
+from data_utils.base.planes import PADDING_DOC
 
 NEVER = np.int64(1) << 31  # key_time of a query-stream token
 FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
@@ -48,9 +46,7 @@ FULL, CAUSAL, MASKED, BLIND = range(4)  # BLIND: queries that see nothing
 LENGTHS = 32  # number of padded lengths per shape of batches, about: padding is 1.6 % on average
 BLOCK_ROWS = 256  # queries of a masked call; torch's CPU kernel is fastest with 256 to 512
 KERNEL_KEYS = 512  # block size in which torch's CPU kernel skips the hidden keys of a causal call
-JOINED_ROWS = (
-    64  # documents share a unit of at most this many tokens: calls would cost more than the pairs they save
-)
+JOINED_ROWS = 64  # tokens of a unit that documents share: calls of their own would cost more than they save
 LEAST_FULL_ROWS = 32  # minimum number of queries with the same keys for a separate call
 
 
@@ -131,6 +127,7 @@ class Unit:
     start: int
     stop: int
     calls: tuple[Call, ...]  # their queries follow each other and cover the unit
+    keys: tuple[int, int] | None = None  # in cross-attention: start and stop of keys, which are other tokens
 
 
 def make_layout(doc: np.ndarray, order: np.ndarray, grp: np.ndarray) -> Layout:

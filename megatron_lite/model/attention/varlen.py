@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError
+from megatron_lite.model.attention.calls import Attend, Packed, ScoreBias, spans_of
 from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
 from megatron_lite.model.kernels.compat import Gradients, varlen_kernel
 from megatron_lite.model.kernels.dropout import AttentionDropout
@@ -48,70 +49,43 @@ class VarlenCall:
     longest_keys: int
 
 
-class VarlenPlan:
-    """The calls of a batch.
+_ARRAYS = ("gathered", "place", "query_ends", "key_ends")
 
-    Args: units: with calls of any kind but masked ones. length: T, the tokens of the batch and padding after them.
+
+class VarlenPlan:
+    """The calls of a batch, whose queries follow each other.
+
+    Args:
+        order: as for HostPlan.
+        blind: number of tokens after the queries of all calls; they see nothing.
+        hidden: int32, queries of calls whose output is zeroed.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[Unit], length: int):
-        pieces: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {FULL: [], CAUSAL: []}
-        blind = [np.empty(0, np.int64)]
-        for unit in units:
-            for call in unit.calls:
-                assert call.kind != MASKED
-                queries = np.arange(unit.start + call.start, unit.start + call.stop)
-                if call.kind == BLIND:
-                    blind.append(queries)
-                    continue
-                keys = [np.arange(unit.start + start, unit.start + stop) for start, stop in call.keys]
-                pieces[call.kind].append((queries, np.concatenate(keys)))
-        kind_of_padding = FULL if pieces[FULL] or not pieces[CAUSAL] else CAUSAL
-        for start in range(len(layout.rows), length, _PADDING_DOCUMENT):
-            padding = np.arange(start, min(start + _PADDING_DOCUMENT, length))
-            pieces[kind_of_padding].append((padding, padding))
-        place = np.concatenate([*(queries for kind in pieces.values() for queries, _ in kind), *blind])
-        self.length = length
-        self.blind = slice(length - sum(map(len, blind)), length)
-        self.order = padded_order(layout, length)[place]
-        moved = np.empty(length, np.int64)
-        moved[place] = np.arange(length)
-        self.calls: list[VarlenCall] = []
-        first = 0
-        for kind, kind_pieces in pieces.items():
-            if kind_pieces:
-                self.calls.append(_call(kind == CAUSAL, kind_pieces, moved, first))
-                first = self.calls[-1].queries.stop
-
+    def __init__(
+        self, calls: list[VarlenCall], order: np.ndarray, blind: int = 0, hidden: np.ndarray | None = None
+    ):
+        self.calls, self.order, self.blind, self.length = calls, order, blind, len(order)
+        self.hidden: Any = hidden
         # GLM's case: two calls, the first on a slice of keys, the second on keys each gathered once.
-        self.is_pair = (
-            len(self.calls) == 2 and self.calls[0].keys is not None and len(self.calls[1].place) > 0
-        )
+        self.is_pair = len(calls) == 2 and calls[0].keys is not None and len(calls[1].place) > 0
 
     def arrays(self) -> list[np.ndarray]:
-        return [
-            array
-            for call in self.calls
-            for array in (call.gathered, call.place, call.query_ends, call.key_ends)
-        ]
+        arrays = [getattr(call, name) for call in self.calls for name in _ARRAYS]
+        return arrays if self.hidden is None else [*arrays, self.hidden]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> VarlenPlan:
-        parts = iter(arrays)
-        self.calls = [
-            replace(
-                call,
-                gathered=next(parts),
-                place=next(parts),
-                query_ends=next(parts),
-                key_ends=next(parts),
-            )
-            for call in self.calls
-        ]
+        rest: Any = iter(arrays)
+        self.calls = [replace(call, **{name: next(rest) for name in _ARRAYS}) for call in self.calls]
+        if self.hidden is not None:
+            self.hidden = next(rest).long()
         return self
 
-    def attend(self, layer: int, qkv: torch.Tensor, dropout: AttentionDropout | None) -> torch.Tensor:
-        p = self.prepare(qkv.shape[-1], qkv.device, dropout)
-        return _VarlenCalls.apply(qkv, self, p)
+    def attend(
+        self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
+    ) -> torch.Tensor:
+        assert bias is None, "the kernels take none"
+        out = Attend.apply(self, self.prepare(inputs[0].shape[-1], inputs[0].device, dropout), *inputs)
+        return out if self.hidden is None or not len(self.hidden) else out.index_fill(0, self.hidden, 0.0)
 
     def prepare(self, head_dim: int, device: torch.device, dropout: AttentionDropout | None) -> float:
         """Before the calls of a layer: seeds their kernels. Returns the probability of dropout."""
@@ -120,6 +94,104 @@ class VarlenPlan:
             return 0.0
         dropout.seed_kernel(device)
         return dropout.p
+
+    def forward(self, inputs: Packed, p: float) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """See `Attend`. Kept are the inputs, and of each call the gathered keys and values and the kernel's state."""
+        kernel = varlen_kernel(inputs[0].dtype)
+        q, key_value = _halves(inputs)
+        outs, kept = [], [[*inputs]]
+        for call in self.calls:
+            gathered = [key_value.index_select(0, call.gathered)] if call.keys is None else []
+            keys, values = (key_value[call.keys] if call.keys is not None else gathered[0]).unbind(1)
+            out, state = kernel.forward(q[call.queries], keys, values, call, p)
+            outs.append(out)
+            kept.append([*gathered, *state])
+        if self.blind:
+            outs.append(q.new_zeros(self.blind, *q.shape[1:]))
+        return outs[0] if len(outs) == 1 else torch.cat(outs), kept
+
+    def backward(
+        self, grad: torch.Tensor, out: torch.Tensor, kept: Sequence[list[torch.Tensor]], p: float
+    ) -> list[torch.Tensor]:
+        return self.gradients(grad, out, kept, p)[0]
+
+    def gradients(
+        self, grad: torch.Tensor, out: torch.Tensor, kept: Sequence[list[torch.Tensor]], p: float
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The gradient of each input, and its partial sums over tokens, fp32 [P, 3 H D], where they cost nothing.
+
+        Args: grad: of `out`, the output.
+        """
+        inputs, *tensors = kept
+        kernel = varlen_kernel(out.dtype)
+        q, key_value = _halves(inputs)
+        grads = []
+        for call, state in zip(self.calls, tensors, strict=True):
+            gathered, state = (
+                (key_value[call.keys], state) if call.keys is not None else (state[0], state[1:])
+            )
+            keys, values = gathered.unbind(1)
+            rows = call.queries
+            grads.append(kernel.backward(grad[rows], q[rows], keys, values, out[rows], state, call, p))
+        if self.is_pair and has_kernels(grad):
+            first, second = self.calls
+            assert first.keys is not None
+            total, sums = join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place)
+            return [total], sums
+        return _joined(inputs, self, grads), None
+
+
+def varlen_plan(layout: Layout, units: Sequence[Unit], length: int) -> VarlenPlan:
+    """The plan of a batch whose tokens see each other.
+
+    Args: units: with calls of any kind but masked ones. length: T, the tokens of the batch and padding after them.
+    """
+    pieces: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {FULL: [], CAUSAL: []}
+    blind = [np.empty(0, np.int64)]
+    for unit in units:
+        for call in unit.calls:
+            assert call.kind != MASKED
+            queries = np.arange(unit.start + call.start, unit.start + call.stop)
+            if call.kind == BLIND:
+                blind.append(queries)
+                continue
+            keys = [np.arange(unit.start + start, unit.start + stop) for start, stop in call.keys]
+            pieces[call.kind].append((queries, np.concatenate(keys)))
+    kind_of_padding = FULL if pieces[FULL] or not pieces[CAUSAL] else CAUSAL
+    for start in range(len(layout.rows), length, _PADDING_DOCUMENT):
+        padding = np.arange(start, min(start + _PADDING_DOCUMENT, length))
+        pieces[kind_of_padding].append((padding, padding))
+    place = np.concatenate([*(queries for kind in pieces.values() for queries, _ in kind), *blind])
+    moved = np.empty(length, np.int64)
+    moved[place] = np.arange(length)
+    calls: list[VarlenCall] = []
+    for kind, kind_pieces in pieces.items():
+        if kind_pieces:
+            calls.append(_call(kind == CAUSAL, kind_pieces, moved, calls[-1].queries.stop if calls else 0))
+    return VarlenPlan(calls, padded_order(layout, length)[place], sum(map(len, blind)))
+
+
+def cross_varlen_plan(units: Sequence[Unit], order: np.ndarray, keys: int) -> VarlenPlan:
+    """The plan of cross-attention: one call of all queries, those of each unit with its keys.
+
+    The call takes every row of the decoder, so those that see nothing go with the document before them. Tokens among
+    them get zeros afterwards. Padding keeps what it gets: no token reads it, so no gradient comes from it.
+
+    Args: units: see `rectangles`. order: of the decoder's plan. keys: Te.
+    """
+    is_blind = order >= 0
+    for unit in units:
+        is_blind[unit.start : unit.stop] = False
+    spans = [spans_of(unit)[1] for unit in units] or [(0, keys)]
+    ends = [0, *(unit.start for unit in units[1:]), len(order)]
+    pieces = [
+        (np.arange(*queries), np.arange(*span))
+        for queries, span in zip(itertools.pairwise(ends), spans, strict=True)
+    ]
+    call = _call(False, pieces, np.arange(keys), 0)
+    return VarlenPlan(
+        [replace(call, place=call.place[:0])], order, hidden=np.flatnonzero(is_blind).astype(np.int32)
+    )
 
 
 def _call(
@@ -160,94 +232,37 @@ def _require_head_dim(size: int) -> None:
         )
 
 
-class _VarlenCalls(torch.autograd.Function):
-    """All calls as one autograd node: [T, 3, H, D] -> [T, H, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, plan: VarlenPlan, dropout: float) -> torch.Tensor:
-        whole, keys, states = forward_calls(plan, qkv, dropout)
-        ctx.plan, ctx.dropout, ctx.keys = plan, dropout, len(keys)
-        ctx.lengths = [len(state) for state in states]
-        ctx.save_for_backward(qkv, whole, *keys, *(tensor for state in states for tensor in state))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        qkv, whole, *saved = ctx.saved_tensors
-        keys, saved = saved[: ctx.keys], iter(saved[ctx.keys :])
-        states = [list(itertools.islice(saved, length)) for length in ctx.lengths]
-        return backward_calls(ctx.plan, qkv, whole, keys, states, grad, ctx.dropout)[0], None, None
+def _halves(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], and keys and values [K, 2, H, D]."""
+    return packed[0][:, 0], packed[0][:, 1:] if len(packed) == 1 else packed[1]
 
 
-def forward_calls(
-    plan: VarlenPlan, qkv: torch.Tensor, dropout: float
-) -> tuple[torch.Tensor, list[torch.Tensor], list[Any]]:
-    """The output [T, H, D] of all calls, and what `backward_calls` needs: gathered keys and values, states of kernels.
-
-    Args: qkv: [T, 3, H, D]. dropout: probability.
-    """
-    kernel = varlen_kernel(qkv.dtype)
-    q, k, v = qkv.unbind(1)
-    outs, kept, states = [], [], []
-    for call in plan.calls:
-        if call.keys is None:
-            kept.append(qkv[:, 1:].index_select(0, call.gathered))
-            keys, values = kept[-1].unbind(1)
-        else:
-            keys, values = k[call.keys], v[call.keys]
-        out, state = kernel.forward(q[call.queries], keys, values, call, dropout)
-        outs.append(out)
-        states.append(state)
-    if plan.blind.start < plan.blind.stop:
-        outs.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
-    return outs[0] if len(outs) == 1 else torch.cat(outs), kept, states
-
-
-def backward_calls(
-    plan: VarlenPlan, qkv: torch.Tensor, whole: torch.Tensor, kept: Sequence[torch.Tensor], states: Sequence[Any],
-    grad: torch.Tensor, dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The gradient of qkv, [T, 3, H, D], and its partial sums over tokens, fp32 [P, 3 H D], where they cost nothing.
-
-    Args: whole, kept, states: of `forward_calls`. grad: of `whole`.
-    """
-    kernel = varlen_kernel(qkv.dtype)
-    q, k, v = qkv.unbind(1)
-    gathered = iter(kept)
-    grads = []
-    for call, state in zip(plan.calls, states, strict=True):
-        keys, values = (k[call.keys], v[call.keys]) if call.keys is not None else next(gathered).unbind(1)
-        rows = call.queries
-        grads.append(kernel.backward(grad[rows], q[rows], keys, values, whole[rows], state, call, dropout))
-    if plan.is_pair and has_kernels(grad):
-        first, second = plan.calls
-        assert first.keys is not None
-        return join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place)
-    return _joined(qkv, plan, grads), None
-
-
-def _joined(qkv: torch.Tensor, plan: VarlenPlan, grads: list[Gradients]) -> torch.Tensor:
-    """The gradient of qkv from those of the calls."""
-    total = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    of_queries = [dq for dq, _, _ in grads]
-    if plan.blind.start < plan.blind.stop:
-        of_queries.append(qkv.new_zeros(plan.blind.stop - plan.blind.start, *qkv.shape[2:]))
-    torch.cat(of_queries, out=total[:, 0])
+def _joined(inputs: Packed, plan: VarlenPlan, grads: list[Gradients]) -> list[torch.Tensor]:
+    """The gradients of the inputs from those of the calls."""
+    totals = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[-1:]]
+    if len(inputs) == 2:
+        totals.insert(0, grads[0][0].unsqueeze(1))
+    of_queries, of_keys = _halves(totals)
+    if len(inputs) == 1:
+        parts = [dq for dq, _, _ in grads]
+        if plan.blind:
+            parts.append(of_queries.new_zeros(plan.blind, *of_queries.shape[1:]))
+        torch.cat(parts, out=of_queries)
     # The first call's keys are written if they are a slice, all others added to zeros.
     call, (_, dk, dv) = plan.calls[0], grads[0]
     written = 0
     if call.keys is not None:
-        torch.stack([dk, dv], dim=1, out=total[call.keys, 1:])
+        torch.stack([dk, dv], dim=1, out=of_keys[call.keys])
         written = 1
-    if len(plan.calls) > written or call.keys != slice(0, plan.length):
-        _clear_others(total[:, 1:], plan.calls[0].keys)
-    for call, (_, dk, dv) in zip(plan.calls[written:], grads[written:], strict=True):
-        for of_keys, part in zip(total[:, 1:].unbind(1), (dk, dv), strict=True):
+    if len(plan.calls) > written or call.keys != slice(0, len(of_keys)):
+        _clear_others(of_keys, plan.calls[0].keys)
+    for call, (_, *parts) in zip(plan.calls[written:], grads[written:], strict=True):
+        for total, part in zip(of_keys.unbind(1), parts, strict=True):
             if call.keys is not None:
-                of_keys[call.keys] += part
+                total[call.keys] += part
             else:
-                of_keys.index_add_(0, call.gathered, part)
-    return total
+                total.index_add_(0, call.gathered, part)
+    return totals
 
 
 def _clear_others(of_keys: torch.Tensor, written: slice | None) -> None:

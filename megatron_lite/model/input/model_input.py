@@ -18,9 +18,10 @@ import torch
 from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.calls import HostPlan
 from megatron_lite.model.attention.cross_attention import PartsPlan, constant_length, plan_parts
 from megatron_lite.model.attention.layout import LENGTHS
-from megatron_lite.model.attention.plan import HostPlan, plan_attention
+from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.loss_rows import LossRows, find_loss_rows
 from megatron_lite.model.kernels.compat import cpu_has_half_matmul

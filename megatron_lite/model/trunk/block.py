@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.planes import ID_PLANES, ORD
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.calls import AttentionPlan, ScoreBias
 from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.dense import ScoreBias
-from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
 from megatron_lite.model.attention.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
@@ -305,9 +304,7 @@ class Attention(nn.Module):
             terms = self.relative(q.squeeze(-3), distances)
             qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
             bias = lambda call, queries, keys: terms.bias(distances, queries, keys)  # noqa: E731
-        if bias is None:
-            return flow.plan.attend(layer, qkv, dropout)
-        return cast(BiasedPlan, flow.plan).attend(layer, qkv, dropout, bias)
+        return flow.plan.attend(layer, [qkv], dropout, bias)
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
         if not self.dropout or flow.dropout is None:

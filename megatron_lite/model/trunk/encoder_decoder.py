@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.cross_attention import CrossPlan, PartsPlan
+from megatron_lite.model.attention.calls import AttentionPlan
+from megatron_lite.model.attention.cross_attention import PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.tensor_parallel import (
@@ -43,7 +44,7 @@ from megatron_lite.model.trunk.block import (
 class DecoderFlow(Flow):
     """Inputs of the decoder's blocks for one micro-batch, those of cross-attention included."""
 
-    cross: CrossPlan = field(kw_only=True)
+    cross: AttentionPlan = field(kw_only=True)
     both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
 
 
@@ -96,7 +97,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int) -> Biased:
         """[Td, D], [Te, D] -> [Td, D]; under sequence parallelism of this rank's tokens."""
-        q = self.query(hidden).x.unflatten(1, (-1, self.head_size))
+        q = self.query(hidden).x.unflatten(1, (1, -1, self.head_size))
         q = q if self.query_factor == 1.0 else q * self.query_factor
         key_value = self.key_value(encoded).x.unflatten(1, (2, -1, self.head_size))
         out = recomputed(self.recompute, self._attend, q, key_value, flow, layer)
@@ -108,7 +109,7 @@ class CrossAttention(nn.Module):
         dropout = None
         if self.dropout and flow.both is not None:
             dropout = flow.both.attention(self.dropout, layer)
-        return flow.cross.attend(layer, q, key_value, dropout)
+        return flow.cross.attend(layer, [q, key_value], dropout)
 
 
 class DecoderBlock(Block):

@@ -10,8 +10,8 @@ import torch
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.calls import AttentionPlan, BiasedPlan
 from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.plan import AttentionPlan, BiasedPlan
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.layers.relative import Distances, RelativeBuckets
 from megatron_lite.model.layers.rotary import Rotary

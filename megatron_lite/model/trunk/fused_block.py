@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.model.attention.varlen import VarlenPlan, backward_calls, forward_calls
+from megatron_lite.model.attention.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import FeatureDropout
 from megatron_lite.model.kernels.fused import (
     NO_DROPOUT,
@@ -109,7 +109,7 @@ class _FusedBlock(torch.autograd.Function):
         if x is None:
             summed = hidden
         qkv = F.linear(normed, qkv_layer.weight, qkv_layer.bias).view(tokens, 3, -1, head_size)
-        attended, keys, states = forward_calls(plan, qkv, attention_p)
+        attended, kept = plan.forward([qkv], attention_p)
         flat = attended.view(tokens, -1)
         projected = F.linear(flat, dense.weight)
         total, normed_again, stats_again = add_norm_kernel(projected, dense.bias, *after, summed, *second)
@@ -117,7 +117,7 @@ class _FusedBlock(torch.autograd.Function):
         inner = gelu_kernel(expanded, expand.bias, tanh)
         out = F.linear(inner, shrink.weight)
         ctx.save_for_backward(total)  # a result: as an attribute it would keep itself
-        ctx.of_attention = summed, normed, stats, qkv, attended, flat, keys, states
+        ctx.of_attention = summed, normed, stats, attended, flat, kept
         ctx.of_mlp = normed_again, stats_again, expanded, inner
         ctx.parameters, ctx.has_x = parameters, x is not None
         ctx.dropouts, ctx.attention_p, ctx.plan = dropouts, attention_p, plan
@@ -166,11 +166,11 @@ def _attention_backward(
     ctx: Any, parts: Parts, d_sum: torch.Tensor, d_projected: torch.Tensor, has_x_bias: bool
 ) -> tuple[Any, ...]:
     """Gradients of the hidden state and of x; sums of the bias of Q, K and V, of the norm and of x's bias."""
-    summed, normed, stats, qkv, attended, flat, keys, states = ctx.of_attention
+    summed, normed, stats, attended, flat, kept = ctx.of_attention
     ctx.of_attention = None
     d_attended = torch.mm(d_projected, parts.dense.weight).view_as(attended)
     parts.dense.take(d_projected, flat)
-    d_qkv, qkv_sums = backward_calls(ctx.plan, qkv, attended, keys, states, d_attended, ctx.attention_p)
+    (d_qkv,), qkv_sums = ctx.plan.gradients(d_attended, attended, kept, ctx.attention_p)
     d_qkv = d_qkv.view(flat.shape[0], -1)
     if qkv_sums is None:
         qkv_sums = d_qkv.sum(0, dtype=torch.float32, keepdim=True)

@@ -19,8 +19,8 @@ from torch import nn
 
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention.calls import AttentionPlan
 from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.plan import AttentionPlan
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.input.task_batch import Parts
 from megatron_lite.model.kernels.dropout import Dropout
@@ -126,7 +126,7 @@ class GLM(TrainedModel):
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
-            stream = self._run_blocks(hidden, flow, ids[0].flatten(), before_block)
+            stream = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return stream.summed()
@@ -142,14 +142,14 @@ class GLM(TrainedModel):
             self.before_use(table)
         return with_bias(flow, table, positions)
 
-    def _run_blocks(
+    def run_blocks(
         self,
         hidden: torch.Tensor,
         flow: Flow,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
     ) -> Stream:
-        """The first `num_layers` blocks: [T, D], int [T] -> [T, D]."""
+        """The first `num_layers` blocks: [T, D] -> [T, D]. Args: positions: int, of the plan's tokens."""
         flow = self._biased(flow, self.relative_bias, positions)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
@@ -164,14 +164,20 @@ class GLM(TrainedModel):
         plan = cast(PartsPlan, flow.plan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
-        encoded = self._run_blocks(encoded, encoder, of_encoder).summed()
-        decoder = cast(DecoderFlow, self._biased(decoder, self.decoder_relative_bias, of_decoder))
+        encoded = self.run_blocks(encoded, encoder, of_encoder).summed()
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
         encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
+        return self.run_decoder(decoded, encoded, decoder, of_decoder)
+
+    def run_decoder(
+        self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
+    ) -> Stream:
+        """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
+        flow = cast(DecoderFlow, self._biased(flow, self.decoder_relative_bias, positions))
         for layer in range(self.config.num_layers, len(self.layers)):
-            decoded = self._block(layer)(decoded, encoded, decoder, layer)
+            decoded = self._block(layer)(decoded, encoded, flow, layer)
         return Stream(decoded)
 
     def hidden_states(

@@ -1,4 +1,4 @@
-"""The three ways to compute a call of attention on CPU, and which one a call takes.
+"""The node of autograd that walks the calls of a plan, and on CPU the three ways to compute a call.
 
   flash        torch's fused kernel in the type of its operands
   flash fp32   the same on operands that are cast to fp32
@@ -8,16 +8,24 @@ The choice depends on nothing but the type of the operands and the size of the c
 Operands are bf16 or fp16 only where the CPU multiplies them natively (AMX); elsewhere they have been cast to fp32, for
 which the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures all three. With dropout, or with a
 bias of the scores, attention is written out.
+
+Operands come packed: queries, keys and values of the same tokens as one tensor [T, 3, H, D], or, in cross-attention,
+queries [T, 1, H, D] and then keys and values [K, 2, H, D]. H heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.model.attention.layout import FULL, Call, Unit
 from megatron_lite.model.kernels.compat import Gradients, flash_backward_on_cpu, flash_forward_on_cpu, widens
+from megatron_lite.model.kernels.dropout import AttentionDropout
 
 # Half precision: pairs of query and key, for each head, up to which flash fp32 and plain are faster than flash.
 # Measured with AMX, ms forward and backward of [batch, heads, tokens, head size] for flash, flash fp32 and plain:
@@ -26,6 +34,82 @@ from megatron_lite.model.kernels.compat import Gradients, flash_backward_on_cpu,
 #     [4, 16, 512, 64]    196  161  146     products are large enough for AMX
 #     [1, 16, 2048, 64]   457  742  615     the fused kernel keeps the weights in its cache
 _SMALL, _LARGE = 1 << 18, 1 << 20
+
+Packed = Sequence[torch.Tensor]
+
+
+class ScoreBias(Protocol):
+    """A layer's bias of attention scores, added after scaling."""
+
+    def __call__(self, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[..., H, Q, K] for the tokens of the plan's call of this number."""
+        ...
+
+
+class AttentionPlan(Protocol):
+    """Computes attention for one batch; `layer` is the block's index, for plans that keep state per layer."""
+
+    def attend(
+        self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
+    ) -> torch.Tensor:
+        """Packed operands -> [..., H, D], scores scaled by D^-1/2. Args: bias: of each call, for a BiasedPlan."""
+        ...
+
+
+class BiasedPlan(AttentionPlan, Protocol):
+    """A plan that adds a bias to the scores."""
+
+    row_length: int  # S of the batch
+
+    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The calls: queries [..., Q] and keys [..., K] of each, int64, in the order of the plan."""
+        ...
+
+
+class HostPlan(Protocol):
+    """A plan on the host: NumPy arrays, made ahead of the step."""
+
+    order: (
+        np.ndarray
+    )  # int64 [T], indices into the flattened batch; -1 = padding, of which the batch may have less
+
+    def arrays(self) -> list[np.ndarray]:
+        """int32 arrays that the plan needs on the device."""
+        ...
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> AttentionPlan:
+        """The plan, from its arrays on the device."""
+        ...
+
+
+class Attend(torch.autograd.Function):
+    """All calls of a plan as one node of autograd: packed operands -> [T, H, D].
+
+    `plan.forward(inputs, p)` returns the output and what each call keeps; `plan.backward(grad, out, kept, p)` the
+    gradient of each input. p: probability of dropout within the kernels.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Any, p: float, *inputs: torch.Tensor) -> torch.Tensor:
+        out, kept = plan.forward(inputs, p)
+        ctx.plan, ctx.p, ctx.lengths = plan, p, [len(tensors) for tensors in kept]
+        ctx.save_for_backward(out, *itertools.chain(*kept))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        out, *saved = ctx.saved_tensors
+        rest = iter(saved)
+        kept = [list(itertools.islice(rest, length)) for length in ctx.lengths]
+        return None, None, *ctx.plan.backward(grad, out, kept, ctx.p)
+
+
+def token_keys(dropout: AttentionDropout, inputs: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dropout keys of queries and of keys. In cross-attention `dropout` has those of keys and then of queries."""
+    if len(inputs) == 1:
+        return dropout.keys, dropout.keys
+    of_keys, of_queries = dropout.keys.split([len(inputs[1]), len(inputs[0])])
+    return of_queries, of_keys
 
 
 class Kernel(Protocol):
@@ -82,7 +166,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain(Kernel):
-    """Its state are the weights, so it is for calls of a bounded size."""
+    """Saves the attention weights for the backward pass; for calls of a bounded size only."""
 
     @staticmethod
     def forward(q, k, v, causal, bias):  # type: ignore[no-untyped-def]
@@ -158,3 +242,43 @@ def attend_written_out(
     weights = (scores if bias is None else scores + bias).softmax(-1)
     out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
     return out.to(dtype)
+
+
+def spans_of(unit: Unit) -> tuple[tuple[int, int], ...]:
+    """Start and stop of a unit in each tensor of packed operands: of queries first, of keys last."""
+    own = (unit.start, unit.stop)
+    return (own,) if unit.keys is None else (own, unit.keys)
+
+
+def rows_of(unit: Unit, inputs: Packed) -> list[torch.Tensor]:
+    """Views of a unit's queries, keys and values, [n, H, D] each."""
+    spans = zip(inputs, spans_of(unit), strict=True)
+    return [part for x, (start, stop) in spans for part in x[start:stop].unbind(1)]
+
+
+def part_of(x: torch.Tensor, call: Call, dim: int) -> torch.Tensor:
+    """The keys of a call out of those of its unit, which lie along `dim`."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in call.keys]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def operands(heads: Sequence[torch.Tensor], call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a call out of those of its unit, [1, H, unit, D]."""
+    q, k, v = heads
+    return q[:, :, call.start : call.stop], part_of(k, call, 2), part_of(v, call, 2)
+
+
+def kernel_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> type[Kernel]:
+    return KERNELS[choose(q.dtype, q.shape[2], k.shape[2], is_full=call.kind == FULL)]
+
+
+def add_part(total: torch.Tensor, part: torch.Tensor, call: Call, is_first: bool) -> None:
+    """Add the gradients of a call's keys, [keys, H, D], to those of its unit; the first call writes them."""
+    at = 0
+    for start, stop in call.keys:
+        place = total[start:stop]
+        if is_first:
+            place.copy_(part[at : at + stop - start])
+        else:
+            place.add_(part[at : at + stop - start])
+        at += stop - start
