@@ -26,7 +26,7 @@ class CachedPlan:
 
     def __init__(self, watch: Watch | None = None):
         self._watch = watch
-        self._kept: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
+        self.kept: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
         self.length = 0  # tokens that are kept
         self._real: torch.Tensor | None = None  # bool [R, K]; None: no padding
         self._positions: torch.Tensor | None = None  # int64 [R, K]
@@ -83,9 +83,9 @@ class CachedPlan:
     ) -> torch.Tensor:
         """[R, N, 3, H, D] -> [R, N, H, D]; there is no dropout."""
         q, key_value = inputs[0].select(2, 0), inputs[0][:, :, 1:]
-        if layer in self._kept:
-            key_value = torch.cat([self._kept[layer], key_value], dim=1)
-        self._kept[layer] = key_value[:, : self.length]
+        if layer in self.kept:
+            key_value = torch.cat([self.kept[layer], key_value], dim=1)
+        self.kept[layer] = key_value[:, : self.length]
         mask = self._seen
         if bias is not None:
             added = bias(0, *self.pairs(q.device)[0]).float()
@@ -97,16 +97,16 @@ class CachedPlan:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the given rows of the batch, some of them several times."""
-        if self._kept:
+        if self.kept:
             chosen = torch.tensor(rows, device=self._all_positions.device)
-            self._kept = {layer: x[chosen] for layer, x in self._kept.items()}
+            self.kept = {layer: x[chosen] for layer, x in self.kept.items()}
             self._real = None if self._real is None else self._real[chosen]
             self._positions = None if self._positions is None else self._positions[chosen]
 
     def copy(self) -> CachedPlan:
         """A copy that continues independently. The kept tensors are shared, since they are never changed in place."""
         other = copy.copy(self)
-        other._kept = dict(self._kept)
+        other.kept = dict(self.kept)
         return other
 
 

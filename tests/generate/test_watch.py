@@ -53,9 +53,9 @@ def gathered(run, part, layer, replay):
         return (which == torch.arange(size)).float()
 
     def note(module, inputs):
-        plan = inputs[1].plan
-        assert isinstance(plan, CachedPlan)
-        places["first"] = 0 if plan.keys[layer].dim() == 1 else plan.keys[layer].shape[1]
+        _, flow, number = inputs
+        assert isinstance(flow.plan, CachedPlan)
+        places["first"] = flow.plan.kept[number].shape[1] if number in flow.plan.kept else 0
 
     def replace(module, inputs, output):
         first = 0 if part == "cross" else places["first"]
