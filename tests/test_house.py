@@ -56,11 +56,11 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 552,
-    "lines loaded by importing tensor_parallel": 2537,
-    "lines loaded by importing glm": 6942,
+    "lines loaded by importing tensor_parallel": 2497,
+    "lines loaded by importing glm": 6902,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51048 + sum(ABILITIES.values()),
-    "files over 400 lines": 19,
+    "lines of the product": 51049 + sum(ABILITIES.values()),
+    "files over 400 lines": 16,
     "sentences that the lint of English refuses": 0,
 }
 
