@@ -59,7 +59,7 @@ CEILINGS = {
     "lines loaded by importing tensor_parallel": 2497,
     "lines loaded by importing glm": 6902,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51049 + sum(ABILITIES.values()),
+    "lines of the product": 51080 + sum(ABILITIES.values()),
     "files over 400 lines": 16,
     "sentences that the lint of English refuses": 0,
 }
